@@ -1,0 +1,100 @@
+"""Sleep, wake and in-place weight updates for vLLM and SGLang, for reinforcement learning on shared GPUs.
+
+Importing this package imports no engine, no torch, no FastAPI and no pydantic: names that need one are resolved
+when they are first used. `rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` hold what one engine has of
+its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rl_memory_plugins.errors import (
+    AuthenticationError,
+    DeviceMemoryError,
+    DrainTimeoutError,
+    EngineAsleepError,
+    EngineFaultError,
+    HostMemoryError,
+    InvalidRequestError,
+    ManifestError,
+    OutOfMemoryError,
+    PermissionDeniedError,
+    RLMemoryError,
+    StateConflictError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, TagState
+
+if TYPE_CHECKING:
+    from rl_memory_plugins.config import RLMemoryConfig
+    from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
+
+    __version__: str
+
+__all__ = [
+    "AuthenticationError",
+    "Content",
+    "DeviceMemoryError",
+    "DrainTimeoutError",
+    "EngineAsleepError",
+    "EngineFaultError",
+    "EngineStatus",
+    "HostMemoryError",
+    "InvalidRequestError",
+    "Level",
+    "ManifestError",
+    "OutOfMemoryError",
+    "PauseMode",
+    "PermissionDeniedError",
+    "RLMemoryConfig",
+    "RLMemoryError",
+    "RankStatus",
+    "Report",
+    "StateConflictError",
+    "Tag",
+    "TagChange",
+    "TagState",
+    "TagStatus",
+    "UnsupportedError",
+    "WeightUpdateError",
+    "__version__",
+]
+
+_LAZY = {
+    "EngineStatus": "records",
+    "RLMemoryConfig": "config",
+    "RankStatus": "records",
+    "Report": "records",
+    "TagChange": "records",
+    "TagStatus": "records",
+}
+_ENGINES = ("sglang", "vllm")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _LAZY:
+        value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    elif name in _ENGINES:
+        return importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_ENGINES, "__version__"})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(__name__)
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"

@@ -1,0 +1,53 @@
+"""The admission rule: when an engine may take a request, and what it says when it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rl_memory_plugins.errors import EngineAsleepError
+from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.tags import Content
+
+RETRY_AFTER_SECONDS = 1
+
+
+def refusal(engine: EngineStatus) -> EngineAsleepError | None:
+    """`None` if the engine admits requests, else the error that says why not.
+
+    A request is admitted only while all tags are resident on every rank, the weights' content is valid, and
+    nothing is paused or under way.
+    """
+    asleep = engine.asleep_tags()
+    if engine.busy == "update_weights" or engine.content is Content.UPDATING:
+        return _refuse("updating", "its weights are being updated")
+    if engine.busy:
+        return _refuse("asleep", f"{engine.busy} is under way")
+    if asleep:
+        return _refuse("asleep", f"{', '.join(asleep)} asleep: wake_up() first", tags=asleep)
+    if engine.content is Content.STALE:
+        return _refuse("stale", "its weights were discarded: update them first")
+    if engine.content is Content.FAILED:
+        return _refuse("failed", "a weight update broke off: complete one first")
+    if engine.paused:
+        return _refuse("paused", "it is paused: wake_up() first")
+    return None
+
+
+def first_refusal(engines: Iterable[EngineStatus]) -> EngineAsleepError | None:
+    """The refusal of the first engine that does not admit requests; a request may be routed to any of them."""
+    for engine in engines:
+        error = refusal(engine)
+        if error is not None:
+            return error
+    return None
+
+
+def is_sleeping(engines: Iterable[EngineStatus]) -> bool:
+    """Whether any tag is released anywhere, or an engine was paused by `sleep(level=0)`."""
+    return any(engine.paused or engine.asleep_tags() for engine in engines)
+
+
+def _refuse(reason: str, why: str, **details: object) -> EngineAsleepError:
+    return EngineAsleepError(
+        f"the engine does not admit requests: {why}", reason=reason, retry_after_s=RETRY_AFTER_SECONDS, **details
+    )

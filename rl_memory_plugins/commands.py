@@ -1,0 +1,71 @@
+"""The commands a controller obeys, and their encoding: tagged msgpack, the same on every engine's transport."""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from rl_memory_plugins.errors import as_rl_memory_error
+from rl_memory_plugins.records import Reply
+
+
+class Command(msgspec.Struct, tag=True, frozen=True):
+    """Base of all commands."""
+
+
+class Sleep(Command, frozen=True):
+    level: int = 1
+    tags: list[str] | None = None
+    mode: str = "abort"
+    hold: bool = False  # stop after the first phase and wait for `Decide`
+
+
+class WakeUp(Command, frozen=True):
+    tags: list[str] | None = None
+    hold: bool = False
+
+
+class UpdateWeights(Command, frozen=True):
+    """Connect the receivers of all ranks to a trainer's sockets and take its weights.
+
+    `endpoints` maps a device's name (`RankStatus.device`) to the socket of the trainer process that serves
+    it; `"*"` serves every device that is not named.
+    """
+
+    endpoints: dict[str, str]
+    token: str
+    weight_version: str | None = None
+    mode: str = "keep"
+    timeout_s: float = 60.0
+    hold: bool = False
+
+
+class Decide(Command, frozen=True):
+    """The second phase of a command that was sent with `hold`."""
+
+    commit: bool
+
+
+class CancelDrain(Command, frozen=True):
+    """Give up commands that still wait for running requests; admission opens again if its rule holds."""
+
+
+class Checksums(Command, frozen=True):
+    pass
+
+
+class Hello(Command, frozen=True):
+    """Ask for the path of the engine's status board."""
+
+
+AnyCommand = Union[Sleep, WakeUp, UpdateWeights, Decide, CancelDrain, Checksums, Hello]
+
+encode_command = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(AnyCommand).decode
+encode_reply = msgspec.msgpack.Encoder().encode
+decode_reply = msgspec.msgpack.Decoder(Reply[Any]).decode
+
+
+def error_reply(rank: int, error: BaseException) -> Reply[Any]:
+    return Reply(rank=rank, error=as_rl_memory_error(error).to_record())

@@ -1,0 +1,375 @@
+"""The state machine of one engine: every transition of all its ranks goes through here, one at a time.
+
+The controller runs where the engine's scheduler runs: in vLLM's engine core, in each of SGLang's schedulers.
+It closes admission, lets the engine drain, has all ranks act in two phases, shows the result on the status
+board and opens admission again when the rule of `admission.py` holds. Every command gets a reply, an error
+too; after any error the engine is in a state that the board names, and the next correct command works.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+
+from rl_memory_plugins import admission, commands
+from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.commands import AnyCommand, error_reply
+from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
+from rl_memory_plugins.errors import (
+    DrainTimeoutError,
+    InvalidRequestError,
+    RLMemoryError,
+    StateConflictError,
+)
+from rl_memory_plugins.records import EngineStatus, RankStatus, Reply, Report, TagChange
+from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
+
+logger = logging.getLogger(__name__)
+
+#: Every report names all steps of its operation; those that did not run stay 0.0.
+STEPS = {
+    "sleep": ("drain", "synchronize", "backup", "release", "total"),
+    "wake_up": ("reserve", "map", "restore", "total"),
+    "update_weights": ("drain", "connect", "validate", "receive", "finish", "total"),
+}
+
+
+class EngineHooks(Protocol):
+    """What the controller asks of an engine. An adapter implements it and decides nothing."""
+
+    def drain(self, mode: PauseMode) -> Future[None]:
+        """Stop scheduling, deal with running requests by `mode`; done once no work touches the device.
+
+        Raises:
+            UnsupportedError: this version of the engine cannot do this mode; nothing happened.
+        """
+
+    def resume(self, *, lift_pause: bool) -> None:
+        """Schedule again; kept requests go on. Called only when the admission rule holds.
+
+        Args:
+            lift_pause: Also lift a pause that was made through the engine's own API, as its own wake does.
+        """
+
+    def reset_caches(self) -> None:
+        """Forget everything that was computed with the old weights or lies in the KV cache."""
+
+    def show(self, asleep_tags: list[str], weight_version: str) -> None:
+        """Mirror the state into the engine's own fields, for its own code that looks at them."""
+
+
+class _Operation:
+    """One transition from its command to its reply."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reply: Future[bytes] = Future()
+        self.seconds = dict.fromkeys(STEPS[name], 0.0)
+        self.cancelled = False
+        self._start = time.perf_counter()
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+    def add_seconds(self, replies: list[Reply[Any]]) -> None:
+        """Add the steps the ranks ran; the slowest rank counts."""
+        for reply in replies:
+            for step, seconds in reply.result["seconds"].items():
+                self.seconds[step] = max(self.seconds.get(step, 0.0), seconds)
+
+
+class Controller:
+    """Obeys the commands of `commands.py` for one engine.
+
+    Args:
+        ranks: The engine's ranks.
+        engine: The engine itself.
+        board: Where the status is shown; `None` on ranks that run the controller in step but do not report.
+        engine_rank: This engine's data-parallel rank.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, engine: EngineHooks, board: StatusBoard | None, engine_rank: int = 0
+    ) -> None:
+        self._ranks = ranks
+        self._engine = engine
+        self._board = board
+        self._engine_rank = engine_rank
+        self._weight_version = "initial"
+        self._updates = 0
+        self._paused = False
+        self._busy = ""
+        self._draining: list[_Operation] = []
+        self._held: Callable[[bool], Any] | None = None
+        self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
+            commands.Sleep: self._sleep,
+            commands.WakeUp: self._wake_up,
+            commands.UpdateWeights: self._update_weights,
+            commands.Decide: self._decide,
+            commands.CancelDrain: self._cancel_drain,
+            commands.Checksums: self._checksums,
+            commands.Hello: self._hello,
+        }
+        self.status = EngineStatus(ranks=[], engine_rank=engine_rank)
+        self.refresh()
+
+    # -- the face -------------------------------------------------------------------------------------------
+
+    def execute(self, payload: bytes) -> Future[bytes]:
+        """Obey an encoded command; the future holds the encoded reply. Neither ever raises."""
+        try:
+            command = commands.decode_command(payload)
+        except msgspec.MsgspecError as error:
+            return self._refused(InvalidRequestError(f"not a command: {error}"))
+        return self.obey(command)
+
+    def obey(self, command: AnyCommand) -> Future[bytes]:
+        try:
+            return self._handlers[type(command)](command)
+        except Exception as error:
+            if not isinstance(error, RLMemoryError):
+                logger.exception("%s failed", type(command).__name__)
+            return self._refused(error)
+
+    def refusal(self) -> RLMemoryError | None:
+        """Why the engine does not admit requests now, or `None` if it does."""
+        return admission.refusal(self.status)
+
+    def refresh(self) -> None:
+        """Ask all ranks for their state and show it."""
+        replies = raise_failures(self._ranks.call("status"))
+        self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
+
+    def note_foreign_changes(self) -> None:
+        """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if that opened."""
+        was_closed = self.refusal() is not None
+        self.refresh()
+        if was_closed and self.refusal() is None:
+            self._engine.resume(lift_pause=False)
+
+    # -- commands -------------------------------------------------------------------------------------------
+
+    def _sleep(self, command: commands.Sleep) -> Future[bytes]:
+        level, tags, mode = parse_level(command.level), parse_tags(command.tags), parse_mode(command.mode)
+        self._require_free()
+        operation = _Operation("sleep")
+
+        def act() -> Any:
+            if level is not Level.PAUSE and Tag.KV_CACHE in tags:
+                self._engine.reset_caches()
+            prepare(self._ranks, "sleep", level=int(level), tags=[tag.value for tag in tags])
+            return self._decided(command.hold, finish)
+
+        def finish(agreed: bool) -> Any:
+            if not agreed:
+                return abort(self._ranks, "sleep")
+            replies = commit(self._ranks, "sleep")
+            self._paused = self._paused or level is Level.PAUSE
+            return self._report(operation, replies)
+
+        return self._drain_then(operation, mode, act)
+
+    def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
+        tags = parse_tags(command.tags)
+        self._require_free()
+        if self._draining:
+            raise StateConflictError(
+                "a call is still waiting for running requests; let it end, or sleep(mode='abort')",
+                waiting=[operation.name for operation in self._draining],
+            )
+        operation = _Operation("wake_up")
+
+        def act() -> Any:
+            prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
+            return self._decided(command.hold, finish)
+
+        def finish(agreed: bool) -> Any:
+            if not agreed:
+                return abort(self._ranks, "wake")
+            replies = commit(self._ranks, "wake")
+            self.refresh()
+            if not self.status.asleep_tags():
+                self._paused = False
+            return self._report(operation, replies)
+
+        self._run(operation, act)
+        return operation.reply
+
+    def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
+        mode = parse_mode(command.mode)
+        self._require_free()
+        if Tag.WEIGHTS.value in self.status.asleep_tags():
+            raise StateConflictError(
+                "the weights are asleep: wake_up(tags=['weights']) before an update",
+                asleep=self.status.asleep_tags(),
+            )
+        operation = _Operation("update_weights")
+        received: list[Reply[Any]] = []
+
+        def act() -> Any:
+            received[:] = self._ranks.call(
+                "receive_weights",
+                endpoints=command.endpoints,
+                token=command.token,
+                timeout_s=command.timeout_s,
+            )
+            try:
+                raise_failures(received)
+            except RLMemoryError:
+                self._ranks.call("finish_update", complete=False)
+                raise
+            return self._decided(command.hold, finish)
+
+        def finish(agreed: bool) -> Any:
+            start = time.perf_counter()
+            raise_failures(self._ranks.call("finish_update", complete=agreed))
+            if not agreed:
+                return None
+            self._engine.reset_caches()
+            self._updates += 1
+            self._weight_version = command.weight_version or str(self._updates)
+            operation.seconds["finish"] = time.perf_counter() - start
+            return self._report(
+                operation,
+                received,
+                weight_version=self._weight_version,
+                ranks=[reply.result for reply in received],
+            )
+
+        return self._drain_then(operation, mode, act)
+
+    def _decide(self, command: commands.Decide) -> Future[bytes]:
+        finish, self._held = self._held, None
+        if finish is None:
+            raise StateConflictError("no operation waits for a decision")
+        operation = _Operation(self._busy)
+        self._run(operation, lambda: finish(command.commit))
+        return operation.reply
+
+    def _cancel_drain(self, command: commands.CancelDrain) -> Future[bytes]:
+        waiting, self._draining = self._draining, []
+        for operation in waiting:
+            operation.cancelled = True
+        if waiting:
+            self._busy = ""
+            self._reopen(lift_pause=False)
+        error = DrainTimeoutError("running requests did not finish in time; nothing was released")
+        for operation in waiting:
+            operation.reply.set_result(self._encoded(error_reply(self._engine_rank, error)))
+        return self._answered({"cancelled": [operation.name for operation in waiting]})
+
+    def _checksums(self, command: commands.Checksums) -> Future[bytes]:
+        self._require_free()
+        replies = raise_failures(self._ranks.call("checksums"))
+        return self._answered([reply.result for reply in replies])
+
+    def _hello(self, command: commands.Hello) -> Future[bytes]:
+        return self._answered({"board": self._board.path if self._board else None, "status": self.status})
+
+    # -- how an operation runs --------------------------------------------------------------------------------
+
+    def _drain_then(self, operation: _Operation, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
+        drained = self._engine.drain(mode)
+        self._draining.append(operation)
+        self._begin(operation.name)
+
+        def when_drained(done: Future[None]) -> None:
+            if operation.cancelled:
+                return
+            self._draining.remove(operation)
+            operation.seconds["drain"] = operation.elapsed()
+
+            def run() -> Any:
+                done.result()
+                return act()
+
+            self._run(operation, run)
+
+        drained.add_done_callback(when_drained)
+        return operation.reply
+
+    def _run(self, operation: _Operation, act: Callable[[], Any]) -> None:
+        """Run the body of an operation. Whatever happens the state is shown first, then the reply is sent."""
+        self._begin(operation.name)
+        try:
+            reply: Reply[Any] = Reply(rank=self._engine_rank, result=msgspec.to_builtins(act()))
+        except Exception as error:
+            reply = self._failure(operation.name, error)
+        if self._held is None:
+            self._busy = self._draining[0].name if self._draining else ""
+        try:
+            self._reopen(lift_pause=operation.name == "wake_up")
+        except Exception as error:
+            reply = self._failure(operation.name, error)
+        operation.reply.set_result(self._encoded(reply))
+
+    def _decided(self, hold: bool, finish: Callable[[bool], Any]) -> Any:
+        """Finish at once, or hold the second phase until `Decide` comes."""
+        if not hold:
+            return finish(True)
+        self._held = finish
+        return {"held": True}
+
+    def _begin(self, name: str) -> None:
+        self._busy = name
+        self._show(self.status.ranks)
+
+    def _reopen(self, *, lift_pause: bool) -> None:
+        """Show the state as the ranks report it, and schedule again if the admission rule holds."""
+        self.refresh()
+        if self.refusal() is None:
+            self._engine.resume(lift_pause=lift_pause)
+
+    def _require_free(self) -> None:
+        if self._held is not None:
+            raise StateConflictError(f"{self._busy} waits for the decision of its second phase")
+
+    # -- what is shown ----------------------------------------------------------------------------------------
+
+    def _show(self, ranks: list[RankStatus]) -> None:
+        self.status = EngineStatus(
+            ranks=ranks,
+            weight_version=self._weight_version,
+            paused=self._paused,
+            busy=self._busy,
+            engine_rank=self._engine_rank,
+        )
+        self._engine.show(self.status.asleep_tags(), self._weight_version)
+        if self._board is not None:
+            self._board.publish(self.status)
+
+    def _report(self, operation: _Operation, replies: list[Reply[Any]], **details: Any) -> Report:
+        operation.add_seconds(replies)
+        operation.seconds["total"] = operation.elapsed()
+        changes = [
+            msgspec.convert(change, TagChange) for reply in replies for change in reply.result.get("changes", ())
+        ]
+        return Report(changes=changes, seconds=operation.seconds, details=details)
+
+    # -- replies ----------------------------------------------------------------------------------------------
+
+    def _answered(self, result: Any) -> Future[bytes]:
+        return _done(self._encoded(Reply(rank=self._engine_rank, result=msgspec.to_builtins(result))))
+
+    def _refused(self, error: BaseException) -> Future[bytes]:
+        return _done(self._encoded(error_reply(self._engine_rank, error)))
+
+    def _failure(self, name: str, error: BaseException) -> Reply[Any]:
+        if not isinstance(error, RLMemoryError):
+            logger.error("%s failed", name, exc_info=error)
+        return error_reply(self._engine_rank, error)
+
+    @staticmethod
+    def _encoded(reply: Reply[Any]) -> bytes:
+        return commands.encode_reply(reply)
+
+
+def _done(reply: bytes) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    future.set_result(reply)
+    return future

@@ -1,0 +1,54 @@
+"""Two-phase calls over many participants: all of them prepare, and only if all could, all of them act."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rl_memory_plugins.errors import RLMemoryError, from_record
+from rl_memory_plugins.records import Reply
+
+
+class RankGroup(Protocol):
+    """The ranks of one engine, as its controller reaches them."""
+
+    def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
+        """Run a method of `RankAgent` on every rank; one reply each, in the order of ranks. Never raises."""
+
+
+def two_phase(ranks: RankGroup, operation: str, **arguments: Any) -> list[Reply[Any]]:
+    """Prepare `operation` on all ranks, then commit it on all; if one cannot, abort it on all.
+
+    Raises:
+        RLMemoryError: the first failing rank's, with `rank` and `failed_ranks` in its details.
+    """
+    prepare(ranks, operation, **arguments)
+    return commit(ranks, operation)
+
+
+def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
+    try:
+        raise_failures(ranks.call(f"prepare_{operation}", **arguments))
+    except RLMemoryError:
+        abort(ranks, operation)
+        raise
+
+
+def commit(ranks: RankGroup, operation: str) -> list[Reply[Any]]:
+    return raise_failures(ranks.call(f"commit_{operation}"))
+
+
+def abort(ranks: RankGroup, operation: str) -> None:
+    ranks.call(f"abort_{operation}")
+
+
+def raise_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
+    """The replies, if none is an error; else one typed error that names every participant that failed."""
+    failed = [reply for reply in replies if reply.error is not None]
+    if not failed:
+        return list(replies)
+    assert failed[0].error is not None
+    error = from_record(failed[0].error)
+    error.details.setdefault("rank", failed[0].rank)
+    error.details["failed_ranks"] = [reply.rank for reply in failed]
+    raise error

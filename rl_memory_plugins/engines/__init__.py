@@ -1,0 +1,1 @@
+"""One package for each engine: hooks and adapters. No rule of the contract is decided here."""

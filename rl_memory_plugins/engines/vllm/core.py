@@ -1,0 +1,249 @@
+"""The engine core's side: the controller over the executor's ranks, and native calls led to it."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from rl_memory_plugins import commands, operations
+from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.commands import decode_reply
+from rl_memory_plugins.controller import Controller
+from rl_memory_plugins.coordination import raise_failures
+from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.errors import StateConflictError, UnsupportedError
+from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.rank import encode_call
+from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.tags import PUBLIC_TAGS, PauseMode, Tag
+
+CORE = "vllm.v1.engine.core:EngineCore"
+PROCESS = "vllm.v1.engine.core:EngineCoreProc"
+#: A request that reaches a closed core ends with this stop reason, and `client.py` raises from it.
+REFUSED = "rl_memory:"
+
+
+def install(hooks: Hooks) -> None:
+    hooks.wrap(f"{CORE}._initialize_kv_caches", _start_controller)
+    hooks.wrap(f"{CORE}.sleep", _native_sleep)
+    hooks.wrap(f"{CORE}.wake_up", _native_wake_up)
+    hooks.wrap(f"{CORE}.is_sleeping", _native_is_sleeping)
+    hooks.wrap(f"{CORE}.resume_scheduler", _native_resume)
+    hooks.wrap("vllm.v1.engine.core:DPEngineCoreProc.resume_scheduler", _native_resume)
+    hooks.wrap(f"{CORE}.collective_rpc", _native_collective_rpc)
+    hooks.wrap(f"{PROCESS}._reject_add_in_shutdown", _refuse_add)
+    for name in ("pause_scheduler", "_reset_caches"):
+        hooks.require(f"{CORE}.{name}")
+    core = hooks.require(CORE)
+    if hasattr(core, "release_kv_cache_memory"):
+        hooks.wrap(f"{CORE}.release_kv_cache_memory", _native_release_kv_cache)
+    core.rl_memory_call = _call
+
+
+class VllmRanks:
+    """The executor's workers as the controller's ranks."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
+        payload = encode_call(method, arguments)
+        return [decode_reply(reply) for reply in self._executor.collective_rpc("rl_memory_rank_call", args=(payload,))]
+
+
+class VllmEngine:
+    """The scheduler of one engine core, for the controller."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._paused_here = False
+        self._paused_natively = False
+
+    def drain(self, mode: PauseMode) -> Future[None]:
+        if mode is PauseMode.WAIT and not hasattr(self._core, "input_queue"):
+            if self._core.scheduler.has_unfinished_requests():
+                raise UnsupportedError("an in-process vLLM engine cannot wait for requests: use abort or keep")
+            mode = PauseMode.ABORT
+        if not self._paused_here:
+            self._paused_natively = self._core.is_scheduler_paused()
+        self._paused_here = True
+        paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
+        if paused is not None:
+            return paused  # type: ignore[no-any-return]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def resume(self, *, lift_pause: bool) -> None:
+        keep_paused = self._paused_natively and not lift_pause
+        self._paused_here = self._paused_natively = False
+        if not keep_paused:
+            self._core.resume_scheduler()
+
+    def reset_caches(self) -> None:
+        self._core._reset_caches()
+
+    def show(self, asleep_tags: list[str], weight_version: str) -> None:
+        # The data-parallel dummy batch looks at the executor, so it must know which tags are asleep.
+        executor = self._core.model_executor
+        executor.sleeping_tags = set(asleep_tags)
+        if not isinstance(getattr(type(executor), "is_sleeping", None), property):
+            executor.is_sleeping = bool(asleep_tags)
+        if hasattr(self._core, "_weight_version"):
+            self._core._weight_version = weight_version
+
+
+def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Once the KV cache exists, all memory that is ever managed does."""
+
+    def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, vllm_config, *args, **kwargs)
+        if config_of(vllm_config) is not None:
+            board = StatusBoard()
+            atexit.register(board.close)
+            rank = vllm_config.parallel_config.data_parallel_index
+            self.rl_memory = Controller(VllmRanks(self.model_executor), VllmEngine(self), board, rank)
+        return result
+
+    return _initialize_kv_caches
+
+
+def _controller(core: Any) -> Controller | None:
+    return getattr(core, "rl_memory", None)
+
+
+def _call(self: Any, payload: bytes) -> Any:
+    """Utility of the engine core: obey an encoded command; the reply comes when the operation has ended."""
+    controller = _controller(self)
+    if controller is None:
+        raise UnsupportedError("this engine was started without rl_memory")
+    reply = controller.execute(payload)
+    return reply.result() if reply.done() else reply
+
+
+def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
+    """Run a command for a native caller: its error is raised, its report dropped."""
+    reply = controller.obey(command)
+    if reply.done():
+        return raise_failures([decode_reply(reply.result())])
+    outcome: Future[None] = Future()
+
+    def settle(done: Future[bytes]) -> None:
+        try:
+            raise_failures([decode_reply(done.result())])
+        except Exception as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    reply.add_done_callback(settle)
+    return outcome
+
+
+def _native_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
+        controller = _controller(self)
+        if controller is None:
+            return original(self, level, mode)
+        outcome = _obey(controller, operations.sleep(level, None, mode))
+        return outcome if isinstance(outcome, Future) else None
+
+    return sleep
+
+
+def _native_wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        controller = _controller(self)
+        if controller is None:
+            return original(self, tags)
+        _obey(controller, operations.wake_up(without_scheduling(tags, [controller.status])))
+        return not controller.status.asleep_tags()
+
+    return wake_up
+
+
+def without_scheduling(tags: Any, engines: list[EngineStatus]) -> Any:
+    """vLLM's pseudo tag `scheduling` means: wake what is awake, so that a level-0 pause is lifted."""
+    if tags is None or isinstance(tags, str) or "scheduling" not in tags:
+        return tags
+    others = [tag for tag in tags if tag != "scheduling"]
+    asleep = {tag for engine in engines for tag in engine.asleep_tags()}
+    awake = [tag.value for tag in PUBLIC_TAGS if tag.value not in asleep]
+    return others or awake
+
+
+def _native_is_sleeping(original: Callable[..., Any]) -> Callable[..., Any]:
+    def is_sleeping(self: Any) -> bool:
+        controller = _controller(self)
+        if controller is None:
+            return bool(original(self))
+        return controller.refusal() is not None or self.is_scheduler_paused()
+
+    return is_sleeping
+
+
+def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
+    def resume_scheduler(self: Any) -> Any:
+        controller = _controller(self)
+        refusal = controller.refusal() if controller is not None else None
+        if refusal is not None:
+            raise StateConflictError(f"cannot resume: {refusal.message}", **refusal.details)
+        return original(self)
+
+    return resume_scheduler
+
+
+def _native_release_kv_cache(original: Callable[..., Any]) -> Callable[..., Any]:
+    def release_kv_cache_memory(self: Any) -> Any:
+        controller = _controller(self)
+        if controller is None:
+            return original(self)
+        return _obey(controller, operations.sleep(1, [Tag.KV_CACHE.value], PauseMode.KEEP.value))
+
+    return release_kv_cache_memory
+
+
+def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Workers' own sleep and wake go through the engine; any other call may have loaded weights."""
+
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        controller = _controller(self)
+        if controller is None:
+            return original(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+        if method in ("sleep", "wake_up"):
+            outcome = getattr(self, method)(*(args or ()), **(kwargs or {}))
+            if isinstance(outcome, Future):
+                raise StateConflictError(f"{method} has to wait for running requests: call it on the engine")
+            return [None] * len(controller.status.ranks)
+        try:
+            return original(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+        finally:
+            controller.note_foreign_changes()
+
+    return collective_rpc
+
+
+def _refuse_add(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The last gate: a request that was sent before the engine closed and arrives after."""
+
+    def _reject_add_in_shutdown(self: Any, request: Any) -> bool:
+        if original(self, request):
+            return True
+        controller = _controller(self)
+        refusal = controller.refusal() if controller is not None else None
+        if refusal is None:
+            return False
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+        output = EngineCoreOutput(
+            request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=REFUSED + refusal.details["reason"]
+        )
+        outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
+        self.output_queue.put_nowait((request.client_index, outputs))
+        return True
+
+    return _reject_add_in_shutdown

@@ -1,0 +1,118 @@
+"""The HTTP server's side: routes, authentication and the gate, through vLLM's own endpoint plugins.
+
+vLLM loads an endpoint plugin only if `VLLM_PLUGINS` names it. Here the flag is the opt-in: the function that
+loads them is wrapped, so that an enabled server has the routes without an environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from rl_memory_plugins.commands import UpdateWeights
+from rl_memory_plugins.engines.vllm.client import AsyncFace, face_of
+from rl_memory_plugins.errors import EngineAsleepError
+from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.records import EngineStatus, Report
+
+#: Every route of vLLM that runs the model.
+GENERATION = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v2/embed",
+    "/v2/rerank",
+    "/inference/v1/generate",
+    "/generate",
+    "/generative_scoring",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+    "/invocations",
+)
+
+
+def install(hooks: Hooks) -> None:
+    hooks.wrap("vllm.plugins:load_endpoint_plugins", _load_endpoint_plugins)
+
+
+def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
+        plugins = [plugin for plugin in original(*args, **kwargs) if plugin.name != RLMemoryEndpoints.name]
+        return [*plugins, RLMemoryEndpoints()]
+
+    return load_endpoint_plugins
+
+
+class _Control:
+    """The router's control plane, over an engine that exists only after the routes do."""
+
+    def __init__(self) -> None:
+        self.face: AsyncFace | None = None
+
+    def _ready(self) -> AsyncFace:
+        if self.face is None:
+            raise EngineAsleepError("the server is still starting", reason="starting", retry_after_s=1)
+        return self.face
+
+    async def sleep(self, level: object, tags: object, mode: object) -> Report:
+        return await self._ready().sleep(level, mode, tags)
+
+    async def wake_up(self, tags: object) -> Report:
+        return await self._ready().wake_up_with_report(tags)
+
+    async def update_weights(self, command: UpdateWeights) -> Report:
+        return await self._ready().update_weights(command)
+
+    async def status(self) -> list[EngineStatus]:
+        return await self._ready().status()
+
+    def status_now(self) -> list[EngineStatus]:
+        return self._ready().status_now()
+
+    async def checksums(self) -> dict[str, Any]:
+        return await self._ready().weight_checksums()
+
+
+class RLMemoryEndpoints:
+    """A `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
+
+    name = "rl_memory"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._control = _Control()
+
+    def attach_router(self, app: Any) -> None:
+        from rl_memory_plugins.server.auth import ControlAuth
+        from rl_memory_plugins.server.gate import AdmissionGate, posts_to
+        from rl_memory_plugins.server.router import build_router
+
+        auth = ControlAuth(_keys(app.state.args))
+        router = build_router(self._control, auth)
+        # In front, because vLLM 0.26 lets a core route win over a plugin's on the same path.
+        app.router.routes[:0] = router.routes
+        app.add_middleware(AdmissionGate, status=self._control.status_now, is_generation=posts_to(GENERATION))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        if engine_client is not None:
+            face: AsyncFace | None = face_of(engine_client, AsyncFace)
+            if face is not None:
+                await face.status()
+                self._control.face = face
+
+
+def _keys(args: Any) -> list[str]:
+    """The keys vLLM itself asks for: its flag's, else its variable's."""
+    keys = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    return [key for key in keys if key]

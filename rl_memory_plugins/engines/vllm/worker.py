@@ -1,0 +1,174 @@
+"""The worker's side: vLLM's memory pools become our regions, and the rank's agent answers the engine core."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.memory.select import choose_allocator
+from rl_memory_plugins.rank import RankAgent
+from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.foreign import ForeignLoads
+from rl_memory_plugins.weights.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+#: vLLM's pool names. Every other name is run-time state and stays resident.
+TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
+
+
+def install(hooks: Hooks) -> None:
+    hooks.wrap("vllm.v1.worker.worker_base:WorkerBase.__init__", _init)
+    hooks.require("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context")
+    base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
+    base.rl_memory_rank_call = _rank_call
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        config = config_of(vllm_config)
+        if config is not None:
+            VllmWorker(self, config).attach()
+
+    return __init__
+
+
+def _rank_call(worker: Any, payload: bytes) -> bytes:
+    """The only name this package adds to a worker; `collective_rpc` reaches it."""
+    return worker.rl_memory.agent.handle(payload)  # type: ignore[no-any-return]
+
+
+class VllmWorker:
+    """One worker's regions, manager, receiver and agent. They are made when the weights are loaded."""
+
+    def __init__(self, worker: Any, config: RLMemoryConfig) -> None:
+        self._worker = worker
+        self._config = config
+        self._manager: MemoryManager | None = None
+        self._agent: RankAgent | None = None
+        self._foreign_loads: ForeignLoads | None = None
+
+    def attach(self) -> None:
+        """Put this object in the place of the worker's own memory handling."""
+        worker = self._worker
+        worker.rl_memory = self
+        worker._maybe_get_memory_pool_context = self.pool
+        for name in ("sleep", "wake_up", "discard"):
+            setattr(worker, name, self._refuse_native(name))
+        if worker.vllm_config.device_config.device_type == "cpu":
+            _keep_cpu_weights_in_parameters()
+
+    def pool(self, tag: str) -> AbstractContextManager[None]:
+        """Takes the place of `Worker._maybe_get_memory_pool_context`."""
+        ours = TAGS.get(tag)
+        if ours is None:
+            return contextlib.nullcontext()
+        if ours is Tag.WEIGHTS:
+            return self._load_weights_region()
+        return self.manager.allocator.region(ours)
+
+    @contextlib.contextmanager
+    def _load_weights_region(self) -> Iterator[None]:
+        with self.manager.allocator.region(Tag.WEIGHTS):
+            yield
+        self._foreign_loads = ForeignLoads(self.manager, self.model)
+
+    @property
+    def manager(self) -> MemoryManager:
+        if self._manager is None:
+            allocator, arena = choose_allocator(self._config, self._worker.device, self._worker.rank)
+            self._manager = MemoryManager(
+                self._worker.rank, allocator, arena, self._discardable, poison=self._config.poison
+            )
+        return self._manager
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._worker.model_runner.get_model()  # type: ignore[no-any-return]
+
+    @property
+    def agent(self) -> RankAgent:
+        if self._agent is None:
+            receiver = WeightReceiver(
+                self.manager,
+                load_weights=self._load_weights,
+                parameters=lambda: dict(self.model.named_parameters()),
+                ignorable=self._ignorable,
+                allow_cast=self._config.allow_cast,
+                check_finite=self._config.check_finite,
+            )
+            self._agent = RankAgent(self.manager, receiver, after_wake=self._after_wake)
+        return self._agent
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        assert self._foreign_loads is not None
+        with set_current_vllm_config(self._worker.vllm_config):
+            self._foreign_loads.original(weights)
+
+    def _ignorable(self, name: str) -> bool:
+        """Names of a checkpoint that the loader skips on purpose."""
+        if "rotary_emb." in name:
+            return True
+        config = self._worker.model_config.hf_config
+        return name.startswith("lm_head.") and bool(getattr(config, "tie_word_embeddings", False))
+
+    def _discardable(self, tag: Tag) -> Iterable[Block]:
+        if tag is Tag.WEIGHTS:
+            tensors: Iterable[torch.Tensor] = self.model.parameters()
+        else:
+            tensors = _flatten(self._worker.model_runner.kv_caches)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            yield Block(storage.data_ptr(), storage.nbytes())
+
+    def _after_wake(self, tags: list[Tag]) -> None:
+        # vLLM 0.26 keeps pointers into the KV cache that must be read again after a wake; later ones need nothing.
+        refresh = getattr(self._worker.model_runner, "post_kv_cache_wake_up", None)
+        if Tag.KV_CACHE in tags and refresh is not None:
+            refresh()
+
+    @staticmethod
+    def _refuse_native(name: str) -> Callable[..., None]:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            # Raising here would leave other ranks' replies unread in vLLM's queues (executor hazard), and
+            # acting would disagree with the engine core's controller, which all public calls go through.
+            logger.error("worker.%s is managed by rl_memory: call %s on the engine; nothing was done", name, name)
+
+        return refuse
+
+
+def _flatten(caches: Any) -> Iterator[torch.Tensor]:
+    if isinstance(caches, dict):
+        caches = caches.values()
+    for cache in caches:
+        if hasattr(cache, "untyped_storage"):
+            yield cache
+        else:
+            yield from _flatten(cache)
+
+
+def _keep_cpu_weights_in_parameters() -> None:
+    """vLLM's CPU build packs linear weights into copies that closures hold and that nothing can release or
+    update. With the plugin on, a linear layer multiplies by its parameter."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        import torch
+
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch

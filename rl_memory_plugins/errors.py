@@ -1,0 +1,146 @@
+"""Every error of the contract, in one tree.
+
+    RLMemoryError                     500
+    ├── InvalidRequestError           422  bad level, tag, mode or body; lists what is allowed
+    │   └── ManifestError             422  the trainer's tensors do not fit the model; lists every mismatch
+    ├── StateConflictError            409  not possible in this state; names the state
+    ├── EngineAsleepError             503  a request arrived while the engine does not admit any
+    ├── OutOfMemoryError              507  device or host memory does not suffice; nothing was changed
+    │   ├── DeviceMemoryError
+    │   └── HostMemoryError
+    ├── WeightUpdateError             502  an update broke off; the weights are `failed` until one completes
+    ├── DrainTimeoutError             504  running requests did not finish in time; admission is open again
+    ├── AuthenticationError           401
+    ├── PermissionDeniedError         403
+    ├── UnsupportedError              501  the engine or its version cannot do this
+    └── EngineFaultError              500  a rank failed in a way the contract does not foresee
+
+An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle, so its type
+and fields survive every hop from a rank to the HTTP client.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "AuthenticationError",
+    "DeviceMemoryError",
+    "DrainTimeoutError",
+    "EngineAsleepError",
+    "EngineFaultError",
+    "HostMemoryError",
+    "InvalidRequestError",
+    "ManifestError",
+    "OutOfMemoryError",
+    "PermissionDeniedError",
+    "RLMemoryError",
+    "StateConflictError",
+    "UnsupportedError",
+    "WeightUpdateError",
+    "from_record",
+]
+
+
+class RLMemoryError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: One sentence for a person.
+        **details: JSON-serialisable fields for a program (bytes, ranks, names, what is allowed).
+    """
+
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    @property
+    def code(self) -> str:
+        """The machine-readable name: the class's own."""
+        return type(self).__name__
+
+    def to_record(self) -> dict[str, Any]:
+        """A plain dict: `{"error", "message", "details"}`."""
+        return {"error": self.code, "message": self.message, "details": self.details}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_record, (self.to_record(),)
+
+
+class InvalidRequestError(RLMemoryError):
+    status = 422
+
+
+class ManifestError(InvalidRequestError):
+    pass
+
+
+class StateConflictError(RLMemoryError):
+    status = 409
+
+
+class EngineAsleepError(RLMemoryError):
+    """`details["reason"]` says why: `asleep`, `stale`, `updating`, `failed` or `paused`."""
+
+    status = 503
+
+
+class OutOfMemoryError(RLMemoryError):
+    """`details` carry `needed_bytes`, `free_bytes`, `margin_bytes` and, once known, `rank`."""
+
+    status = 507
+
+
+class DeviceMemoryError(OutOfMemoryError):
+    pass
+
+
+class HostMemoryError(OutOfMemoryError):
+    pass
+
+
+class WeightUpdateError(RLMemoryError):
+    status = 502
+
+
+class DrainTimeoutError(RLMemoryError):
+    status = 504
+
+
+class AuthenticationError(RLMemoryError):
+    status = 401
+
+
+class PermissionDeniedError(RLMemoryError):
+    status = 403
+
+
+class UnsupportedError(RLMemoryError):
+    status = 501
+
+
+class EngineFaultError(RLMemoryError):
+    pass
+
+
+def _subclasses(cls: type[RLMemoryError]) -> dict[str, type[RLMemoryError]]:
+    found = {cls.__name__: cls}
+    for sub in cls.__subclasses__():
+        found |= _subclasses(sub)
+    return found
+
+
+def from_record(record: dict[str, Any]) -> RLMemoryError:
+    """Rebuild the error that `to_record` described; an unknown name becomes an `EngineFaultError`."""
+    cls = _subclasses(RLMemoryError).get(str(record.get("error")), EngineFaultError)
+    return cls(str(record.get("message", "")), **dict(record.get("details") or {}))
+
+
+def as_rl_memory_error(error: BaseException) -> RLMemoryError:
+    """`error` itself if it is ours, else an `EngineFaultError` that names its type."""
+    if isinstance(error, RLMemoryError):
+        return error
+    return EngineFaultError(f"{type(error).__name__}: {error}", type=type(error).__name__)

@@ -1,0 +1,224 @@
+"""Host copies of device memory: the arena they lie in, and the backups themselves."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from rl_memory_plugins.errors import HostMemoryError
+from rl_memory_plugins.memory.allocator import Block, Device
+from rl_memory_plugins.memory.ranges import subtract
+
+ALIGNMENT = 4096
+
+
+class HostArena(Protocol):
+    """Host memory for backups, kept across cycles so that no sleep but the first pays for making it."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes the arena occupies now, used or not."""
+
+    def acquire(self, nbytes: int) -> int:
+        """The address of `nbytes` of host memory.
+
+        Raises:
+            HostMemoryError: the arena's bound or the free host memory does not allow it; nothing was changed.
+        """
+
+    def release(self, address: int) -> None:
+        """Hand a buffer back to the arena, which may keep it for the next `acquire`."""
+
+
+def free_host_bytes() -> int:
+    """Host memory this process can still get: the machine's, or its cgroup's where that is less."""
+    return host_memory_info()[0]
+
+
+def host_memory_info() -> tuple[int, int]:
+    """Free and total bytes of host memory, each the least of the machine's and its cgroups'."""
+    memory = psutil.virtual_memory()
+    free, total = int(memory.available), int(memory.total)
+    for directory, (limit_file, usage_file, inactive_key) in _memory_cgroups():
+        try:
+            limit = int((directory / limit_file).read_text())
+            usage = int((directory / usage_file).read_text())
+            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such file, or "max": no limit
+            continue
+        # Pages of files read once, such as a checkpoint, count as usage; the kernel drops them at need.
+        free = min(free, limit - usage + int(statistics.get(inactive_key, 0)))
+        total = min(total, limit)
+    return max(free, 0), total
+
+
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The directories of this process's memory cgroup and all its parents, with the names of their files.
+
+    In a container `/proc/self/cgroup` may show the host's path, which does not exist inside: then only the
+    root of the mount, which is the container's own cgroup, is left of it.
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), _CGROUP_V2
+        elif "memory" in controllers.split(","):
+            root, names = Path("/sys/fs/cgroup/memory"), _CGROUP_V1
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        for part in (own, *own.parents):
+            yield root / part, names
+
+
+class PagedArena:
+    """An arena of anonymous mappings; freed buffers are kept and reused by best fit.
+
+    Args:
+        max_bytes: bound on what the arena holds; 0 means only free host memory bounds it.
+        margin_bytes: host memory that must stay free after an `acquire`.
+    """
+
+    def __init__(self, max_bytes: int = 0, margin_bytes: int = 0) -> None:
+        self._max_bytes = max_bytes
+        self._margin_bytes = margin_bytes
+        self._mappings: dict[int, mmap.mmap] = {}
+        self._idle: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(mapping) for mapping in self._mappings.values())
+
+    def acquire(self, nbytes: int) -> int:
+        nbytes = max(-(-nbytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        with self._lock:
+            fitting = [address for address in self._idle if len(self._mappings[address]) >= nbytes]
+            if fitting:
+                address = min(fitting, key=lambda candidate: len(self._mappings[candidate]))
+                self._idle.remove(address)
+                return address
+            self._trim()  # idle buffers that are too small only stand in the way of a larger one
+            self._check(nbytes)
+            try:
+                mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise self._error(nbytes, free_host_bytes()) from error
+            self._prepare(mapping)
+            address = address_of(mapping)
+            self._mappings[address] = mapping
+            return address
+
+    def release(self, address: int) -> None:
+        with self._lock:
+            if address in self._mappings:
+                self._idle.add(address)
+
+    def close(self) -> None:
+        """Give everything back; buffers still in use become invalid."""
+        with self._lock:
+            self._idle = set(self._mappings)
+            self._trim()
+
+    def _trim(self) -> None:
+        for address in self._idle:
+            mapping = self._mappings.pop(address)
+            self._discard(address, mapping)
+        self._idle.clear()
+
+    def _check(self, nbytes: int) -> None:
+        free = free_host_bytes()
+        if self._max_bytes:
+            free = min(free, self._max_bytes - self.held_bytes + self._margin_bytes)
+        if nbytes + self._margin_bytes > free:
+            raise self._error(nbytes, free)
+
+    def _error(self, needed: int, free: int) -> HostMemoryError:
+        usable = max(free - self._margin_bytes, 0)
+        return HostMemoryError(
+            f"{needed} bytes of host memory are needed for the backup, {usable} are free",
+            needed_bytes=needed,
+            free_bytes=max(free, 0),
+            margin_bytes=self._margin_bytes,
+        )
+
+    def _prepare(self, mapping: mmap.mmap) -> None:
+        """For arenas that pin their pages."""
+
+    def _discard(self, address: int, mapping: mmap.mmap) -> None:
+        mapping.close()
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """The address of a writable mapping, without keeping its buffer exported."""
+    anchor = ctypes.c_char.from_buffer(mapping)
+    try:
+        return ctypes.addressof(anchor)
+    finally:
+        del anchor
+
+
+class Backup:
+    """The bytes of some device blocks in host memory.
+
+    A backup remembers the content epoch and the fingerprint of what it copied. It is clean, and need not be
+    copied again, only while both still hold: the epoch tells of changes through this package, the fingerprint
+    of those made behind its back, by an engine's or a trainer's own code.
+    """
+
+    def __init__(self, arena: HostArena, blocks: Sequence[Block]) -> None:
+        self._arena = arena
+        self.blocks = list(blocks)
+        self.nbytes = sum(block.nbytes for block in blocks)
+        self.epoch = -1
+        self._fingerprint: int | None = None
+        self._address = arena.acquire(self.nbytes) if self.nbytes else 0
+
+    def _pairs(self, gone: Sequence[Block] = ()) -> list[tuple[Block, int]]:
+        """Each block that lies in none of `gone`, with the address of its copy."""
+        pairs: list[tuple[Block, int]] = []
+        offset = self._address
+        for block in self.blocks:
+            shift = offset - block.address
+            pairs.extend((piece, piece.address + shift) for piece in subtract([block], gone))
+            offset += block.nbytes
+        return pairs
+
+    def save(self, device: Device, epoch: int) -> None:
+        """Copy the blocks out; returns when all bytes have arrived."""
+        device.copy_to_host(self._pairs())
+        self.epoch = epoch
+        self._fingerprint = device.fingerprint(self.blocks)
+
+    def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
+        """Copy the bytes back, all or those that lie in `blocks`; returns how many, when all have arrived."""
+        pairs = self._pairs(gone=subtract(self.blocks, blocks) if blocks is not None else ())
+        device.copy_from_host(pairs)
+        return sum(block.nbytes for block, _ in pairs)
+
+    def is_clean(self, device: Device, blocks: Sequence[Block], epoch: int) -> bool:
+        """Whether it holds exactly what the (resident) blocks hold now."""
+        return (
+            self.epoch == epoch
+            and self.blocks == list(blocks)
+            and self._fingerprint == device.fingerprint(self.blocks)
+        )
+
+    def free(self) -> None:
+        if self.nbytes:
+            self._arena.release(self._address)
+        self.nbytes = 0

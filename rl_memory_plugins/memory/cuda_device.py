@@ -1,0 +1,90 @@
+"""One GPU as a `Device`: copies, fills and fingerprints of raw addresses, through torch alone (CUDA or ROCm)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.fingerprint import fingerprint
+
+
+class CudaDevice:
+    """A GPU of this process.
+
+    Copies, fills and fingerprints run on a stream of their own, which begins after the work that the calling
+    thread's current stream holds. It has the lowest priority there is (torch's 0, which streams have unless
+    they ask for a higher one), so a background backup does not hold up an engine's kernels; the copies
+    themselves occupy a copy engine and no multiprocessor.
+
+    Args:
+        index: torch's ordinal; `CUDA_VISIBLE_DEVICES` has been applied to it.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = gpu_name(index)
+        self._stream = torch.cuda.Stream(device=index, priority=0)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self.index)
+        return int(free), int(total)
+
+    def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+        with self._ordered_stream():
+            for block, address in pairs:
+                host_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
+        self._stream.synchronize()
+
+    def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+        with self._ordered_stream():
+            for block, address in pairs:
+                self.view(block).copy_(host_view(address, block.nbytes), non_blocking=True)
+        self._stream.synchronize()
+
+    def fill(self, blocks: Sequence[Block], byte: int) -> None:
+        with self._ordered_stream():
+            for block in blocks:
+                self.view(block).fill_(byte)
+        self._stream.synchronize()
+
+    def fingerprint(self, blocks: Sequence[Block]) -> int:
+        with self._ordered_stream():
+            return fingerprint([self.view(block) for block in blocks])
+
+    def view(self, block: Block) -> torch.Tensor:
+        """The block's bytes as a tensor of uint8 that owns nothing."""
+        return torch.as_tensor(_RawArray(block), device=torch.device("cuda", self.index))
+
+    def _ordered_stream(self) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self.index))
+        return torch.cuda.stream(self._stream)
+
+
+class _RawArray:
+    """What torch needs to see device memory as an array."""
+
+    def __init__(self, block: Block) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (block.nbytes,),
+            "typestr": "|u1",
+            "data": (block.address, False),
+            "version": 3,
+        }
+
+
+def host_view(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory as a tensor of uint8 that owns nothing."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def gpu_name(index: int) -> str:
+    """The UUID by which every process knows this GPU, whatever its own ordinal for it is."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

@@ -1,0 +1,451 @@
+"""Pausable regions on CUDA through the driver's virtual memory management: transactional, in pure Python.
+
+torch asks for memory in segments of at least 2 MiB, and each becomes one block: an address range reserved for
+good, and physical memory mapped behind it that comes and goes. How this meets torch, and why:
+
+- torch calls `malloc` through ctypes, which takes the GIL. torch's own rule is "GIL before allocator lock", so
+  the allocator must not hold its lock then: `release_lock_on_cudamalloc` is switched on for the process.
+- torch calls `free` under its lock and perhaps after Python is gone, so no Python may run there. The driver's
+  `cuMemUnmap(address, size)` has the very signature: it is the free function. A block's handle is released once
+  it is mapped, so unmapping alone gives the memory back, and on a block that sleeps it does nothing.
+- Pools live for ever, so torch in fact frees no segment by itself. What a region leaves wholly unused is given
+  back here when the region closes; such a pool is retired, since torch would hand the same segment out again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, UnsupportedError
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.cuda_device import CudaDevice
+from rl_memory_plugins.memory.regions import RegionStack
+from rl_memory_plugins.tags import Tag
+
+logger = logging.getLogger(__name__)
+
+#: What is used of torch that torch does not document, or that old versions lack: checked at start-up.
+TORCH_SYMBOLS = (
+    "_C._cuda_customAllocator",
+    "cuda.MemPool",
+    "cuda.MemPool.id",
+    "cuda.MemPool.snapshot",
+    "cuda.use_mem_pool",
+    "cuda.memory._snapshot",
+)
+
+_MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+#: Allocators, pools and callbacks that torch may still reach while the interpreter shuts down.
+_immortal: list[Any] = []
+
+
+class _Mapping:
+    """A block and whether physical memory is behind it."""
+
+    __slots__ = ("address", "mapped", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.mapped = True
+
+
+class CudaVmmAllocator:
+    """Pausable regions of one GPU.
+
+    Args:
+        index: torch's ordinal of the GPU.
+        margin_bytes: Device memory that a reservation leaves free.
+
+    Raises:
+        UnsupportedError: this cannot work with the torch, driver or settings at hand; says why.
+    """
+
+    name = "vmm"
+
+    def __init__(self, index: int, margin_bytes: int = 0) -> None:
+        require_torch_symbols()
+        self.index = index
+        self.device = CudaDevice(index)
+        self._margin_bytes = margin_bytes
+        self._driver = Driver(index)
+        self._lock = threading.Lock()  # guards the fields below; never held while torch is called
+        self._mappings: dict[Tag, dict[int, _Mapping]] = {tag: {} for tag in Tag}
+        self._idle_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
+        self._graph_pools: dict[Tag, torch.cuda.MemPool] = {}
+        self._regions = RegionStack()
+        self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
+        self._torch_allocators = {
+            tag: torch._C._cuda_customAllocator(
+                _address_of(self._malloc_callbacks[tag]), self._driver.unmap_address
+            )
+            for tag in Tag
+        }
+        _keep_for_ever(self)
+        set_torch_option("release_lock_on_cudamalloc", True)
+        self._require_torch_to_use_us()
+
+    # -- regions ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def region(self, tag: Tag) -> Iterator[None]:
+        """Allocations that this thread makes inside belong to `tag`. Regions nest; the inner one wins.
+
+        CUDA graphs are better captured into `pool_id(tag)`. In a region of `Tag.CUDA_GRAPH` nothing is given
+        back at its end, because a graph needs its temporaries' memory though torch counts it as unused; for
+        the same reason static buffers do not belong there.
+        """
+        pool = self._take_pool(tag)
+        try:
+            with self._regions.enter(lambda: torch.cuda.use_mem_pool(pool, self.index)):
+                yield
+        finally:
+            self._return_pool(tag, pool)
+
+    def pool_id(self, tag: Tag = Tag.CUDA_GRAPH) -> tuple[int, int]:
+        """A pool for `torch.cuda.graph(pool=…)`; whatever is captured into it belongs to `tag`."""
+        pool = self._graph_pools.get(tag)
+        if pool is None:
+            pool = self._graph_pools[tag] = self._new_pool(tag)
+        return pool.id
+
+    def _take_pool(self, tag: Tag) -> torch.cuda.MemPool:
+        with self._lock:
+            if self._idle_pools[tag]:
+                return self._idle_pools[tag].pop()
+        return self._new_pool(tag)
+
+    def _new_pool(self, tag: Tag) -> torch.cuda.MemPool:
+        with torch.cuda.device(self.index):
+            return _keep_for_ever(torch.cuda.MemPool(self._torch_allocators[tag]))
+
+    def _return_pool(self, tag: Tag, pool: torch.cuda.MemPool) -> None:
+        """Give back what lies unused in the pool, and keep the pool for the tag's next region if nothing did."""
+        if tag is Tag.CUDA_GRAPH:
+            return
+        if not torch.cuda.is_current_stream_capturing() and self._trim(tag, pool):
+            return
+        with self._lock:
+            if all(mapping.mapped for mapping in self._mappings[tag].values()):
+                self._idle_pools[tag].append(pool)
+
+    def _trim(self, tag: Tag, pool: torch.cuda.MemPool) -> int:
+        unused = {segment["address"] for segment in pool.snapshot() if not segment["active_size"]}
+        if not unused:
+            return 0
+        torch.cuda.synchronize(self.index)
+        with self._lock:
+            dropped = [self._mappings[tag].pop(address, None) for address in unused]
+        # The addresses stay reserved: to torch they are cached segments of a pool that nobody uses again.
+        return self._unmap([mapping for mapping in dropped if mapping is not None and mapping.mapped])
+
+    def _malloc_for(self, tag: Tag) -> Callable[[int, int, int | None], int | None]:
+        mappings, lock, driver, index = self._mappings[tag], self._lock, self._driver, self.index
+
+        def malloc(nbytes: int, device: int, stream: int | None) -> int | None:
+            try:
+                if device != index or nbytes % driver.granularity:
+                    logger.error("a region of GPU %d was asked for %d bytes on GPU %d", index, nbytes, device)
+                    return None
+                address = driver.allocate(nbytes)
+                if address is not None:
+                    with lock:
+                        mappings[address] = _Mapping(address, nbytes)
+                return address
+            except BaseException:  # nothing may leave a callback; torch reports null as out of memory
+                logger.exception("allocating %d bytes for %s failed", nbytes, tag)
+                return None
+
+        return malloc
+
+    # -- the protocol -------------------------------------------------------------------------------------
+
+    def blocks(self, tag: Tag) -> list[Block]:
+        return [Block(mapping.address, mapping.nbytes) for mapping in self._live(tag)]
+
+    def _live(self, tag: Tag) -> list[_Mapping]:
+        with self._lock, self._driver.context():
+            for address, mapping in list(self._mappings[tag].items()):
+                if mapping.mapped and not self._driver.is_mapped(address):  # torch has freed it
+                    del self._mappings[tag][address]
+            return [mapping for _, mapping in sorted(self._mappings[tag].items())]
+
+    def release(self, tag: Tag) -> int:
+        torch.cuda.synchronize(self.index)
+        mapped = [mapping for mapping in self._live(tag) if mapping.mapped]
+        with self._lock:
+            self._idle_pools[tag].clear()  # torch knows unused parts of their blocks as memory it could use
+        return self._unmap(mapped)
+
+    def _unmap(self, mappings: Sequence[_Mapping]) -> int:
+        with self._driver.context():
+            for mapping in mappings:
+                mapping.mapped = False
+                self._driver.unmap(mapping.address, mapping.nbytes)
+        return sum(mapping.nbytes for mapping in mappings)
+
+    def reserve(self, tag: Tag) -> VmmReservation:
+        released = [mapping for mapping in self._live(tag) if not mapping.mapped]
+        return VmmReservation(self._driver, released, self._margin_bytes)
+
+    def close(self) -> None:
+        """Give all memory back. Tensors in it must not be used any more."""
+        for tag in Tag:
+            self.release(tag)
+            with self._lock:
+                self._mappings[tag].clear()
+
+    # -- start-up -----------------------------------------------------------------------------------------
+
+    def _require_torch_to_use_us(self) -> None:
+        """Allocate once and see whether torch called us: with expandable segments, some versions do not."""
+        if self._probe():
+            return
+        if torch_options().get("expandable_segments"):
+            logger.warning("expandable_segments is switched off: with it, torch ignores the allocators of pools")
+            set_torch_option("expandable_segments", False)
+            if self._probe():
+                return
+        raise UnsupportedError(
+            f"torch {torch.__version__} does not allocate through custom pools here"
+            f" (allocator settings: {torch_options()}): unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+        )
+
+    def _probe(self) -> bool:
+        with self.region(Tag.RUNTIME):
+            probe = torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", self.index))
+            address = probe.data_ptr()
+            ours = any(block.address <= address < block.end for block in self.blocks(Tag.RUNTIME))
+            del probe
+        return ours
+
+
+class VmmReservation:
+    """Physical memory for some unmapped blocks.
+
+    Raises:
+        DeviceMemoryError: not enough; whatever had been obtained was given back.
+    """
+
+    def __init__(self, driver: Driver, mappings: Sequence[_Mapping], margin_bytes: int) -> None:
+        self._driver = driver
+        self._mappings = mappings
+        self._handles: list[Any] = []
+        self.nbytes = sum(mapping.nbytes for mapping in mappings)
+        with driver.context():
+            for mapping in mappings:
+                handle = driver.create(mapping.nbytes)
+                if handle is None:
+                    raise self._out_of_memory(margin_bytes)
+                self._handles.append(handle)
+            if mappings and driver.free_bytes() < margin_bytes:
+                raise self._out_of_memory(margin_bytes)
+
+    def _out_of_memory(self, margin_bytes: int) -> DeviceMemoryError:
+        self.drop()
+        free = self._driver.free_bytes()
+        return DeviceMemoryError(
+            f"{self.nbytes} bytes of GPU memory are needed and {margin_bytes} to spare, {free} are free",
+            needed_bytes=self.nbytes,
+            free_bytes=free,
+            margin_bytes=margin_bytes,
+        )
+
+    def commit(self) -> None:
+        done: list[_Mapping] = []
+        with self._driver.context():
+            try:
+                for mapping, handle in zip(self._mappings, self._handles, strict=True):
+                    self._driver.map(mapping.address, mapping.nbytes, handle)
+                    done.append(mapping)
+            except BaseException:  # no lack of memory gets here: that was settled when the handles were made
+                for mapping in done:
+                    self._driver.unmap(mapping.address, mapping.nbytes)
+                self._handles = self._handles[len(done) :]
+                self.drop()
+                raise
+            for mapping in done:
+                mapping.mapped = True
+        self._handles = []
+
+    def drop(self) -> None:
+        handles, self._handles = self._handles, []
+        with self._driver.context():
+            for handle in handles:
+                self._driver.release(handle)
+
+
+class Driver:
+    """The calls of the CUDA driver that are needed, for one GPU.
+
+    All calls of one instance may come from any thread: `context` makes the GPU's primary context current.
+    """
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._api = api = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise UnsupportedError(
+                f"allocator=vmm needs cuda-bindings ({error}): pip install 'rl_memory_plugins[cuda]'"
+            ) from error
+        torch.cuda.synchronize(index)  # the primary context exists from here on
+        self._ok = api.CUresult.CUDA_SUCCESS
+        self._out_of_memory = api.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        # torch's ordinal is the driver's: both number what CUDA_VISIBLE_DEVICES leaves, in its order
+        device = self._check(api.cuDeviceGet(index))
+        if not self._attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device):
+            raise UnsupportedError(f"GPU {index} has no virtual memory management: use allocator=tms")
+        self._context = self._check(api.cuDevicePrimaryCtxRetain(device))
+        self._properties = api.CUmemAllocationProp()
+        self._properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties.location.id = index
+        if self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", device):
+            self._properties.allocFlags.gpuDirectRDMACapable = 1
+        self._access = api.CUmemAccessDesc()
+        self._access.location = self._properties.location
+        self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(self._check(api.cuMemGetAllocationGranularity(self._properties, minimum)))
+        self.unmap_address = _address_of(ctypes.CDLL("libcuda.so.1").cuMemUnmap)
+
+    def _attribute(self, name: str, device: Any) -> int:
+        attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._check(self._api.cuDeviceGetAttribute(attribute, device)))
+
+    def _check(self, result: tuple[Any, ...]) -> Any:
+        """The value of a call that must succeed."""
+        if result[0] == self._ok:
+            return result[1] if len(result) > 1 else None
+        if result[0] == self._out_of_memory:
+            free = self.free_bytes()
+            raise DeviceMemoryError(
+                "the CUDA driver is out of memory", needed_bytes=0, free_bytes=free, margin_bytes=0
+            )
+        raise EngineFaultError(f"the CUDA driver answered {result[0].name}", cuda_error=result[0].name)
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        self._check(self._api.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            self._api.cuCtxPopCurrent()
+
+    def free_bytes(self) -> int:
+        with self.context():
+            return int(self._api.cuMemGetInfo()[1])
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Reserve addresses and put memory behind them; the address, or None if there is not enough."""
+        with self.context():
+            handle = self.create(nbytes)
+            if handle is None:
+                return None
+            try:
+                address = int(self._check(self._api.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
+            except BaseException:
+                self.release(handle)
+                raise
+            try:
+                self.map(address, nbytes, handle)
+            except DeviceMemoryError:
+                self.release(handle)
+                self._api.cuMemAddressFree(address, nbytes)
+                return None
+            except BaseException:
+                self.release(handle)
+                self._api.cuMemAddressFree(address, nbytes)
+                raise
+            return address
+
+    def create(self, nbytes: int) -> Any | None:
+        """A handle of physical memory, or None if there is not enough."""
+        result = self._api.cuMemCreate(nbytes, self._properties, 0)
+        return None if result[0] == self._out_of_memory else self._check(result)
+
+    def release(self, handle: Any) -> None:
+        self._check(self._api.cuMemRelease(handle))
+
+    def map(self, address: int, nbytes: int, handle: Any) -> None:
+        """Put the handle's memory behind the address, and hand its ownership to the mapping.
+
+        On an error nothing is mapped and the handle is still the caller's.
+        """
+        self._check(self._api.cuMemMap(address, nbytes, 0, handle, 0))
+        try:
+            self._check(self._api.cuMemSetAccess(address, nbytes, [self._access], 1))
+        except BaseException:
+            self.unmap(address, nbytes)
+            raise
+        self.release(handle)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._check(self._api.cuMemUnmap(address, nbytes))
+
+    def is_mapped(self, address: int) -> bool:
+        answer = self._api.cuMemGetAccess(self._properties.location, address)[0]
+        return bool(answer != self._api.CUresult.CUDA_ERROR_INVALID_VALUE)
+
+
+def require_torch_symbols() -> None:
+    """Check that torch has all of `TORCH_SYMBOLS`.
+
+    Raises:
+        UnsupportedError: names those it lacks.
+    """
+    missing = []
+    for path in TORCH_SYMBOLS:
+        found: Any = torch
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            missing.append(f"torch.{path}")
+    if missing:
+        raise UnsupportedError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}, which allocator=vmm needs", missing=missing
+        )
+
+
+def torch_options() -> dict[str, Any]:
+    """The settings of torch's caching allocator that are in effect, whoever set them."""
+    return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
+
+
+def set_torch_option(name: str, value: bool) -> None:
+    """Change one setting of torch's caching allocator, for the process.
+
+    torch resets what a new settings string does not name, so the string in effect is amended.
+    """
+    in_effect = torch_options()
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    text = next((str(in_effect[key]) for key in names if in_effect.get(key)), "")
+    text = text or next((os.environ[key] for key in names if os.environ.get(key)), "")
+    fields = [field for field in text.split(",") if field and field.partition(":")[0].strip() != name]
+    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if set_settings is None:
+        set_settings = torch.cuda.memory._set_allocator_settings
+    set_settings(",".join([*fields, f"{name}:{value}"]))
+
+
+def _address_of(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _keep_for_ever(thing: Any) -> Any:
+    """Keep an object through the interpreter's shutdown too, when the globals of modules are dropped."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    _immortal.append(thing)
+    return thing

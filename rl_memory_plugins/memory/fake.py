@@ -1,0 +1,214 @@
+"""An allocator and a device for unit tests, without torch: real bytes, counted memory, failures on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.tags import Tag
+
+GARBAGE_BYTE = 0xA5
+
+
+class _Range:
+    def __init__(self, tag: Tag, nbytes: int) -> None:
+        self.tag = tag
+        self.memory = ctypes.create_string_buffer(nbytes)
+        self.block = Block(ctypes.addressof(self.memory), nbytes)
+        self.mapped = True
+
+
+class FakeDevice:
+    """A device whose "physical memory" is a number; its blocks lie in ordinary host memory.
+
+    Copies, fills and fingerprints of memory that is not mapped raise `EngineFaultError`, as a GPU would fault.
+
+    Args:
+        name: As a real device's name.
+        capacity: Physical bytes.
+    """
+
+    def __init__(self, name: str = "fake:0", capacity: int = 1 << 30) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.used = 0
+        self.calls: dict[str, int] = defaultdict(int)
+        """How often each operation ran: `synchronize`, `copy_to_host`, `copy_from_host`, `fill`, `fingerprint`,
+        and the allocator's `reserve` and `release` (once a call), `map` and `unmap` (once a block)."""
+        self._failures: dict[str, tuple[int, Exception | None]] = {}
+        self._ranges: dict[int, _Range] = {}
+
+    def fail(self, operation: str, nth: int = 1, error: Exception | None = None) -> None:
+        """Make the `nth` call from now of an operation (names: see `calls`) raise before it does anything."""
+        self._failures[operation] = (self.calls[operation] + nth, error)
+
+    def clear_failures(self) -> None:
+        self._failures.clear()
+
+    def synchronize(self) -> None:
+        self._enter("synchronize")
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.capacity - self.used, self.capacity
+
+    def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+        self._enter("copy_to_host")
+        for block, host in pairs:
+            self._require_mapped(block)
+            ctypes.memmove(host, block.address, block.nbytes)
+
+    def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+        self._enter("copy_from_host")
+        for block, host in pairs:
+            self._require_mapped(block)
+            ctypes.memmove(block.address, host, block.nbytes)
+
+    def fill(self, blocks: Sequence[Block], byte: int) -> None:
+        self._enter("fill")
+        for block in blocks:
+            self._require_mapped(block)
+            ctypes.memset(block.address, byte, block.nbytes)
+
+    def fingerprint(self, blocks: Sequence[Block]) -> int:
+        self._enter("fingerprint")
+        digest = hashlib.blake2b(digest_size=8)
+        for block in blocks:
+            self._require_mapped(block)
+            digest.update(ctypes.string_at(block.address, block.nbytes))
+        return int.from_bytes(digest.digest(), "little")
+
+    def _enter(self, operation: str) -> None:
+        self.calls[operation] += 1
+        nth, error = self._failures.get(operation, (0, None))
+        if self.calls[operation] == nth:
+            del self._failures[operation]
+            raise error or EngineFaultError(f"injected failure of {operation}", operation=operation)
+
+    def _take(self, nbytes: int) -> None:
+        free = self.capacity - self.used
+        if nbytes > free:
+            raise DeviceMemoryError(
+                f"{nbytes} bytes are needed, {free} are free",
+                needed_bytes=nbytes,
+                free_bytes=free,
+                margin_bytes=0,
+            )
+        self.used += nbytes
+
+    def _require_mapped(self, block: Block) -> None:
+        for range_ in self._ranges.values():
+            if range_.block.address <= block.address and block.end <= range_.block.end and range_.mapped:
+                return
+        raise EngineFaultError(f"illegal access to {block.nbytes} bytes at {block.address:#x}: not mapped")
+
+
+class FakeAllocator:
+    """Pausable regions on a `FakeDevice`. Released memory reads as garbage."""
+
+    name = "fake"
+
+    def __init__(self, device: FakeDevice | None = None) -> None:
+        self.device = device or FakeDevice()
+        self._local = threading.local()
+
+    @contextmanager
+    def region(self, tag: Tag) -> Iterator[None]:
+        outer = getattr(self._local, "tag", None)
+        self._local.tag = tag
+        try:
+            yield
+        finally:
+            self._local.tag = outer
+
+    def allocate(self, nbytes: int) -> Block:
+        """A zeroed block that belongs to the innermost region's tag, which must be there.
+
+        Raises:
+            DeviceMemoryError: the device's capacity does not allow it.
+        """
+        self.device._take(nbytes)
+        range_ = _Range(self._local.tag, nbytes)
+        self.device._ranges[range_.block.address] = range_
+        return range_.block
+
+    def free(self, block: Block) -> None:
+        """End a block's life, resident or released."""
+        range_ = self.device._ranges.pop(block.address)
+        if range_.mapped:
+            self.device.used -= block.nbytes
+
+    def write(self, block: Block, data: bytes) -> None:
+        """Write to a block's start as a kernel would."""
+        self.device._require_mapped(block)
+        ctypes.memmove(block.address, data, min(len(data), block.nbytes))
+
+    def read(self, block: Block) -> bytes:
+        """A block's bytes, mapped or not: a released one reads as garbage."""
+        return ctypes.string_at(block.address, block.nbytes)
+
+    def blocks(self, tag: Tag) -> list[Block]:
+        return sorted(range_.block for range_ in self._of(tag))
+
+    def release(self, tag: Tag) -> int:
+        self.device._enter("release")
+        released = 0
+        for range_ in self._of(tag):
+            if range_.mapped:
+                self.device._enter("unmap")
+                self._unmap(range_)
+                self.device.used -= range_.block.nbytes
+                released += range_.block.nbytes
+        return released
+
+    def reserve(self, tag: Tag) -> FakeReservation:
+        self.device._enter("reserve")
+        ranges = [range_ for range_ in self._of(tag) if not range_.mapped]
+        self.device._take(sum(range_.block.nbytes for range_ in ranges))
+        return FakeReservation(self, ranges)
+
+    def _of(self, tag: Tag) -> list[_Range]:
+        return [range_ for range_ in self.device._ranges.values() if range_.tag is tag]
+
+    def _unmap(self, range_: _Range) -> None:
+        ctypes.memset(range_.block.address, GARBAGE_BYTE, range_.block.nbytes)
+        range_.mapped = False
+
+
+class FakeReservation:
+    def __init__(self, allocator: FakeAllocator, ranges: list[_Range]) -> None:
+        self._allocator = allocator
+        self._ranges = ranges
+        self._open = True
+        self.blocks = sorted(range_.block for range_ in ranges)
+        self.nbytes = sum(block.nbytes for block in self.blocks)
+
+    def commit(self) -> None:
+        self._close()
+        device = self._allocator.device
+        live = [range_ for range_ in self._ranges if range_.block.address in device._ranges]
+        nbytes = sum(range_.block.nbytes for range_ in live)
+        device.used -= self.nbytes - nbytes  # of blocks that were freed since they were reserved
+        try:
+            for range_ in live:
+                device._enter("map")
+                range_.mapped = True
+        except Exception:
+            for range_ in live:
+                self._allocator._unmap(range_)
+            device.used -= nbytes
+            raise
+
+    def drop(self) -> None:
+        self._close()
+        self._allocator.device.used -= self.nbytes
+
+    def _close(self) -> None:
+        if not self._open:
+            raise EngineFaultError("a reservation was committed or dropped twice")
+        self._open = False

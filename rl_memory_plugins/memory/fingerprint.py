@@ -1,0 +1,113 @@
+"""A 64-bit hash of memory that is read once, by torch operators that run alike on CPU and CUDA.
+
+A range is seen as rows of `WIDTH` 8-byte words. The sums of its rows and of its columns are scrambled together
+with their positions and added up, so the hash changes with any changed word and with any two that trade
+places, while nothing larger than a chunk's sums is ever held beside the memory. It finds accidents, not
+attacks: whoever chooses the bytes can make two ranges collide.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+#: Odd, so that a change of only the topmost bit of every word does not cancel in a row's sum modulo 2^64.
+WIDTH = 4093
+_ROW_BYTES = WIDTH * 8
+#: A chunk is summed twice: on a CPU the second time comes from the cache, on a GPU launches must be few.
+_CHUNK_ROWS = {"cpu": 64, "cuda": 8192}
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def fingerprint(views: Iterable[Any]) -> int:
+    """Hash contiguous uint8 tensors of one device, in their order, to 0 <= hash < 2^64.
+
+    The hash depends on the bytes, their positions and the lengths, not on addresses.
+    """
+    lengths: list[int] = []
+    rows: list[Any] = []
+    columns: list[Any] = []
+    for view in views:
+        lengths.append(view.numel())
+        if view.numel():
+            _add_sums(view, rows, columns)
+    result = 0
+    for length in lengths:
+        result = _mix_int(result + length + _GOLDEN)
+    if rows:
+        sums = [_scrambled_sum(torch.cat(rows)), _scrambled_sum(torch.cat(columns))]
+        for value in torch.stack(sums).tolist():
+            result = _mix_int(result ^ (value & _MASK))
+    return result
+
+
+def _add_sums(view: Any, rows: list[Any], columns: list[Any]) -> None:
+    whole = view.numel() // _ROW_BYTES * _ROW_BYTES
+    step = _CHUNK_ROWS.get(view.device.type, _CHUNK_ROWS["cuda"]) * _ROW_BYTES
+    column_sums = torch.zeros(WIDTH, dtype=torch.int64, device=view.device)
+    for start in range(0, whole, step):
+        chunk = view[start : min(start + step, whole)]
+        if chunk.data_ptr() % 8:
+            chunk = chunk.clone()  # GPUs read words only from aligned addresses
+        words = chunk.view(torch.int64).view(-1, WIDTH)
+        rows.append(words.sum(1))
+        column_sums += words.sum(0)
+    if whole < view.numel():
+        last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=view.device)
+        last[: view.numel() - whole] = view[whole:]
+        words = last.view(torch.int64)
+        rows.append(words.sum(0, keepdim=True))
+        column_sums += words
+    columns.append(column_sums)
+
+
+def _scrambled_sum(values: Any) -> Any:
+    positions = torch.arange(1, values.numel() + 1, dtype=torch.int64, device=values.device)
+    values = values + positions * _signed(_GOLDEN)
+    values = (values ^ (values >> 30)) * _signed(_MIX_1)
+    values = (values ^ (values >> 27)) * _signed(_MIX_2)
+    return (values ^ (values >> 31)).sum()
+
+
+def _mix_int(value: int) -> int:
+    value &= _MASK
+    value = (value ^ (value >> 30)) * _MIX_1 & _MASK
+    value = (value ^ (value >> 27)) * _MIX_2 & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def memory_view(address: int, nbytes: int, device: str = "cpu") -> Any:
+    """A uint8 tensor over memory that somebody else owns and keeps alive."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if torch.device(device).type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+    return torch.as_tensor(_CudaRange(address, nbytes), device=device)
+
+
+class _CudaRange:
+    """What torch needs to see a CUDA address range as a tensor without copying it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def fingerprint_of_ranges(ranges: Sequence[tuple[int, int]], device: str = "cpu") -> int:
+    """`fingerprint` of (address, bytes) ranges."""
+    return fingerprint(memory_view(address, nbytes, device) for address, nbytes in ranges)

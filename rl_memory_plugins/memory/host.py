@@ -1,0 +1,285 @@
+"""Pausable regions in ordinary host memory, for CPU engines: physical pages go and come, addresses stay.
+
+A region records the storages of the tensors that operators create inside it. Their blocks are the whole pages
+strictly inside each storage, so that neighbours on the first and last page survive; storages without two such
+pages are left alone. `release` drops the pages with madvise(MADV_DONTNEED): the process's resident size falls,
+and until the wake they read as zeros. A tensor that is freed while its pages are released takes its block with
+it: nothing is reserved or restored for it.
+
+Not recorded, because no operator makes them visible: outputs of compiled code, and tensors made by
+deserialisation; hand these to `adopt`. Never released: memory that is not private and anonymous (shared memory,
+mapped files) and, unless adopted, memory that torch did not allocate (numpy arrays, mapped safetensors).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl_memory_plugins.errors import DeviceMemoryError
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.backup import free_host_bytes, host_memory_info
+from rl_memory_plugins.memory.fingerprint import fingerprint_of_ranges
+from rl_memory_plugins.memory.ranges import merge
+from rl_memory_plugins.tags import Tag
+
+PAGE = mmap.PAGESIZE
+MIN_PAGES = 2
+_MADV_DONTNEED = 4
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class HostDevice:
+    """The host's memory as a device. Its work is synchronous."""
+
+    def __init__(self, rank: int) -> None:
+        self.name = f"cpu:{rank}"
+
+    def synchronize(self) -> None:
+        return
+
+    def memory_info(self) -> tuple[int, int]:
+        return host_memory_info()
+
+    def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+        for block, host in pairs:
+            ctypes.memmove(host, block.address, block.nbytes)
+
+    def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+        for block, host in pairs:
+            ctypes.memmove(block.address, host, block.nbytes)
+
+    def fill(self, blocks: Sequence[Block], byte: int) -> None:
+        for block in blocks:
+            ctypes.memset(block.address, byte, block.nbytes)
+
+    def fingerprint(self, blocks: Sequence[Block]) -> int:
+        return fingerprint_of_ranges(blocks)
+
+
+class _Entry:
+    """One storage of a tag."""
+
+    def __init__(self, storage: Any, tag: Tag) -> None:
+        self.ref = StorageWeakRef(storage)
+        self.tag = tag
+        self.block: Block | None = None  # as it was examined last
+        self.private = False  # whether that block is private anonymous memory
+        self.released: Block | None = None
+
+    def storage(self) -> Any:
+        """The storage, kept alive by what is returned; None if it has been freed."""
+        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+
+
+class HostAllocator:
+    """Implements `Allocator` for CPU tensors.
+
+    Args:
+        rank: For the device's name.
+        margin_bytes: Host memory that must stay free after a `reserve`.
+    """
+
+    name = "host"
+
+    def __init__(self, rank: int = 0, margin_bytes: int = 0) -> None:
+        self.device = HostDevice(rank)
+        self._margin_bytes = margin_bytes
+        self._entries: dict[int, _Entry] = {}  # by the storage's identity
+        self._lock = threading.RLock()
+        self._local = threading.local()
+
+    @contextmanager
+    def region(self, tag: Tag) -> Iterator[None]:
+        tags: list[Tag] = self._local.__dict__.setdefault("tags", [])
+        # One recorder a thread: nested ones would each see every operator, the outer one first.
+        recorder = nullcontext() if tags else _Recorder(self)
+        tags.append(tag)
+        try:
+            with recorder:
+                yield
+        finally:
+            tags.pop()
+
+    def adopt(self, tag: Tag, tensors: Iterable[Any]) -> None:
+        """Make the storages of CPU tensors that were made elsewhere belong to `tag`."""
+        for tensor in tensors:
+            storage = _cpu_storage(tensor)
+            if storage is not None:
+                self._record(storage, tag)
+
+    def blocks(self, tag: Tag) -> list[Block]:
+        with self._lock:
+            return sorted(block for _, _, block in self._live(tag))
+
+    def release(self, tag: Tag) -> int:
+        released = 0
+        with self._lock:
+            for _storage, entry, block in self._live(tag):
+                if entry.released != block:
+                    _madvise(block, _MADV_DONTNEED)
+                    entry.released = block
+                    released += block.nbytes
+        return released
+
+    def reserve(self, tag: Tag) -> HostReservation:
+        """Populate the released pages. Where the kernel cannot (before 5.14) only free memory is checked."""
+        with self._lock:
+            held = [live for live in self._live(tag) if live[1].released == live[2]]
+            needed = sum(block.nbytes for _, _, block in held)
+            self._check(needed)
+            populated: list[Block] = []
+            try:
+                for _, _, block in held:
+                    populated.append(block)
+                    _madvise(block, _MADV_POPULATE_WRITE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    for block in populated:
+                        _madvise(block, _MADV_DONTNEED)
+                    raise self._error(needed, os.strerror(error.errno or 0)) from error
+            return HostReservation(self, held)
+
+    def _check(self, needed: int) -> None:
+        if needed and needed + self._margin_bytes > free_host_bytes():
+            raise self._error(needed, "not enough free memory")
+
+    def _error(self, needed: int, why: str) -> DeviceMemoryError:
+        free = free_host_bytes()
+        return DeviceMemoryError(
+            f"{needed} bytes of host memory are needed and {free} are free, of which {self._margin_bytes} "
+            f"must stay free: {why}",
+            needed_bytes=needed,
+            free_bytes=free,
+            margin_bytes=self._margin_bytes,
+        )
+
+    def _record(self, storage: Any, tag: Tag | None = None) -> None:
+        with self._lock:
+            entry = self._entries.get(storage._cdata)
+            if entry is None:
+                self._entries[storage._cdata] = _Entry(storage, tag or self._local.tags[-1])
+            elif tag is not None:
+                entry.tag = tag
+
+    def _live(self, tag: Tag) -> list[tuple[Any, _Entry, Block]]:
+        """The tag's storages, kept alive by the list, with their entries and blocks."""
+        private: _PrivateMemory | None = None
+        live = []
+        for key, entry in list(self._entries.items()):
+            storage = entry.storage()
+            if storage is None:
+                del self._entries[key]
+                continue
+            if entry.tag is not tag:
+                continue
+            block = _whole_pages(storage)
+            if block is not None and block != entry.block:
+                private = private or _PrivateMemory()
+                entry.block, entry.private = block, block in private
+            if block is not None and entry.private:
+                live.append((storage, entry, block))
+        return live
+
+
+class HostReservation:
+    """Populated pages. It keeps the tensors it covers alive until it is committed or dropped."""
+
+    def __init__(self, allocator: HostAllocator, held: list[tuple[Any, _Entry, Block]]) -> None:
+        self._lock = allocator._lock
+        self._held = held
+        self.blocks = sorted(block for _, _, block in held)
+        self.nbytes = sum(block.nbytes for block in self.blocks)
+
+    def commit(self) -> None:
+        with self._lock:
+            for _, entry, _ in self._held:
+                entry.released = None
+            self._held = []
+
+    def drop(self) -> None:
+        with self._lock:
+            for _, _, block in self._held:
+                _madvise(block, _MADV_DONTNEED)
+            self._held = []
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Records the storages that operators create. Storages of arguments are somebody else's."""
+
+    def __init__(self, allocator: HostAllocator) -> None:
+        super().__init__()
+        self._allocator = allocator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # torch.tensor() shows its new tensor to no operator but this one, as an argument.
+        seen = set() if func is torch.ops.aten.lift_fresh.default else _storages((args, kwargs)).keys()
+        for identity, storage in _storages(result).items():
+            if identity not in seen and storage.resizable():  # others lie in memory that torch does not own
+                self._allocator._record(storage)
+        return result
+
+
+def _storages(tree: Any) -> dict[int, Any]:
+    storages = map(_cpu_storage, tree_leaves(tree))
+    return {storage._cdata: storage for storage in storages if storage is not None}
+
+
+def _cpu_storage(value: Any) -> Any:
+    """A tensor's storage if it lies in host memory; meta, fake and sparse tensors have none there."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    storage = value.untyped_storage()
+    return storage if storage.device.type == "cpu" else None
+
+
+def _whole_pages(storage: Any) -> Block | None:
+    address = storage.data_ptr()
+    start = -(-address // PAGE) * PAGE
+    end = (address + storage.nbytes()) // PAGE * PAGE
+    return Block(start, end - start) if end - start >= MIN_PAGES * PAGE else None
+
+
+def _madvise(block: Block, advice: int) -> None:
+    if _libc.madvise(block.address, block.nbytes, advice) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"madvise({advice}) of {block.nbytes} bytes: {os.strerror(code)}")
+
+
+class _PrivateMemory:
+    """The private anonymous writable memory of this process, as it is now."""
+
+    def __init__(self) -> None:
+        ranges = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, permissions, _, _, inode, *path = line.split(maxsplit=5)
+            name = path[0] if path else ""
+            anonymous = inode == "0" and (name in ("", "[heap]") or name.startswith("[anon"))
+            if anonymous and permissions.startswith("rw") and permissions.endswith("p"):
+                start, end = (int(address, 16) for address in addresses.split("-"))
+                ranges.append(Block(start, end - start))
+        self._ranges = merge(ranges)  # one allocation may span several entries
+
+    def __contains__(self, block: Block) -> bool:
+        index = bisect_right(self._ranges, block.address, key=lambda candidate: candidate.address) - 1
+        return index >= 0 and block.end <= self._ranges[index].end

@@ -1,0 +1,377 @@
+"""The state machine of one rank: which tags are resident, what their content is worth, and every transition.
+
+Each transition has two phases, so that many ranks can agree before any of them acts (`coordination.py`):
+`prepare_*` obtains all it takes and changes nothing that can be seen; then `commit` acts, or `abort` undoes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError, as_rl_memory_error
+from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
+from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.memory.ranges import intersect, subtract
+from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
+
+POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
+
+
+class _PreparedSleep:
+    def __init__(self, level: Level) -> None:
+        self.level = level
+        self.backups: dict[Tag, Backup] = {}
+        self.reused: set[Tag] = set()
+        self.states: dict[Tag, TagState] = {}
+
+
+class MemoryManager:
+    """One rank's tags over one allocator.
+
+    Args:
+        rank: This rank's number within the engine.
+        allocator: Where the tags' blocks come from.
+        arena: Where preserved content goes.
+        discardable: The parts of a tag's blocks that a discarding sleep may lose: of `weights` what a complete
+            update writes again, of `kv_cache` the cache itself. Everything else that lies in those blocks
+            (buffers, scales, a draft model's parameters, cache metadata) is preserved all the same. Asked
+            at each sleep.
+        poison: Fill newly mapped pages with a NaN pattern, to make a forgotten restore loud.
+        zero_on_wake: Tags whose memory the engine expects to find zeroed after a wake.
+        notes: What this rank cannot do, for `memory_status`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        allocator: Allocator,
+        arena: HostArena,
+        discardable: Callable[[Tag], Iterable[Block]],
+        *,
+        poison: bool = False,
+        zero_on_wake: Iterable[Tag] = (),
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.rank = rank
+        self.allocator = allocator
+        self.device = allocator.device
+        self.content = Content.VALID
+        self.notes = list(notes)
+        self._arena = arena
+        self._discardable = discardable
+        self._poison = poison
+        self._zero_on_wake = frozenset(zero_on_wake)
+        self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
+        self._backups: dict[Tag, Backup] = {}
+        self._unrestored: dict[Tag, list[Block]] = {}  # mapped by a wake that broke off, content undefined
+        self._epoch = 0
+        self._prepared_sleep: _PreparedSleep | None = None
+        self._prepared_wake: dict[Tag, Reservation] | None = None
+        self._seconds: dict[str, float] = {}
+
+    # -- what is ------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Grows with every change of the weights' content that this package knows of."""
+        return self._epoch
+
+    def state(self, tag: Tag) -> TagState:
+        return self._states[tag]
+
+    def status(self) -> RankStatus:
+        """A record of everything the contract lets a caller see. Cheap, and works in every state."""
+        free, total = self.device.memory_info()
+        tags = {
+            tag.value: TagStatus(
+                state=self._states[tag],
+                bytes=sum(block.nbytes for block in self.allocator.blocks(tag)),
+                host_bytes=self._backups[tag].nbytes if tag in self._backups else 0,
+            )
+            for tag in PUBLIC_TAGS
+        }
+        return RankStatus(
+            rank=self.rank,
+            device=self.device.name,
+            allocator=self.allocator.name,
+            tags=tags,
+            content=self.content,
+            content_epoch=self._epoch,
+            device_free_bytes=free,
+            device_total_bytes=total,
+            host_arena_bytes=self._arena.held_bytes,
+            notes=tuple(self.notes),
+        )
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each step of the latest transition; steps that did not run are absent."""
+        return dict(self._seconds)
+
+    # -- sleep --------------------------------------------------------------------------------------------
+
+    def prepare_sleep(self, level: Level, tags: Sequence[Tag]) -> None:
+        """Copy out what `level` preserves of those `tags` that are resident. Releases nothing.
+
+        Raises:
+            HostMemoryError: the copies do not fit; nothing was changed.
+        """
+        self._require_no_transition()
+        self._seconds = {}
+        prepared = _PreparedSleep(level)
+        try:
+            with self._timed("synchronize"):
+                self.device.synchronize()
+            with self._timed("backup"):
+                for tag in tags if level is not Level.PAUSE else ():
+                    if self._states[tag] is TagState.RESIDENT:
+                        self._prepare_tag(prepared, tag)
+        except BaseException:
+            self._free_new_backups(prepared)
+            raise
+        self._prepared_sleep = prepared
+
+    def _prepare_tag(self, prepared: _PreparedSleep, tag: Tag) -> None:
+        kept = self._kept_blocks(prepared.level, tag)
+        prepared.states[tag] = TagState.PRESERVED if preserves(prepared.level, tag) else TagState.DISCARDED
+        if not kept:
+            return
+        existing = self._backups.get(tag)
+        if existing is not None and existing.is_clean(self.device, kept, self._epoch):
+            prepared.backups[tag] = existing
+            prepared.reused.add(tag)
+            return
+        if existing is not None:  # out of date: its memory serves the new copy
+            self._backups.pop(tag).free()
+        backup = prepared.backups[tag] = Backup(self._arena, kept)
+        backup.save(self.device, self._epoch)
+
+    def _kept_blocks(self, level: Level, tag: Tag) -> list[Block]:
+        blocks = self.allocator.blocks(tag)
+        if preserves(level, tag):
+            return blocks
+        return subtract(blocks, self._discardable(tag))
+
+    def commit_sleep(self) -> list[TagChange]:
+        """Release what `prepare_sleep` prepared, tag by tag; each tag's state changes with its memory.
+
+        An error's details name the tags that had changed before it, with their new states.
+        """
+        prepared, self._prepared_sleep = self._prepared_sleep, None
+        if prepared is None:
+            raise StateConflictError("no sleep has been prepared on this rank", rank=self.rank)
+        with self._naming_changes():
+            try:
+                with self._timed("synchronize"):
+                    self.device.synchronize()
+                with self._timed("release"):
+                    return [self._release_tag(prepared, tag, state) for tag, state in prepared.states.items()]
+            finally:
+                self._free_new_backups(prepared)  # of tags that were not reached
+
+    def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState) -> TagChange:
+        backup = prepared.backups.pop(tag, None)
+        former = self._backups.pop(tag, None)
+        if former is not None and former is not backup:
+            former.free()
+        if backup is not None:
+            self._backups[tag] = backup
+        if tag is Tag.WEIGHTS and state is TagState.DISCARDED:
+            self.content = Content.STALE
+            self._epoch += 1
+            if backup is not None:
+                backup.epoch = self._epoch  # what it holds is not what was discarded
+        try:
+            released = self.allocator.release(tag)
+        except BaseException:
+            self._take_back(tag, state)
+            raise
+        self._states[tag] = state
+        copied = backup.nbytes if backup is not None and tag not in prepared.reused else 0
+        return TagChange(self.rank, tag.value, state, bytes_released=released, bytes_copied=copied)
+
+    def _take_back(self, tag: Tag, state: TagState) -> None:
+        """After a release that broke off: make the tag whole again, or count it as released."""
+        try:
+            self._map_tag(tag, self.allocator.reserve(tag))
+        except Exception:
+            self._states[tag] = state
+
+    def abort_sleep(self) -> None:
+        """Undo `prepare_sleep`. Does nothing where none was prepared."""
+        prepared, self._prepared_sleep = self._prepared_sleep, None
+        if prepared is not None:
+            self._free_new_backups(prepared)
+
+    def _free_new_backups(self, prepared: _PreparedSleep) -> None:
+        for tag, backup in prepared.backups.items():
+            if tag not in prepared.reused:
+                backup.free()
+
+    # -- wake ---------------------------------------------------------------------------------------------
+
+    def prepare_wake(self, tags: Sequence[Tag]) -> None:
+        """Obtain the physical memory of those `tags` that are released. Maps nothing.
+
+        Raises:
+            DeviceMemoryError: not enough; nothing was changed.
+        """
+        self._require_no_transition()
+        self._seconds = {}
+        reservations: dict[Tag, Reservation] = {}
+        try:
+            with self._timed("reserve"):
+                for tag in reversed(tags):
+                    if self._states[tag] is not TagState.RESIDENT:
+                        reservations[tag] = self.allocator.reserve(tag)
+        except BaseException:
+            for reservation in reservations.values():
+                reservation.drop()
+            raise
+        self._prepared_wake = reservations
+
+    def commit_wake(self) -> list[TagChange]:
+        """Map and restore what `prepare_wake` reserved. Backups stay, to be reused by a clean sleep.
+
+        If one tag fails, those before it are released again and their backups still hold their content.
+        """
+        reservations, self._prepared_wake = self._prepared_wake, None
+        if reservations is None:
+            raise StateConflictError("no wake has been prepared on this rank", rank=self.rank)
+        former: dict[Tag, TagState] = {}
+        changes = []
+        with self._naming_changes():
+            try:
+                while reservations:
+                    tag = next(iter(reservations))
+                    reservation = reservations.pop(tag)
+                    former[tag] = self._states[tag]
+                    copied = self._map_tag(tag, reservation)
+                    self._states[tag] = TagState.RESIDENT
+                    change = TagChange(
+                        self.rank,
+                        tag.value,
+                        TagState.RESIDENT,
+                        bytes_restored=reservation.nbytes,
+                        bytes_copied=copied,
+                    )
+                    changes.append(change)
+            except BaseException:
+                for reservation in reservations.values():
+                    reservation.drop()
+                for tag, state in former.items():
+                    self._unmap_tag(tag, state)
+                raise
+        return changes
+
+    def _map_tag(self, tag: Tag, reservation: Reservation) -> int:
+        """Commit the reservation and restore what the backup holds of it; returns the bytes copied."""
+        with self._timed("map"):
+            reservation.commit()
+        undefined = self._unrestored[tag] = [*self._unrestored.get(tag, []), *reservation.blocks]
+        with self._timed("restore"):
+            # Tensors may have been freed since the release, and their addresses belong to others now.
+            blocks = intersect(self.allocator.blocks(tag), undefined)
+            if self._poison:
+                self.device.fill(blocks, POISON_BYTE)
+            if tag in self._zero_on_wake:
+                self.device.fill(blocks, 0)
+            backup = self._backups.get(tag)
+            copied = backup.restore(self.device, blocks) if backup is not None else 0
+            self.device.synchronize()
+        del self._unrestored[tag]
+        return copied
+
+    def _unmap_tag(self, tag: Tag, state: TagState) -> None:
+        """Undo `_map_tag`. If that fails too, the tag counts as released and a later wake makes it whole."""
+        self._states[tag] = state
+        try:
+            self.device.synchronize()
+            self.allocator.release(tag)
+        except Exception:
+            return
+        self._unrestored.pop(tag, None)
+
+    def abort_wake(self) -> None:
+        """Undo `prepare_wake`. Does nothing where none was prepared."""
+        reservations, self._prepared_wake = self._prepared_wake, None
+        for reservation in (reservations or {}).values():
+            reservation.drop()
+
+    # -- content of the weights -----------------------------------------------------------------------------
+
+    def require_writable(self) -> None:
+        """Check that an update may write: the weights' memory must be there.
+
+        Raises:
+            StateConflictError: the weights are asleep.
+        """
+        if self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
+            raise StateConflictError(
+                "the weights are asleep: wake_up(tags=['weights']) first", rank=self.rank, tag="weights"
+            )
+
+    def begin_writing(self) -> None:
+        """An update is about to write its first byte; until `finish_writing` the content is `updating`.
+
+        Raises:
+            StateConflictError: the weights are asleep, or a prepared sleep's backup would be out of date.
+        """
+        self.require_writable()
+        self._require_no_transition()
+        self.content = Content.UPDATING
+
+    def finish_writing(self, complete: bool) -> None:
+        """The update that began is over, on every rank. Does nothing where no byte was written."""
+        if self.content is Content.UPDATING:
+            self.content = Content.VALID if complete else Content.FAILED
+            self._epoch += 1
+
+    def note_foreign_load(self, complete: bool) -> None:
+        """Somebody else wrote into the weights; `complete` if by now every parameter was written."""
+        self._epoch += 1
+        if complete:
+            self.content = Content.VALID
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between two calls; tests call it after every step."""
+        for tag in PUBLIC_TAGS:
+            if self._states[tag] is TagState.PRESERVED and self.allocator.blocks(tag):
+                assert tag in self._backups, f"{tag} is preserved without a backup"
+            blocks = self.allocator.blocks(tag)
+            assert all(left.end <= right.address for left, right in pairwise(blocks)), f"{tag} overlaps"
+        assert self._prepared_sleep is None or self._prepared_wake is None
+
+    def _require_no_transition(self) -> None:
+        if self._prepared_sleep is not None or self._prepared_wake is not None:
+            raise StateConflictError("another transition is prepared on this rank", rank=self.rank)
+
+    @contextmanager
+    def _naming_changes(self) -> Iterator[None]:
+        """Make every error a typed one whose details name the tags that changed before it."""
+        before = dict(self._states)
+        try:
+            yield
+        except Exception as error:
+            typed = as_rl_memory_error(error)
+            changed = {tag.value: state.value for tag, state in self._states.items() if state != before[tag]}
+            typed.details.update(rank=self.rank, changed=changed, content=self.content.value)
+            if typed is error:
+                raise
+            raise typed from error
+
+    @contextmanager
+    def _timed(self, step: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except RLMemoryError as error:
+            error.details.setdefault("rank", self.rank)
+            raise
+        finally:
+            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - start

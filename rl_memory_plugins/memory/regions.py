@@ -1,0 +1,59 @@
+"""Nesting of regions on one thread, where the allocator underneath knows only one region at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+
+class RegionStack(threading.local):
+    """Makes the inner of two nested regions win.
+
+    torch looks through the active pools of a thread from the first to the last, so left to itself the outer
+    region would win, and entering one pool twice is an error. Here at most one is active: an outer region is
+    left while an inner one is open, and entered again afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Suspendable] = []
+
+    @contextmanager
+    def enter(self, activate: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Make a region active.
+
+        Args:
+            activate: Gives a fresh context that allocations are to be made in, each time it is called.
+        """
+        outer = self._open[-1] if self._open else None
+        inner = _Suspendable(activate)
+        if outer is not None:
+            outer.suspend()
+        try:
+            inner.resume()
+            self._open.append(inner)
+            try:
+                yield
+            finally:
+                self._open.pop()
+                inner.suspend()
+        finally:
+            if outer is not None:
+                outer.resume()
+
+
+class _Suspendable:
+    def __init__(self, activate: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._activate = activate
+        self._active: AbstractContextManager[Any] | None = None
+
+    def resume(self) -> None:
+        context = self._activate()
+        context.__enter__()
+        self._active = context
+
+    def suspend(self) -> None:
+        context, self._active = self._active, None
+        if context is not None:
+            context.__exit__(None, None, None)

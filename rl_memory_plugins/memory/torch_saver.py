@@ -1,0 +1,173 @@
+"""Pausable regions through torch_memory_saver, for those who run it already, and for ROCm.
+
+It ends the process with `exit(1)` when asked to pause what is paused, to resume what is resident, or when a
+resume finds no memory. Hence:
+- our own state decides what is asked of it, and what is allocated in a tag while the tag is released goes under
+  another of its tags, so that one of its tags is always wholly paused or wholly resident;
+- a reservation checks the free memory, with a margin, and is only a promise. Another process that takes the
+  memory between the check and the resume still ends this one; only `allocator=vmm` excludes that.
+It is never asked to keep a copy (`enable_cpu_backup`): preserving is decided at each sleep, by the core.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.cuda_device import CudaDevice
+from rl_memory_plugins.memory.regions import RegionStack
+from rl_memory_plugins.tags import Tag
+
+#: What is used of torch_memory_saver that it does not document: checked at start-up.
+SAVER_SYMBOLS = ("_impl", "_impl._mem_pools", "_impl._hook_mode")
+
+
+class TorchSaverAllocator:
+    """Pausable regions of one GPU, held by the process's torch_memory_saver.
+
+    Its LD_PRELOAD mode is used where its library is preloaded, its torch mode elsewhere; if it is already in
+    use in this process, it is taken as it is.
+
+    Args:
+        index: torch's ordinal of the GPU.
+        margin_bytes: Device memory that must be free beyond what a reservation needs.
+
+    Raises:
+        UnsupportedError: it is not installed, lacks something that is needed, or refuses to start; says why.
+    """
+
+    name = "tms"
+
+    def __init__(self, index: int, margin_bytes: int = 0) -> None:
+        self.index = index
+        self.device = CudaDevice(index)
+        self._margin_bytes = margin_bytes
+        self._saver = _start_saver(index)
+        self.hook_mode: str = self._saver._impl._hook_mode
+        self._regions = RegionStack()
+        self._locks = {tag: threading.RLock() for tag in Tag}  # its pools admit one thread at a time
+        self._generation = dict.fromkeys(Tag, 0)
+        self._paused: dict[Tag, set[str]] = {tag: set() for tag in Tag}
+        self._promised_bytes = 0
+
+    @contextmanager
+    def region(self, tag: Tag) -> Iterator[None]:
+        with self._locks[tag]:
+            name = self._saver_tag(tag, self._generation[tag])
+
+            def activate() -> Any:
+                return self._saver.region(tag=name, enable_cpu_backup=False)
+
+            with torch.cuda.device(self.index), self._regions.enter(activate):
+                yield
+
+    def _saver_tag(self, tag: Tag, generation: int) -> str:
+        return f"rl_memory.{self.index}.{tag.value}.{generation}"
+
+    def _saver_tags(self, tag: Tag) -> list[str]:
+        return [self._saver_tag(tag, generation) for generation in range(self._generation[tag] + 1)]
+
+    def blocks(self, tag: Tag) -> list[Block]:
+        return self._blocks_of(self._saver_tags(tag))
+
+    def _blocks_of(self, names: list[str]) -> list[Block]:
+        blocks = []
+        for key, pool in list(self._saver._impl._mem_pools.items()):
+            if (key[0] if isinstance(key, tuple) else key) in names:
+                blocks += [Block(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
+        return sorted(blocks)
+
+    def release(self, tag: Tag) -> int:
+        self.device.synchronize()  # it does not do so itself
+        resident = [name for name in self._saver_tags(tag) if name not in self._paused[tag]]
+        released = 0
+        for name in resident:
+            nbytes = sum(block.nbytes for block in self._blocks_of([name]))
+            if nbytes:
+                self._saver.pause(name)
+                self._paused[tag].add(name)
+                released += nbytes
+        if self._saver_tag(tag, self._generation[tag]) in self._paused[tag]:
+            self._generation[tag] += 1
+        return released
+
+    def reserve(self, tag: Tag) -> SaverReservation:
+        return SaverReservation(self, tag)
+
+    def resume(self, tag: Tag) -> None:
+        """Resume all that is paused of the tag. Only a reservation calls this."""
+        for name in sorted(self._paused[tag]):
+            self._saver.resume(name)
+            self._paused[tag].remove(name)
+
+    def promise(self, nbytes: int) -> None:
+        """Set free memory aside, on paper.
+
+        Raises:
+            DeviceMemoryError: not enough is free beyond the margin and what has been promised already.
+        """
+        free = max(self.device.memory_info()[0] - self._promised_bytes, 0)
+        if nbytes and nbytes + self._margin_bytes > free:
+            raise DeviceMemoryError(
+                f"{nbytes} bytes of GPU memory are needed and {self._margin_bytes} to spare, {free} are free",
+                needed_bytes=nbytes,
+                free_bytes=free,
+                margin_bytes=self._margin_bytes,
+            )
+        self._promised_bytes += nbytes
+
+    def unpromise(self, nbytes: int) -> None:
+        self._promised_bytes -= nbytes
+
+    def paused_bytes(self, tag: Tag) -> int:
+        return sum(block.nbytes for block in self._blocks_of(sorted(self._paused[tag])))
+
+
+class SaverReservation:
+    """A promise of memory, see the module's note on what it is worth."""
+
+    def __init__(self, allocator: TorchSaverAllocator, tag: Tag) -> None:
+        self._allocator = allocator
+        self._tag = tag
+        self.nbytes = allocator.paused_bytes(tag)
+        allocator.promise(self.nbytes)
+
+    def commit(self) -> None:
+        self._allocator.unpromise(self.nbytes)
+        self._allocator.promise(self.nbytes)  # looks once more: what happened since the reservation ends no process
+        self._allocator.unpromise(self.nbytes)
+        self._allocator.resume(self._tag)
+
+    def drop(self) -> None:
+        self._allocator.unpromise(self.nbytes)
+
+
+def _start_saver(index: int) -> Any:
+    try:
+        from torch_memory_saver import torch_memory_saver as saver
+    except ImportError as error:
+        raise UnsupportedError(
+            f"allocator=tms needs torch-memory-saver ({error}): pip install 'torch-memory-saver>=0.0.9.post1'"
+        ) from error
+    preloaded = "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
+    try:
+        if getattr(saver, "_impl", None) is None:
+            saver.hook_mode = "preload" if preloaded else "torch"
+        with torch.cuda.device(index), saver.region(tag=f"rl_memory.{index}.start"):
+            pass
+    except (RuntimeError, AssertionError, OSError) as error:
+        raise UnsupportedError(f"torch_memory_saver does not start: {error}") from error
+    for path in SAVER_SYMBOLS:
+        found: Any = saver
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            raise UnsupportedError(f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path])
+    return saver

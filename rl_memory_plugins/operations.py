@@ -1,0 +1,103 @@
+"""The client's side of every operation, over one or many engines, free of I/O.
+
+Each operation is a generator that yields a command for all engines and is sent their replies. Two drivers run
+it: `run` over a blocking transport and `run_async` over an asyncio one, so that the rules are written once.
+
+With data parallelism the engines agree first: they are told to hold after their first phase, and a second
+round commits everywhere or undoes everywhere. A single engine needs one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Union
+
+import msgspec
+
+from rl_memory_plugins import commands
+from rl_memory_plugins.commands import AnyCommand
+from rl_memory_plugins.coordination import raise_failures
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+from rl_memory_plugins.records import EngineStatus, Reply, Report
+from rl_memory_plugins.tags import parse_level, parse_mode, parse_tags
+
+Operation = Generator[AnyCommand, list[Reply[Any]], Any]
+Transition = Union[commands.Sleep, commands.WakeUp, commands.UpdateWeights]
+
+
+def sleep(level: object = 1, tags: object = None, mode: object = "abort") -> commands.Sleep:
+    """Build the command; the same check as the controller's, before anything is sent."""
+    return commands.Sleep(
+        level=int(parse_level(level)),
+        tags=[tag.value for tag in parse_tags(tags)],  # type: ignore[arg-type]
+        mode=parse_mode(mode).value,
+    )
+
+
+def wake_up(tags: object = None) -> commands.WakeUp:
+    return commands.WakeUp(tags=[tag.value for tag in parse_tags(tags)])  # type: ignore[arg-type]
+
+
+def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
+    """Run one transition on all engines.
+
+    Raises:
+        StateConflictError: an update is running; the engines could not even be asked before it ends.
+        RLMemoryError: the first failing engine's error; all engines have undone what they could.
+    """
+    updating = [engine.engine_rank for engine in engines if engine.busy == "update_weights"]
+    if updating:
+        raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
+    if len(engines) == 1:
+        return _merge(raise_failures((yield command)))
+    held = yield msgspec.structs.replace(command, hold=True)
+    try:
+        raise_failures(held)
+    except RLMemoryError:
+        # An engine that refused holds nothing and answers 409 here, which is as good as an undo.
+        yield commands.Decide(commit=False)
+        raise
+    return _merge(raise_failures((yield commands.Decide(commit=True))))
+
+
+def checksums() -> Operation:
+    """Per engine, the list of its ranks' checksum records."""
+    replies = raise_failures((yield commands.Checksums()))
+    return [reply.result for reply in replies]
+
+
+def hello() -> Operation:
+    """Per engine, the path of its status board."""
+    replies = raise_failures((yield commands.Hello()))
+    return [reply.result for reply in replies]
+
+
+def _merge(replies: list[Reply[Any]]) -> Report:
+    reports = [msgspec.convert(reply.result, Report) for reply in replies]
+    seconds: dict[str, float] = {}
+    for report in reports:
+        for step, value in report.seconds.items():
+            seconds[step] = max(seconds.get(step, 0.0), value)
+    changes = [change for report in reports for change in report.changes]
+    details = reports[0].details if len(reports) == 1 else {"engines": [report.details for report in reports]}
+    return Report(changes=changes, seconds=seconds, details=details)
+
+
+def run(operation: Operation, call: Callable[[AnyCommand], list[Reply[Any]]]) -> Any:
+    """Drive an operation over a transport that blocks."""
+    try:
+        command = next(operation)
+        while True:
+            command = operation.send(call(command))
+    except StopIteration as end:
+        return end.value
+
+
+async def run_async(operation: Operation, call: Callable[[AnyCommand], Awaitable[list[Reply[Any]]]]) -> Any:
+    """Drive an operation over an asyncio transport."""
+    try:
+        command = next(operation)
+        while True:
+            command = operation.send(await call(command))
+    except StopIteration as end:
+        return end.value

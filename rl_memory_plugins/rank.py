@@ -1,0 +1,124 @@
+"""One rank's end of the control plane: the methods that an engine's controller calls on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from rl_memory_plugins.commands import encode_reply, error_reply
+from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.records import Reply
+from rl_memory_plugins.tags import Level, Tag
+
+
+class WeightReceiver(Protocol):
+    """What a rank needs of `weights/receiver.py`."""
+
+    def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
+        """Take one update from the trainer; returns its report, or raises a typed error."""
+
+    def checksums(self) -> dict[str, Any]:
+        """Checksums of the weights as they are."""
+
+
+class RankAgent:
+    """Runs calls of the controller against this rank's manager and receiver.
+
+    Args:
+        manager: The rank's state machine.
+        receiver: Takes weight updates.
+        after_wake: The engine's own work after tags became resident again, given those tags.
+        after_update: The engine's own work after a complete update on all ranks.
+    """
+
+    def __init__(
+        self,
+        manager: MemoryManager,
+        receiver: WeightReceiver,
+        after_wake: Callable[[list[Tag]], None] = lambda tags: None,
+        after_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.manager = manager
+        self.receiver = receiver
+        self._after_wake = after_wake
+        self._after_update = after_update
+        self._methods: dict[str, Callable[..., Any]] = {
+            method.__name__: method
+            for method in (
+                self.prepare_sleep,
+                self.commit_sleep,
+                self.abort_sleep,
+                self.prepare_wake,
+                self.commit_wake,
+                self.abort_wake,
+                self.receive_weights,
+                self.finish_update,
+                self.checksums,
+                self.status,
+            )
+        }
+
+    def handle(self, payload: bytes) -> bytes:
+        """Decode a call, run it, encode its reply. Never raises: an engine's RPC does not survive that."""
+        return encode_reply(self.reply(payload))
+
+    def reply(self, payload: bytes) -> Reply[Any]:
+        try:
+            method, arguments = decode_call(payload)
+            if method not in self._methods:
+                raise EngineFaultError(f"this rank has no method {method!r}")
+            return Reply(rank=self.manager.rank, result=msgspec.to_builtins(self._methods[method](**arguments)))
+        except Exception as error:
+            return error_reply(self.manager.rank, error)
+
+    def prepare_sleep(self, level: int, tags: list[str]) -> None:
+        self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags])
+
+    def commit_sleep(self) -> dict[str, Any]:
+        return {"changes": self.manager.commit_sleep(), "seconds": self.manager.seconds()}
+
+    def abort_sleep(self) -> None:
+        self.manager.abort_sleep()
+
+    def prepare_wake(self, tags: list[str]) -> None:
+        self.manager.prepare_wake([Tag(tag) for tag in tags])
+
+    def commit_wake(self) -> dict[str, Any]:
+        changes = self.manager.commit_wake()
+        self._after_wake([Tag(change.tag) for change in changes])
+        return {"changes": changes, "seconds": self.manager.seconds()}
+
+    def abort_wake(self) -> None:
+        self.manager.abort_wake()
+
+    def receive_weights(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
+        self.manager.require_writable()
+        return self.receiver.receive(endpoints, token, timeout_s)
+
+    def finish_update(self, complete: bool) -> None:
+        try:
+            if complete:
+                self._after_update()
+        except Exception:
+            complete = False
+            raise
+        finally:
+            self.manager.finish_writing(complete)
+
+    def checksums(self) -> dict[str, Any]:
+        self.manager.require_writable()
+        return self.receiver.checksums()
+
+    def status(self) -> Any:
+        return self.manager.status()
+
+
+def encode_call(method: str, arguments: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode((method, arguments))
+
+
+def decode_call(payload: bytes) -> tuple[str, dict[str, Any]]:
+    return msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])

@@ -1,0 +1,89 @@
+"""The records that travel between ranks, engine and client, and that HTTP answers are made of.
+
+All are msgspec structs: they encode to msgpack between processes and to JSON for HTTP, never to pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from rl_memory_plugins.tags import Content, TagState
+
+
+class TagStatus(msgspec.Struct, frozen=True):
+    """One tag on one rank."""
+
+    state: TagState
+    bytes: int  # virtual size of the tag's blocks
+    host_bytes: int = 0  # bytes of its content held in host memory
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """One rank's memory, as it was when the record was made."""
+
+    rank: int
+    device: str
+    allocator: str
+    tags: dict[str, TagStatus]
+    content: Content
+    content_epoch: int
+    device_free_bytes: int
+    device_total_bytes: int
+    host_arena_bytes: int  # host memory held by the arena, in use or kept for the next sleep
+    notes: tuple[str, ...] = ()  # what this rank cannot do, in words, e.g. why graphs are not pausable
+    left: dict[str, int] = {}  # what stays on the device while asleep, by cause, in bytes
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine (one data-parallel rank): its ranks, and what the admission rule looks at."""
+
+    ranks: list[RankStatus]
+    weight_version: str = "initial"
+    paused: bool = False  # by sleep(level=0), or by the engine's own pause
+    busy: str = ""  # the operation under way: "", "sleep", "wake_up" or "update_weights"
+    engine_rank: int = 0
+
+    @property
+    def content(self) -> Content:
+        """The worst content state of all ranks."""
+        order = [Content.VALID, Content.STALE, Content.UPDATING, Content.FAILED]
+        return max((rank.content for rank in self.ranks), key=order.index, default=Content.VALID)
+
+    def asleep_tags(self) -> list[str]:
+        """The tags that are not resident on every rank."""
+        asleep = {
+            name for rank in self.ranks for name, tag in rank.tags.items() if tag.state is not TagState.RESIDENT
+        }
+        return sorted(asleep)
+
+
+class TagChange(msgspec.Struct, frozen=True):
+    """What one transition did to one tag on one rank."""
+
+    rank: int
+    tag: str
+    state: TagState
+    bytes_released: int = 0
+    bytes_restored: int = 0
+    bytes_copied: int = 0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The answer to a transition. A step that did not run reports 0.0 seconds."""
+
+    changes: list[TagChange]
+    seconds: dict[str, float]  # by step; the slowest rank counts
+    details: dict[str, Any] = {}
+
+
+T = TypeVar("T")
+
+
+class Reply(msgspec.Struct, Generic[T]):
+    """What a rank or an engine answers: a result or an error record. It is returned, never raised."""
+
+    rank: int
+    result: Any = None
+    error: dict[str, Any] | None = None

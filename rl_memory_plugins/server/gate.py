@@ -1,0 +1,65 @@
+"""The gate before generation requests: while the engine does not admit any, they are refused at once.
+
+The engine refuses them too. The gate is earlier: before the body is read and tokenised, and before a streaming
+answer has begun with status 200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from rl_memory_plugins.admission import first_refusal
+from rl_memory_plugins.errors import RLMemoryError, as_rl_memory_error
+from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.server.responses import error_response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class AdmissionGate:
+    """ASGI middleware that answers 503 with `Retry-After` to generation requests that would not be admitted.
+
+    Args:
+        app: What all other requests go to, untouched.
+        status: The engines' status; must not block (`board.BoardReader.read`).
+        is_generation: Whether an HTTP scope is a generation request's, e.g. `posts_to(...)`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        status: Callable[[], Iterable[EngineStatus]],
+        is_generation: Callable[[Scope], bool],
+    ) -> None:
+        self._app = app
+        self._status = status
+        self._is_generation = is_generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._is_generation(scope):
+            refusal = self._refusal()
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self) -> RLMemoryError | None:
+        try:
+            return first_refusal(self._status())
+        except Exception as error:  # a status that cannot be read does not show that the weights are valid
+            return as_rl_memory_error(error)
+
+
+def posts_to(paths: Iterable[str]) -> Callable[[Scope], bool]:
+    """A predicate for `AdmissionGate`: POST requests to exactly these paths, below the app's root path."""
+    guarded = frozenset(paths)
+
+    def matches(scope: Scope) -> bool:
+        if scope["method"] != "POST":
+            return False
+        path: str = scope["path"]
+        return path.removeprefix(scope.get("root_path", "")) in guarded or path in guarded
+
+    return matches

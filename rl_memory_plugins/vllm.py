@@ -1,0 +1,41 @@
+"""vLLM with one more argument: `LLM(model, rl_memory=True)` and `AsyncEngineArgs(model=…, rl_memory=True)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.vllm.switch import CONFIG_KEY
+
+__all__ = ["LLM", "AsyncEngineArgs", "EngineArgs"]
+
+
+def _with_config(rl_memory: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    if rl_memory is None or rl_memory is False:
+        return arguments
+    additional = dict(arguments.get("additional_config") or {})
+    additional[CONFIG_KEY] = RLMemoryConfig.parse(rl_memory).to_dict()
+    return {**arguments, "additional_config": additional}
+
+
+class LLM(vllm.LLM):  # type: ignore[misc]
+    """`vllm.LLM`. `rl_memory` is `True` for the defaults, or options as `config.RLMemoryConfig.parse` takes them."""
+
+    def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_config(rl_memory, kwargs))
+
+
+class EngineArgs(vllm.EngineArgs):  # type: ignore[misc]
+    """`vllm.EngineArgs` with `rl_memory`, as for `LLM`."""
+
+    def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_config(rl_memory, kwargs))
+
+
+class AsyncEngineArgs(vllm.AsyncEngineArgs):  # type: ignore[misc]
+    """`vllm.AsyncEngineArgs` with `rl_memory`, as for `LLM`."""
+
+    def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_config(rl_memory, kwargs))

@@ -1,0 +1,177 @@
+"""Checksums of weights that come out the same at the trainer and at the ranks that hold parts of them.
+
+A tensor's checksum is the sum, modulo 2**64, over its elements of a 64-bit mix of the element's bits and its
+row-major index. So it depends on every element's place, and the sums of disjoint regions add up to the whole:
+a rank sums the region of the checkpoint's tensor that it holds, whatever its own layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.weights.plan import LoadPlan
+from rl_memory_plugins.weights.regions import canonical, row_major
+from rl_memory_plugins.weights.trace import CopyStep
+
+CHUNK_ELEMENTS = 1 << 22
+"""Elements mixed at once; about five int64 temporaries of this size exist meanwhile."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MASK = (1 << 64) - 1
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """The checksum of a whole tensor: 16 hexadecimal digits, the same on any device and for any strides."""
+    return _hex(region_checksum(tensor, tensor.shape, row_major(tensor.shape), 0))
+
+
+def region_checksum(view: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    """The part of a tensor's checksum that belongs to the elements in `view`.
+
+    `size`, `stride` and `offset` say which elements of the whole tensor they are, in elements of its row-major
+    form; `view` has the shape `size`.
+    """
+    bits = view.detach().reshape(tuple(size)) if view.dim() == 0 else view.detach()
+    if bits.numel() == 0:
+        return 0
+    return int(_sum(bits.view(_BITS[bits.element_size()]), tuple(stride), offset).item()) & _MASK
+
+
+def _sum(bits: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    if bits.numel() > CHUNK_ELEMENTS:
+        dim = max(range(bits.dim()), key=lambda d: bits.shape[d])
+        half = bits.shape[dim] // 2
+        left = _sum(bits.narrow(dim, 0, half), stride, offset)
+        rest = bits.narrow(dim, half, bits.shape[dim] - half)
+        return left + _sum(rest, stride, offset + half * stride[dim])
+    index = torch.full((), offset, dtype=torch.int64, device=bits.device)
+    for extent, step in zip(bits.shape, stride):
+        index = index.unsqueeze(-1) + torch.arange(extent, dtype=torch.int64, device=bits.device) * step
+    width = 8 * bits.element_size()
+    values = bits.to(torch.int64)
+    if width < 64:
+        values = values & ((1 << width) - 1)
+    return _mix(values, index).sum()
+
+
+def _mix(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 over both; int64 arithmetic wraps as uint64 does."""
+    mixed = index * _signed(0x9E3779B97F4A7C15) + _signed(0xD1B54A32D192ED03)
+    mixed = (mixed ^ _shifted(mixed, 29)) + values * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return mixed ^ _shifted(mixed, 31)
+
+
+def _shifted(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    return (tensor >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift; `>>` keeps the sign
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >> 63 else constant
+
+
+def _hex(value: int) -> str:
+    return f"{value & _MASK:016x}"
+
+
+def plan_checksums(plan: LoadPlan) -> dict[str, Any]:
+    """This rank's share of the checkpoint's checksums, read from the memory that the plan writes.
+
+    Per name, a list of `[offset, size, stride, partial sum]`; merge the ranks' with `merge_checksums`.
+    Names that are opaque, cast, or written only in part from distinct elements have none: see `"opaque"`.
+    """
+    regions: dict[str, list[Any]] = {}
+    opaque = sorted(plan.opaque)
+    for name, steps in plan.steps.items():
+        copies = [step for step in steps if isinstance(step, CopyStep)]
+        dtype = getattr(torch, plan.specs[name].dtype)
+        if any(copy.destination.dtype != dtype or _repeats(copy) for copy in copies):
+            opaque.append(name)
+            continue
+        regions[name] = [
+            [
+                copy.offset,
+                *map(list, canonical(copy.size, copy.stride)),
+                _hex(region_checksum(copy.destination, copy.size, copy.stride, copy.offset)),
+            ]
+            for copy in copies
+        ]
+    return {
+        "layout": "checkpoint",
+        "digest": plan.digest,
+        "regions": regions,
+        "numel": {name: plan.specs[name].numel for name in plan.specs},
+        "opaque": opaque,
+    }
+
+
+def _repeats(copy: CopyStep) -> bool:
+    return any(extent > 1 and step == 0 for extent, step in zip(copy.size, copy.stride))
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """The checksums of an engine, over all its ranks.
+
+    `tensors` maps names to checksums: the checkpoint's names where `layout` is `"checkpoint"`, else the
+    engine's own as `name@rank`. `partial` are names of which no rank, or not all of the tensor, was found.
+    """
+
+    layout: str
+    tensors: dict[str, str]
+    partial: list[str] = []
+    opaque: list[str] = []
+
+
+def merge_checksums(ranks: Sequence[dict[str, Any]]) -> Checksums:
+    """Add up what the ranks' `checksums()` returned, in the order of ranks.
+
+    Raises:
+        EngineFaultError: ranks that hold the same region hold different bytes, or do not have one manifest.
+    """
+    if any(rank["layout"] != "checkpoint" for rank in ranks):
+        if any(rank["layout"] != "engine" for rank in ranks):
+            raise EngineFaultError("some ranks have taken an update that others have not")
+        return Checksums(
+            "engine",
+            {
+                f"{name}@{i}": value
+                for i, rank in enumerate(ranks)
+                for name, value in rank["parameters"].items()
+            },
+        )
+    if len({rank["digest"] for rank in ranks}) > 1:
+        raise EngineFaultError("the ranks' latest updates had different manifests")
+    opaque = sorted({name for rank in ranks for name in rank["opaque"]})
+    numel: dict[str, int] = ranks[0]["numel"] if ranks else {}
+    tensors: dict[str, str] = {}
+    partial: list[str] = []
+    for name in numel:
+        if name in opaque:
+            continue
+        regions = _distinct_regions(name, ranks)
+        if sum(math.prod(size) for _, size, _ in regions) == numel[name]:
+            tensors[name] = _hex(sum(regions.values()))
+        else:
+            partial.append(name)
+    return Checksums("checkpoint", tensors, partial, opaque)
+
+
+def _distinct_regions(name: str, ranks: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], int]:
+    regions: dict[tuple[Any, ...], int] = {}
+    for number, rank in enumerate(ranks):
+        for offset, size, stride, value in rank["regions"].get(name, ()):
+            region = (offset, tuple(size), tuple(stride))
+            if regions.setdefault(region, int(value, 16)) != int(value, 16):
+                raise EngineFaultError(
+                    f"rank {number} holds other bytes of {name} than the ranks before it",
+                    name=name,
+                    rank=number,
+                )
+    return regions

@@ -1,0 +1,143 @@
+"""What a trainer is going to send: the tensors, in order, and the buckets they travel in. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from rl_memory_plugins.errors import ManifestError
+
+ALIGNMENT = 256
+"""Byte alignment of a tensor within a bucket: enough for every dtype and for vectorised copies."""
+
+ITEMSIZE: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "float32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float64": 8,
+}
+"""The dtypes that can be sent, under torch's names, and the bytes of one element."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str  # torch's name without the prefix, e.g. "bfloat16"
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Where in a slot one tensor lies."""
+
+    index: int  # into `Manifest.tensors`
+    offset: int  # bytes from the start of the slot
+    nbytes: int
+
+
+class Mismatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One reason why a manifest does not fit.
+
+    `kind`: `duplicate`, `dtype`, `shape`, `unknown`, `missing` (then `name` is the engine's own), or `loader`
+    for an error of the engine's loader that is none of these.
+    """
+
+    kind: str
+    name: str
+    message: str
+    ranks: tuple[int, ...] = ()
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All tensors of one update in the order in which they will be sent, each exactly once.
+
+    A *partial* update changes some of the weights and needs the others to be valid; a complete one must cover
+    every parameter.
+    """
+
+    tensors: list[TensorSpec]
+    bucket_bytes: int = 256 << 20
+    slots: int = 2
+    partial: bool = False
+
+    def digest(self) -> str:
+        """Names what a load plan depends on: the tensors and `partial`, not how they are bucketed."""
+        return hashlib.sha256(msgspec.msgpack.encode((self.tensors, self.partial))).hexdigest()
+
+    def mismatches(self) -> list[Mismatch]:
+        """What is wrong with the manifest whatever the model."""
+        found = []
+        seen: set[str] = set()
+        for spec in self.tensors:
+            if spec.name in seen:
+                found.append(Mismatch("duplicate", spec.name, "the name appears more than once"))
+            seen.add(spec.name)
+            if spec.dtype not in ITEMSIZE:
+                found.append(Mismatch("dtype", spec.name, f"dtype {spec.dtype!r} cannot be sent"))
+            if any(extent < 0 for extent in spec.shape):
+                found.append(Mismatch("shape", spec.name, f"shape {list(spec.shape)} has a negative extent"))
+        return found
+
+    def buckets(self) -> list[list[BucketEntry]]:
+        """Cut the tensors into buckets, in order.
+
+        No tensor is split: one that is larger than `bucket_bytes` gets a bucket of its own. So the capacity
+        of a slot is `slot_bytes()`, the larger of `bucket_bytes` and the largest tensor.
+        """
+        buckets: list[list[BucketEntry]] = []
+        end = 0
+        for index, spec in enumerate(self.tensors):
+            offset = align(end)
+            if not buckets or (offset + spec.nbytes > self.bucket_bytes and buckets[-1]):
+                buckets.append([])
+                offset = 0
+            buckets[-1].append(BucketEntry(index, offset, spec.nbytes))
+            end = offset + spec.nbytes
+        return buckets
+
+    def slot_bytes(self) -> int:
+        """Bytes that hold any one bucket."""
+        needed = max((bucket[-1].offset + bucket[-1].nbytes for bucket in self.buckets()), default=0)
+        return align(max(needed, 1))
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def manifest_error(mismatches: Sequence[Mismatch], unused: Iterable[str] = (), **details: Any) -> ManifestError:
+    """One error that lists everything; `unused` are names that the model's loader ignored."""
+    unused = list(unused)
+    lines = [f"{m.name}: {m.kind}: {m.message}" for m in mismatches[:5]]
+    if len(mismatches) > len(lines):
+        lines.append(f"and {len(mismatches) - len(lines)} more")
+    return ManifestError(
+        f"the manifest does not fit the model in {len(mismatches)} places: " + "; ".join(lines),
+        mismatches=[msgspec.to_builtins(mismatch) for mismatch in mismatches],
+        unused=unused,
+        **details,
+    )

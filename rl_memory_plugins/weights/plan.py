@@ -1,0 +1,171 @@
+"""The load plan: what each tensor of a manifest does to this rank's memory, found without touching it.
+
+Making the plan is the validation of the manifest; the plan then loads later updates without the model's loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.weights.manifest import Manifest, Mismatch, manifest_error
+from rl_memory_plugins.weights.trace import CopyStep, NoRebinding, Step, Tracer
+
+Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+"""A model's `load_weights`."""
+
+
+class LoadPlan:
+    """Per name of one manifest, how its bytes get to where this rank wants them.
+
+    Attributes:
+        steps: Copies and fills that `apply` replays; a name may have many (experts, fused layers) or none.
+        opaque: Names that the engine's loader must load itself, and why.
+        unused: Names that this rank's loader ignored, without those it may ignore.
+    """
+
+    def __init__(
+        self, manifest: Manifest, steps: dict[str, list[Step]], opaque: dict[str, str], unused: list[str]
+    ) -> None:
+        self.digest = manifest.digest()
+        self.partial = manifest.partial
+        self.specs = {spec.name: spec for spec in manifest.tensors}
+        self.steps = steps
+        self.opaque = opaque
+        self.unused = unused
+
+    def apply(self, name: str, source: torch.Tensor) -> None:
+        """Load one tensor that is not opaque. `source` is contiguous and has the manifest's shape and dtype."""
+        start = source.storage_offset()
+        # Inference tensors may be written in inference mode only, and others may be there too.
+        with torch.inference_mode():
+            for step in self.steps.get(name, ()):
+                if isinstance(step, CopyStep):
+                    view = source.as_strided(step.size, step.stride, start + step.offset)
+                    step.destination.copy_(view)
+                else:
+                    step.destination.fill_(step.value)
+
+
+def trace(
+    load_weights: Loader,
+    manifest: Manifest,
+    *,
+    expected: Mapping[str, torch.Tensor] | None = None,
+    ignorable: Callable[[str], bool] = lambda name: False,
+    allow_cast: bool = False,
+) -> LoadPlan:
+    """Run the loader on meta tensors and record what it would do. Writes no real memory.
+
+    Args:
+        load_weights: The model's loader.
+        manifest: What the trainer is going to send.
+        expected: The parameters that a complete update must cover, by the engine's name.
+        ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
+        allow_cast: Take tensors whose dtype is not the engine's; the copy casts.
+
+    Raises:
+        ManifestError: `details["mismatches"]` lists everything that is wrong, `details["unused"]` the names
+            that the loader ignored.
+    """
+    problems = manifest.mismatches()
+    if problems:
+        raise manifest_error(problems)
+    tracer = Tracer(manifest.tensors, allow_cast=allow_cast)
+    failures, blind = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
+    tracer.finish()
+    problems = [*failures.values(), *tracer.wrong_dtype.values()]
+    used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys()
+    unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
+    if expected is not None and not manifest.partial and not blind:
+        problems += _missing(tracer, expected)
+    if problems:
+        raise manifest_error(problems, unused)
+    return LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
+
+
+def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], bool]:
+    """Feed all names to the loader, going on after each one that it cannot take.
+
+    Returns: what was wrong by name, and whether the loader broke off where it needs real values, so that what
+    it would have written is not known.
+    """
+    failures: dict[str, Mismatch] = {}
+    blind = False
+
+    def load(batch: Sequence[str]) -> Exception | None:
+        tracer.current = None
+        try:
+            with NoRebinding(tracer), tracer:
+                load_weights(tracer.feed(batch))
+        except RLMemoryError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def blame(name: str, error: Exception) -> None:
+        nonlocal blind
+        tracer.forget(name)
+        if name in tracer.opaque or isinstance(error, NotImplementedError):
+            tracer.mark_opaque([name], f"its loader needs values: {error}")
+            blind = True
+        else:
+            failures[name] = _mismatch(name, error)
+
+    rest = list(names)
+    while rest:
+        error = load(rest)
+        if error is None:
+            break
+        name = tracer.current
+        if name is None:  # it failed before it took anything
+            raise manifest_error([Mismatch("loader", "", f"{type(error).__name__}: {error}")])
+        position = rest.index(name)
+        if position > 0:  # was it this one, or one that the loader had put off?
+            tracer.forget(name)
+            error = load([name])
+        if error is not None:
+            blame(name, error)
+            rest = rest[position + 1 :]
+            continue
+        for each in rest:
+            tracer.forget(each)
+            alone = load([each])
+            if alone is not None:
+                blame(each, alone)
+        break
+    return failures, blind
+
+
+def _mismatch(name: str, error: Exception) -> Mismatch:
+    """Sort a loader's exception: loaders look names up in dicts and assert shapes."""
+    text = f"{type(error).__name__}: {error}"
+    says_unknown = any(
+        word in str(error).lower() for word in ("no module", "no parameter", "unexpected", "unknown")
+    )
+    if isinstance(error, (KeyError, AttributeError)) or says_unknown:
+        return Mismatch("unknown", name, f"the model has no such parameter ({text})")
+    if isinstance(error, (RuntimeError, AssertionError, ValueError, IndexError)):
+        return Mismatch("shape", name, text)
+    return Mismatch("loader", name, text)
+
+
+def _missing(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Mismatch]:
+    found = []
+    for name, parameter in expected.items():
+        fraction = tracer.written.fraction(parameter)
+        if fraction < 1.0:
+            found.append(Mismatch("missing", name, f"the manifest covers {fraction:.1%} of this parameter"))
+    return found
+
+
+def signature(parameters: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """Identifies the memory that a plan writes; a plan is void once it changes."""
+    return tuple(
+        (name, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        for name, tensor in parameters.items()
+    )

@@ -1,0 +1,309 @@
+"""One rank's end of a weight update."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import InvalidRequestError, ManifestError, StateConflictError, WeightUpdateError
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.tags import Content
+from rl_memory_plugins.weights import checksums, wire
+from rl_memory_plugins.weights.buffers import AttachedBuffer, attach, typed
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec
+from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
+
+MAX_PLANS = 4
+"""Plans kept, one for each manifest that a trainer alternates between (complete, LoRA, …)."""
+
+
+def ignore_derived(name: str) -> bool:
+    """Names that checkpoints hold and engines compute themselves."""
+    return name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
+
+
+class WeightReceiver:
+    """Takes updates from a trainer into this rank's memory.
+
+    Args:
+        manager: The rank's state machine; told when the first byte is about to be written.
+        load_weights: The model's loader. Planning runs it on meta tensors.
+        parameters: The parameters that a complete update must cover, by the engine's name.
+        load_opaque: Loads, for real, tensors that the plan cannot replay, with whatever processing the engine
+            needs before and after. Called once for each update that has any, with an iterator over them; it may
+            keep the tensors. The model's loader where it is not given.
+        ignorable: Whether the model's loader may ignore a name of the manifest.
+        allow_cast: Take tensors of another dtype than the engine's.
+        check_finite: Refuse tensors that hold a NaN or an infinity.
+    """
+
+    def __init__(
+        self,
+        manager: MemoryManager,
+        load_weights: Loader,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        load_opaque: Loader | None = None,
+        ignorable: Callable[[str], bool] = ignore_derived,
+        allow_cast: bool = False,
+        check_finite: bool = False,
+    ) -> None:
+        self._manager = manager
+        self._load_weights = load_weights
+        self._parameters = parameters
+        self._load_opaque = load_opaque or load_weights
+        self._ignorable = ignorable
+        self._allow_cast = allow_cast
+        self._check_finite = check_finite
+        self._plans: dict[str, LoadPlan] = {}
+        self._signature: tuple[Any, ...] = ()
+        self._complete_plan: LoadPlan | None = None  # of the latest complete update
+
+    def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
+        """Take one update from the trainer.
+
+        No wait for the trainer is longer than `timeout_s`. On any error before the first bucket nothing has
+        changed; after it the weights' content is `updating` until the controller's `finish_update`.
+
+        Returns: bytes, tensors (replayed and opaque), and seconds by step.
+
+        Raises:
+            ManifestError: the tensors do not fit; lists every mismatch.
+            StateConflictError: a partial update of weights that are not valid, or the weights are asleep.
+            WeightUpdateError: the trainer stalled, is gone, or gave up; or the engine's loader failed.
+        """
+        self._manager.require_writable()
+        session = _Session(self, timeout_s)
+        with session.timed("connect"):
+            connection = self._connect(endpoints, timeout_s)
+        try:
+            return session.run(connection, token)
+        except Exception as error:
+            known = wire.as_update_error(error, rank=self._manager.rank)
+            connection.fail(known)
+            if known is error:
+                raise
+            raise known from error
+        finally:
+            connection.close()
+
+    def _connect(self, endpoints: dict[str, str], timeout_s: float) -> wire.Connection:
+        device = self._manager.device.name
+        path = endpoints.get(device, endpoints.get("*"))
+        if path is None:
+            raise InvalidRequestError(
+                f"no endpoint for device {device}", field="endpoints", device=device, got=sorted(endpoints)
+            )
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(path)
+        except OSError as error:
+            sock.close()
+            raise WeightUpdateError(
+                f"the trainer's socket {path} cannot be reached: {error}",
+                reason="unreachable",
+                endpoint=path,
+                rank=self._manager.rank,
+            ) from None
+        return wire.Connection(sock, "the trainer", rank=self._manager.rank)
+
+    def plan(self, manifest: Manifest) -> LoadPlan:
+        """The plan for a manifest: from the cache, or traced now. Touches no weights.
+
+        Raises:
+            ManifestError: the tensors do not fit.
+        """
+        expected = self._parameters()
+        self.drop_outdated_plans(expected)
+        digest = manifest.digest()
+        if digest not in self._plans:
+            plan = trace(
+                self._load_weights,
+                manifest,
+                expected=expected,
+                ignorable=self._ignorable,
+                allow_cast=self._allow_cast,
+            )
+            while len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[digest] = plan
+        return self._plans[digest]
+
+    def drop_outdated_plans(self, expected: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Forget plans that write memory which is no longer the parameters'; they would keep it alive."""
+        current = signature(self._parameters() if expected is None else expected)
+        if current != self._signature:
+            self._plans.clear()
+            self._complete_plan = None
+            self._signature = current
+
+    def checksums(self) -> dict[str, Any]:
+        """Of the weights as they are now: by the checkpoint's names after a complete update, else by the engine's.
+
+        Merge the ranks' with `checksums.merge_checksums`.
+        """
+        expected = self._parameters()
+        self.drop_outdated_plans(expected)
+        self._manager.device.synchronize()
+        if self._complete_plan is not None:
+            return checksums.plan_checksums(self._complete_plan)
+        return {
+            "layout": "engine",
+            "parameters": {name: checksums.tensor_checksum(tensor) for name, tensor in expected.items()},
+        }
+
+
+class _Session:
+    """One update: the state that ends with it."""
+
+    def __init__(self, receiver: WeightReceiver, timeout_s: float) -> None:
+        self._receiver = receiver
+        self._manager = receiver._manager
+        self._timeout_s = timeout_s
+        self._seconds: dict[str, float] = {}
+        self._next = 0  # index of the tensor that must come next
+        self._bytes = 0
+        self._committed = False
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - start
+
+    def run(self, connection: wire.Connection, token: str) -> dict[str, Any]:
+        manager, timeout_s = self._manager, self._timeout_s
+        with self.timed("connect"):
+            hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank)
+            connection.send(hello, timeout_s)
+            offer, fds = connection.receive_with_fds(wire.Offer, timeout_s=timeout_s)
+            try:
+                buffer = attach(offer.buffer, fds)
+            finally:
+                wire.close_fds(fds)
+        try:
+            plan = self._validate(connection, offer.manifest)
+            arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
+            if plan.opaque:
+                self._receiver._load_opaque(arrivals)
+            for name, _ in arrivals:
+                raise WeightUpdateError(
+                    f"the engine's loader did not take {name}", name=name, rank=manager.rank
+                )
+            if not self._committed:
+                raise WeightUpdateError("the engine's loader hid that the update broke off", rank=manager.rank)
+            with self.timed("load"):
+                manager.device.synchronize()
+        finally:
+            buffer.close()
+        self._receiver.drop_outdated_plans()  # the engine's loader may have made new tensors
+        if not plan.partial and plan.digest in self._receiver._plans:
+            self._receiver._complete_plan = plan
+        report = self._report(plan)
+        connection.send(wire.Done(report), timeout_s)
+        return report
+
+    def _validate(self, connection: wire.Connection, manifest: Manifest) -> LoadPlan:
+        if manifest.partial and self._manager.content is not Content.VALID:
+            raise StateConflictError(
+                f"a partial update needs valid weights; they are {self._manager.content}",
+                rank=self._manager.rank,
+                content=str(self._manager.content),
+            )
+        try:
+            with self.timed("validate"):
+                plan = self._receiver.plan(manifest)
+        except ManifestError as error:
+            error.details["rank"] = self._manager.rank
+            mismatches = [Mismatch(**mismatch) for mismatch in error.details["mismatches"]]
+            connection.send(wire.Reject(error.details["unused"], mismatches), self._timeout_s)
+            raise
+        connection.send(wire.Accept(plan.unused), self._timeout_s)
+        return plan
+
+    def _arrivals(
+        self, connection: wire.Connection, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take buckets until the commit: replay what the plan knows, yield copies of what is opaque."""
+        while True:
+            with self.timed("wait"):
+                message = connection.receive(wire.Bucket, wire.Commit, timeout_s=self._timeout_s)
+            if not isinstance(message, wire.Bucket):
+                break
+            if not 0 <= message.slot < manifest.slots:
+                raise WeightUpdateError(f"the trainer names slot {message.slot} of {manifest.slots}")
+            if self._next == 0:
+                self._manager.begin_writing()
+            slot = buffer.slot(message.slot)
+            for entry in message.entries:
+                spec = self._take(entry, manifest, len(slot))
+                with self.timed("load"):
+                    tensor = typed(slot, entry.offset, entry.nbytes, spec.dtype, spec.shape)
+                    if self._receiver._check_finite:
+                        _require_finite(spec.name, tensor)
+                    if spec.name not in plan.opaque:
+                        plan.apply(spec.name, tensor)
+                        continue
+                    tensor = tensor.clone()  # the slot is written again while the loader may still hold it
+                with self.timed("load"):
+                    yield spec.name, tensor
+            with self.timed("load"):
+                self._manager.device.synchronize()
+            connection.send(wire.Ack(message.slot), self._timeout_s)
+        if self._next != len(manifest.tensors):
+            missing = [spec.name for spec in manifest.tensors[self._next :]]
+            raise WeightUpdateError(
+                f"the trainer committed without sending {len(missing)} tensors, the first being {missing[0]}",
+                missing=missing,
+                rank=self._manager.rank,
+            )
+        self._committed = True
+
+    def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
+        """Check that this is the tensor that comes next, whole and inside the slot."""
+        if entry.index != self._next or entry.index >= len(manifest.tensors):
+            raise WeightUpdateError(
+                f"the trainer sent tensor {entry.index} when {self._next} was due", rank=self._manager.rank
+            )
+        spec = manifest.tensors[entry.index]
+        if (
+            entry.nbytes != spec.nbytes
+            or not 0 <= entry.offset <= slot_bytes - entry.nbytes
+            or entry.offset % 8
+        ):
+            raise WeightUpdateError(
+                f"{spec.name} does not lie in the slot as the trainer says",
+                name=spec.name,
+                rank=self._manager.rank,
+            )
+        self._next += 1
+        self._bytes += entry.nbytes
+        return spec
+
+    def _report(self, plan: LoadPlan) -> dict[str, Any]:
+        return {
+            "rank": self._manager.rank,
+            "device": self._manager.device.name,
+            "bytes": self._bytes,
+            "tensors": self._next,
+            "replayed": len(plan.steps),
+            "opaque": len(plan.opaque),
+            "partial": plan.partial,
+            "seconds": dict(self._seconds),
+        }
+
+
+def _require_finite(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        return
+    values = tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
+    if not bool(torch.isfinite(values).all()):
+        raise WeightUpdateError(f"{name} holds a NaN or an infinity", name=name, reason="not finite")

@@ -1,0 +1,94 @@
+"""Strided regions of memory: their simplest form, and how much of a tensor a set of them covers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+
+def canonical(size: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same set of elements with the fewest dimensions, outermost first; a contiguous one has at most one."""
+    dims = sorted(((step, extent) for extent, step in zip(size, stride) if extent != 1), reverse=True)
+    merged: list[tuple[int, int]] = []
+    for step, extent in dims:
+        if merged and merged[-1][0] == step * extent:
+            merged[-1] = (step, merged[-1][1] * extent)
+        else:
+            merged.append((step, extent))
+    return tuple(extent for _, extent in merged), tuple(step for step, _ in merged)
+
+
+class Coverage:
+    """A set of bytes, built from strided tensors."""
+
+    def __init__(self) -> None:
+        self._small: list[tuple[int, int]] = []  # start and end address
+        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() == 0:
+            return
+        self._merged = None
+        starts, nbytes = _runs(tensor)
+        if len(starts) == 1:
+            self._small.append((int(starts[0]), int(starts[0]) + nbytes))
+        else:
+            self._large.append((starts, starts + nbytes))
+
+    def fraction(self, tensor: torch.Tensor) -> float:
+        """How much of the tensor's memory is in the set: 0.0 to 1.0. An empty tensor is covered."""
+        if tensor.numel() == 0:
+            return 1.0
+        starts, nbytes = _runs(tensor)
+        covered = (self._below(starts + nbytes) - self._below(starts)).sum().item()
+        return float(covered / (nbytes * len(starts)))
+
+    def _below(self, addresses: torch.Tensor) -> torch.Tensor:
+        """Bytes of the set below each address."""
+        starts, ends, lengths = self._merge()
+        count = torch.searchsorted(starts, addresses)  # runs that start below
+        if len(starts) == 0:
+            return torch.zeros_like(addresses)
+        last = (count - 1).clamp(min=0)
+        below = lengths[last] - (ends[last] - addresses).clamp(min=0)
+        return torch.where(count > 0, below, 0)
+
+    def _merge(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Disjoint runs in ascending order: starts, ends, and the lengths summed up to each."""
+        if self._merged is None:
+            small = torch.tensor(self._small, dtype=torch.int64).view(-1, 2)
+            starts = torch.cat([small[:, 0], *(start for start, _ in self._large)])
+            ends = torch.cat([small[:, 1], *(end for _, end in self._large)])
+            starts, order = starts.sort()
+            if len(starts):
+                reach = ends[order].cummax(0).values
+                first = torch.ones(len(starts), dtype=torch.bool)
+                first[1:] = starts[1:] > reach[:-1]
+                starts = starts[first]
+                last = torch.cat([first[1:], torch.ones(1, dtype=torch.bool)])
+                ends = reach[last]
+            self._merged = (starts, ends, (ends - starts).cumsum(0))
+        return self._merged
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The start addresses of the contiguous runs that make up a tensor, and the bytes of each."""
+    itemsize = tensor.element_size()
+    size, stride = canonical(tensor.shape, tensor.stride())
+    run = 1
+    if stride and stride[-1] == 1:
+        run, size, stride = size[-1], size[:-1], stride[:-1]
+    starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64)
+    for extent, step in zip(size, stride):
+        starts = (starts[:, None] + torch.arange(extent, dtype=torch.int64) * (step * itemsize)).flatten()
+    return starts, run * itemsize
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
+    return (
+        tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
+    )

@@ -1,0 +1,437 @@
+"""The trainer's end of a weight update. Needs torch, and no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+
+from rl_memory_plugins.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    ManifestError,
+    RLMemoryError,
+    WeightUpdateError,
+)
+from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.buffers import ShmStaging, StagingBuffer, typed
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.source import TensorSource, as_source
+
+DEFAULT_BUCKET_BYTES = 256 << 20
+
+
+class _Receiver:
+    """A connected rank, and the slots it has not acknowledged."""
+
+    def __init__(self, connection: wire.Connection, hello: wire.Hello) -> None:
+        self.connection = connection
+        self.rank = hello.rank
+        self.device = hello.device
+        self.unacknowledged: list[int] = []
+        connection.peer = f"rank {hello.rank} on {hello.device}"
+        connection.details = {"rank": hello.rank, "device": hello.device}
+
+
+class WeightSender:
+    """Serves one update to the ranks of an engine on this host.
+
+    Make it, tell the engine `endpoints` and `token` (`POST /update_weights_from_ipc`) from another thread, and
+    call `send`. `push_weights` does all three.
+
+    Args:
+        receivers: The devices that will connect (`RankStatus.device`), or their number.
+        bucket_bytes: Bytes of one bucket; `slots` of them exist at a time.
+        timeout_s: How long to wait for a receiver at any one point.
+        directory: Where the private directory for the socket is made; its path must be short.
+    """
+
+    def __init__(
+        self,
+        receivers: int | Sequence[str] = 1,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        slots: int = 2,
+        timeout_s: float = 60.0,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._awaited = None if isinstance(receivers, int) else list(receivers)
+        self._count = receivers if isinstance(receivers, int) else len(receivers)
+        if self._count < 1 or slots < 1 or bucket_bytes < 1:
+            raise InvalidRequestError("an update needs at least one receiver, one slot and one byte a bucket")
+        self._bucket_bytes = bucket_bytes
+        self._slots = slots
+        self._timeout_s = timeout_s
+        self.token = secrets.token_urlsafe(32)
+        self._receivers: list[_Receiver] = []
+        self._cancelled: RLMemoryError | None = None
+        self._wake, self._wakeable = socket.socketpair()
+        self._directory = tempfile.mkdtemp(prefix="rl-memory-", dir=directory)  # mode 0700
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path = str(Path(self._directory) / "weights.sock")
+            self._listener.bind(path)
+            self._listener.listen(self._count + 8)
+            self._listener.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
+        names = ["*"] if self._awaited is None else self._awaited
+        self.endpoints: dict[str, str] = dict.fromkeys(names, path)
+
+    def __enter__(self) -> WeightSender:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release everything. May be called more than once."""
+        for receiver in self._receivers:
+            receiver.connection.close()
+        self._receivers = []
+        self._listener.close()
+        self._wake.close()
+        self._wakeable.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def cancel(self, error: RLMemoryError) -> None:
+        """Make a `send` that waits in another thread raise `error` and abort at all receivers."""
+        self._cancelled = error
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
+    def send(
+        self, tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor], *, partial: bool = False
+    ) -> dict[str, Any]:
+        """Send one update to all receivers; returns when all of them have it, and closes the sender.
+
+        Args:
+            tensors: What to send.
+            partial: The update changes some weights only, and the others are valid.
+
+        Returns: bytes, tensors, buckets, seconds by step, and the receivers' reports.
+
+        Raises:
+            ManifestError: the tensors do not fit; mismatches of all ranks are merged. Nothing was changed.
+            WeightUpdateError: a receiver stalled, is gone, or failed; or `tensors` broke off.
+            RLMemoryError: whatever else a receiver reported.
+        """
+        seconds: dict[str, float] = {}
+        buffer: StagingBuffer | None = None
+        try:
+            source = as_source(tensors)
+            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
+            mismatches = manifest.mismatches()
+            if mismatches:
+                raise manifest_error(mismatches)
+            with _timed(seconds, "connect"):
+                self._connect()
+            buffer = ShmStaging(manifest.slot_bytes(), self._slots)
+            with _timed(seconds, "validate"):
+                self._offer(manifest, buffer)
+            buckets = manifest.buckets()
+            self._stream(manifest, buckets, source, buffer, seconds)
+            with _timed(seconds, "commit"):
+                self._broadcast(wire.Commit())
+                done = self._gather(self._receivers, wire.Done)
+            return {
+                "bytes": sum(spec.nbytes for spec in manifest.tensors),
+                "tensors": len(manifest.tensors),
+                "buckets": len(buckets),
+                "seconds": seconds,
+                "receivers": [message.report for _, message in done],
+            }
+        except BaseException as error:
+            known = wire.as_update_error(error)
+            for receiver in self._receivers:
+                receiver.connection.fail(known)
+            if known is error or not isinstance(error, Exception):
+                raise
+            raise known from error
+        finally:
+            if buffer is not None:
+                buffer.close()
+            self.close()
+
+    # -- the steps of a session -------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Wait until all receivers have introduced themselves; turn others away."""
+        deadline = wire.Deadline(self._timeout_s)
+        strangers: list[wire.Connection] = []
+        try:
+            while len(self._receivers) < self._count:
+                ready = self._select([self._listener, *strangers], deadline.remaining())
+                if not ready:
+                    here = [receiver.device for receiver in self._receivers]
+                    raise WeightUpdateError(
+                        f"{self._count - len(here)} of {self._count} receivers did not connect within "
+                        f"{self._timeout_s:g} s",
+                        reason="stalled",
+                        timeout_s=self._timeout_s,
+                        connected=here,
+                        missing=self._still_awaited(),
+                    )
+                for one in ready:
+                    if isinstance(one, wire.Connection):
+                        strangers.remove(one)
+                        self._greet(one)
+                    else:
+                        with contextlib.suppress(BlockingIOError):
+                            sock, _ = self._listener.accept()
+                            strangers.append(wire.Connection(sock, "a connecting process"))
+        finally:
+            for stranger in strangers:
+                stranger.close()
+
+    def _greet(self, connection: wire.Connection) -> None:
+        try:
+            hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
+            if hello.protocol != wire.PROTOCOL:
+                raise WeightUpdateError(
+                    f"the trainer speaks protocol {wire.PROTOCOL}, the engine {hello.protocol}: install the same "
+                    "version of rl_memory_plugins on both sides",
+                    reason="protocol",
+                )
+            if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+                raise AuthenticationError("the token is not this update's")
+            awaited = self._still_awaited()
+            if awaited is not None and hello.device not in awaited:
+                raise WeightUpdateError(
+                    f"device {hello.device} is not awaited, or is here already",
+                    device=hello.device,
+                    awaited=awaited,
+                )
+            if len(self._receivers) == self._count:
+                raise WeightUpdateError(f"all {self._count} receivers are here already", device=hello.device)
+        except RLMemoryError as error:
+            connection.fail(error)
+            connection.close()
+            return
+        self._receivers.append(_Receiver(connection, hello))
+
+    def _still_awaited(self) -> list[str] | None:
+        if self._awaited is None:
+            return None
+        left = list(self._awaited)
+        for receiver in self._receivers:
+            left.remove(receiver.device)
+        return left
+
+    def _offer(self, manifest: Manifest, buffer: StagingBuffer) -> None:
+        """Have all receivers check the manifest."""
+        description, fds = buffer.export()
+        self._broadcast(wire.Offer(manifest, description), fds)
+        merged: dict[Mismatch, list[int]] = {}
+        ignored_by: dict[str, int] = {}
+        for receiver, answer in self._gather(self._receivers, wire.Accept, wire.Reject):
+            for name in answer.unused:
+                ignored_by[name] = ignored_by.get(name, 0) + 1
+            for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
+                merged.setdefault(mismatch, []).append(receiver.rank)
+        mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
+        # With pipeline or expert parallelism a name may be another rank's; one that no rank uses is an error.
+        unknown = [name for name, count in ignored_by.items() if count == len(self._receivers)]
+        listed = {mismatch.name for mismatch in mismatches}
+        mismatches += [
+            Mismatch("unknown", name, "no rank of the engine uses it") for name in unknown if name not in listed
+        ]
+        if mismatches:
+            raise manifest_error(mismatches, unknown)
+
+    def _stream(
+        self,
+        manifest: Manifest,
+        buckets: list[list[BucketEntry]],
+        source: TensorSource,
+        buffer: StagingBuffer,
+        seconds: dict[str, float],
+    ) -> None:
+        """Pack buckets and announce them; while one is being loaded the next is packed."""
+        tensors = source.tensors()
+        for number, entries in enumerate(buckets):
+            slot = number % self._slots
+            with _timed(seconds, "wait"):
+                self._await_slot(slot)
+            with _timed(seconds, "pack"):
+                for entry in entries:
+                    self._pack(manifest.tensors[entry.index], entry, tensors, buffer.slot(slot))
+                buffer.publish()
+            for receiver in self._receivers:
+                receiver.unacknowledged.append(slot)
+            self._broadcast(wire.Bucket(slot, entries))
+        for extra, _ in tensors:
+            raise WeightUpdateError(f"the source gives {extra}, which its specs do not list", name=extra)
+        with _timed(seconds, "wait"):
+            for slot in range(self._slots):
+                self._await_slot(slot)
+
+    def _await_slot(self, slot: int) -> None:
+        """Wait until no receiver reads the slot any more."""
+        while True:
+            holding = [receiver for receiver in self._receivers if slot in receiver.unacknowledged]
+            if not holding:
+                return
+            for receiver, ack in self._gather(holding, wire.Ack):
+                if ack.slot not in receiver.unacknowledged:
+                    raise WeightUpdateError(
+                        f"{receiver.connection.peer} acknowledged slot {ack.slot}, which it did not hold"
+                    )
+                receiver.unacknowledged.remove(ack.slot)
+
+    def _pack(
+        self,
+        spec: TensorSpec,
+        entry: BucketEntry,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        slot: torch.Tensor,
+    ) -> None:
+        name, tensor = next(tensors, ("", None))
+        if tensor is None:
+            raise WeightUpdateError(f"the source ended before {spec.name}", name=spec.name)
+        if name != spec.name or tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
+            raise WeightUpdateError(
+                f"the source gives {name} {tensor.dtype} {list(tensor.shape)} where its specs say {spec.name} "
+                f"{spec.dtype} {list(spec.shape)}",
+                name=spec.name,
+            )
+        with torch.no_grad():
+            typed(slot, entry.offset, entry.nbytes, spec.dtype, spec.shape).copy_(tensor)
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def _broadcast(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        for receiver in self._receivers:
+            receiver.connection.send(message, self._timeout_s, fds)
+
+    def _gather(self, receivers: Sequence[_Receiver], *types: type[wire.M]) -> list[tuple[_Receiver, wire.M]]:
+        """One message from each; the failure of any ends the wait for all."""
+        waiting = {receiver.connection: receiver for receiver in receivers}
+        messages: dict[int, wire.M] = {}
+        deadline = wire.Deadline(self._timeout_s)
+        while waiting:
+            ready = self._select(list(waiting), deadline.remaining())
+            if not ready:
+                wanted = " or ".join(expected.__name__ for expected in types)
+                error = next(iter(waiting)).stalled(f"did not send {wanted}", self._timeout_s)
+                error.details["stalled_ranks"] = sorted(receiver.rank for receiver in waiting.values())
+                raise error
+            for connection in ready:
+                receiver = waiting.pop(connection)
+                messages[id(receiver)] = connection.receive(*types, timeout_s=self._timeout_s)
+        return [(receiver, messages[id(receiver)]) for receiver in receivers]
+
+    def _select(self, waiting: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Those that can be read; empty when the time is over.
+
+        Raises:
+            RLMemoryError: the one given to `cancel`.
+        """
+        poll = select.poll()  # not select(), which ends at descriptor 1023
+        by_fd = {one.fileno(): one for one in (self._wakeable, *waiting)}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        ready = [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
+        if self._wakeable in ready:
+            raise self._cancelled or WeightUpdateError("the update was cancelled")
+        return ready
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start
+
+
+def push_weights(
+    post: Callable[[dict[str, Any]], Any],
+    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
+    *,
+    receivers: int | Sequence[str] = 1,
+    partial: bool = False,
+    weight_version: str | None = None,
+    mode: str = "keep",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    slots: int = 2,
+    timeout_s: float = 60.0,
+    directory: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Update an engine's weights: the whole exchange in one call.
+
+    Args:
+        post: Sends the body that it is given to `/update_weights_from_ipc` and returns the answer; it raises
+            where the answer is an error (this package's client raises the typed one).
+        tensors: What to send; see `WeightSender.send` for this and `partial`.
+        receivers: The devices of all ranks, or their number.
+        weight_version: The engine's version of the weights after the update.
+        mode: What happens to running requests meanwhile.
+
+    Returns: the sender's report, with the engine's answer under `"engine"`.
+
+    Raises:
+        RLMemoryError: the more specific one, where both sides fail.
+    """
+    sender = WeightSender(
+        receivers, bucket_bytes=bucket_bytes, slots=slots, timeout_s=timeout_s, directory=directory
+    )
+    body = {
+        "endpoints": sender.endpoints,
+        "token": sender.token,
+        "weight_version": weight_version,
+        "mode": mode,
+        "timeout_s": timeout_s,
+    }
+    answers: list[Any] = []
+    failures: list[Exception] = []
+
+    def call() -> None:
+        try:
+            answers.append(post(body))
+        except Exception as error:
+            failures.append(error)
+            sender.cancel(wire.as_update_error(error))
+
+    thread = threading.Thread(target=call, name="rl-memory-update-weights", daemon=True)
+    thread.start()
+    report: dict[str, Any] = {}
+    try:
+        report = sender.send(tensors, partial=partial)
+    except Exception as error:
+        failures.append(error)
+    thread.join(timeout_s)
+    if failures:
+        raise max(failures, key=_specificity)
+    if not answers:
+        raise WeightUpdateError(
+            f"the engine has the weights but did not answer within {timeout_s:g} s", reason="stalled"
+        )
+    return {**report, "engine": answers[0]}
+
+
+def _specificity(error: Exception) -> int:
+    """The sender's `ManifestError` covers all ranks; a `WeightUpdateError` may only say that a peer left."""
+    if isinstance(error, ManifestError):
+        return 3 if any("ranks" in mismatch for mismatch in error.details.get("mismatches", ())) else 2
+    if isinstance(error, WeightUpdateError):
+        return 1
+    return 2 if isinstance(error, RLMemoryError) else 0

@@ -1,0 +1,70 @@
+"""Where a trainer's tensors come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from rl_memory_plugins.weights.manifest import TensorSpec
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Tensors under the names of the checkpoint that the engine loads.
+
+    A source that gathers or converts does so in `tensors()`, one tensor at a time; nothing is asked for before
+    there is room for it.
+    """
+
+    def specs(self) -> list[TensorSpec]:
+        """All tensors, in the order in which `tensors()` gives them."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, each once. One is no longer used when the next is asked for."""
+
+
+class ModuleSource:
+    """A plain module's parameters and persistent buffers, or a mapping such as a state dict.
+
+    Tensors that are the same object under two names (tied weights) are sent once, under the first.
+
+    Args:
+        module: The module, or its names and tensors.
+        dtype: What floating-point tensors are sent as, e.g. bfloat16 from float32 master weights; each is
+            converted when its turn comes.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        if isinstance(module, torch.nn.Module):
+            module = module.state_dict(keep_vars=True)
+        seen: set[int] = set()
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in module.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                self._tensors[name] = tensor.detach()
+        self._dtype = dtype
+
+    def specs(self) -> list[TensorSpec]:
+        return [spec_of(name, t, self._sent_as(t)) for name, t in self._tensors.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            yield name, tensor.to(self._sent_as(tensor))
+
+    def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
+    return TensorSpec(name, str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def as_source(tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]) -> TensorSource:
+    if isinstance(tensors, (torch.nn.Module, Mapping)):
+        return ModuleSource(tensors)
+    return tensors

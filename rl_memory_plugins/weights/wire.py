@@ -1,0 +1,280 @@
+"""The messages between a trainer and a receiver, and the connection that carries them.
+
+A Unix stream socket; each message is a 4-byte big-endian length and that many bytes of tagged msgpack. File
+descriptors travel beside a message's first byte. Every wait has a deadline.
+
+    receiver                              trainer
+    Hello(protocol, device, token)   →
+                                     ←    Offer(manifest, buffer) + descriptors
+    Accept(unused) | Reject(…)       →
+                                     ←    Bucket(slot, entries)
+    Ack(slot)                        →         … repeated; a slot is reused after its Ack
+                                     ←    Commit
+    Done(report)                     →
+
+Either side may send `Failure` at any time and close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_HELLO_BYTES = 4096
+MAX_DESCRIPTORS = 4
+
+_LENGTH = struct.Struct("!I")
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """Base of all messages."""
+
+
+class Hello(Message, frozen=True):
+    protocol: int
+    device: str
+    token: str
+    rank: int
+
+
+class Offer(Message, frozen=True):
+    manifest: Manifest
+    buffer: dict[str, Any]  # what `buffers.attach` needs
+
+
+class Answer(Message, frozen=True):
+    unused: list[str]  # names this rank's loader ignored without being expected to
+
+
+class Accept(Answer, frozen=True):
+    pass
+
+
+class Reject(Answer, frozen=True):
+    mismatches: list[Mismatch]
+
+
+class Bucket(Message, frozen=True):
+    slot: int
+    entries: list[BucketEntry]
+
+
+class Ack(Message, frozen=True):
+    slot: int
+
+
+class Commit(Message, frozen=True):
+    pass
+
+
+class Done(Message, frozen=True):
+    report: dict[str, Any]
+
+
+class Failure(Message, frozen=True):
+    """The sending side has given up, for the reason in the error record."""
+
+    error: dict[str, Any]
+
+
+_decode = msgspec.msgpack.Decoder(
+    Hello | Offer | Accept | Reject | Bucket | Ack | Commit | Done | Failure
+).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+M = TypeVar("M", bound=Message)
+
+
+class Deadline:
+    """A point in time that waits do not pass."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        return max(self._end - time.monotonic(), 0.0)
+
+
+class Connection:
+    """One end of a session.
+
+    Args:
+        sock: A connected Unix stream socket; the connection owns it.
+        peer: What errors call the other side, e.g. `"the trainer"`.
+        **details: Fields that identify the peer in errors that come from it (`rank`, `device`).
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, **details: Any) -> None:
+        self._sock = sock
+        self.peer = peer
+        self.details = details
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Send one message, and the descriptors beside it.
+
+        Raises:
+            WeightUpdateError: the peer does not read, or is gone. If it said why before it went, its error.
+        """
+        payload = _encode(message)
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise WeightUpdateError(f"a {type(message).__name__} of {len(payload)} bytes is too large to send")
+        data = memoryview(_LENGTH.pack(len(payload)) + payload)
+        deadline = Deadline(timeout_s)
+        try:
+            if fds:
+                self._sock.settimeout(self._left(deadline))
+                data = data[socket.send_fds(self._sock, [data], list(fds)) :]
+            while data:
+                self._sock.settimeout(self._left(deadline))
+                data = data[self._sock.send(data) :]
+        except TimeoutError:
+            raise self.stalled(f"did not read {type(message).__name__}", timeout_s) from None
+        except OSError as error:
+            with contextlib.suppress(_PeerLost):
+                self.receive(Message, timeout_s=1.0)  # raises what the peer had to say
+            raise self._lost(error) from None
+
+    def receive(self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES) -> M:
+        """The next message, which must be of one of `types` and carry no descriptors."""
+        message, fds = self.receive_with_fds(*types, timeout_s=timeout_s, limit=limit)
+        if fds:
+            close_fds(fds)
+            raise WeightUpdateError(f"{self.peer} sent descriptors that nobody asked for", **self.details)
+        return message
+
+    def receive_with_fds(
+        self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES
+    ) -> tuple[M, list[int]]:
+        """The next message and its descriptors, which the caller closes.
+
+        Raises:
+            WeightUpdateError: the peer stalls, is gone, or breaks the protocol.
+            RLMemoryError: the peer's own error, where it sent a `Failure`.
+        """
+        fds: list[int] = []
+        try:
+            message = self._receive(Deadline(timeout_s), limit, fds)
+            if isinstance(message, Failure):
+                error = from_record(message.error)
+                for key, value in self.details.items():
+                    error.details.setdefault(key, value)
+                raise error
+            if not isinstance(message, types):
+                wanted = " or ".join(expected.__name__ for expected in types)
+                raise WeightUpdateError(
+                    f"{self.peer} sent {type(message).__name__} in place of {wanted}", **self.details
+                )
+        except TimeoutError:
+            close_fds(fds)
+            wanted = " or ".join(expected.__name__ for expected in types)
+            raise self.stalled(f"did not send {wanted}", timeout_s) from None
+        except OSError as error:
+            close_fds(fds)
+            raise self._lost(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            close_fds(fds)
+            raise WeightUpdateError(
+                f"{self.peer} sent what is not a message: {error}", **self.details
+            ) from None
+        except BaseException:
+            close_fds(fds)
+            raise
+        return message, fds
+
+    def _receive(self, deadline: Deadline, limit: int, fds: list[int]) -> Any:
+        header = b""
+        while len(header) < _LENGTH.size:
+            self._sock.settimeout(self._left(deadline))
+            part, received, flags, _ = socket.recv_fds(
+                self._sock, _LENGTH.size - len(header), MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            fds += received
+            if flags & socket.MSG_CTRUNC:
+                raise WeightUpdateError(
+                    f"descriptors from {self.peer} did not arrive: this process cannot open more files",
+                    **self.details,
+                )
+            if not part:
+                raise ConnectionResetError("end of stream")
+            header += part
+        (length,) = _LENGTH.unpack(header)
+        if length > limit:
+            raise WeightUpdateError(
+                f"{self.peer} announces a message of {length} bytes; at most {limit} are taken", **self.details
+            )
+        payload = bytearray(length)
+        view = memoryview(payload)
+        while view:
+            self._sock.settimeout(self._left(deadline))
+            count = self._sock.recv_into(view)
+            if not count:
+                raise ConnectionResetError("end of stream")
+            view = view[count:]
+        return _decode(payload)
+
+    @staticmethod
+    def _left(deadline: Deadline) -> float:
+        left = deadline.remaining()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def stalled(self, what: str, timeout_s: float) -> WeightUpdateError:
+        return WeightUpdateError(
+            f"{self.peer} stalled: it {what} within {timeout_s:g} s",
+            reason="stalled",
+            timeout_s=timeout_s,
+            **self.details,
+        )
+
+    def _lost(self, error: OSError) -> WeightUpdateError:
+        return _PeerLost(
+            f"{self.peer} closed the connection in the middle of an update ({error.args[-1]})",
+            reason="lost",
+            **self.details,
+        )
+
+    def fail(self, error: RLMemoryError, timeout_s: float = 1.0) -> None:
+        """Tell the peer why this side gives up; best effort."""
+        with contextlib.suppress(Exception):
+            self.send(Failure(error.to_record()), timeout_s)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _PeerLost(WeightUpdateError):
+    """A lost connection, so that `send` can tell it from what the peer had said before."""
+
+    @property
+    def code(self) -> str:
+        return WeightUpdateError.__name__
+
+
+def close_fds(fds: Sequence[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def as_update_error(error: BaseException, **details: Any) -> RLMemoryError:
+    """`error` itself if it is ours, else a `WeightUpdateError` that names its type."""
+    if isinstance(error, RLMemoryError):
+        return error
+    return WeightUpdateError(f"{type(error).__name__}: {error}", type=type(error).__name__, **details)

@@ -1,0 +1,76 @@
+"""What several unit tests share: an engine's ranks within one process, and managers over fake memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rl_memory_plugins.commands import decode_reply
+from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.rank import RankAgent, encode_call
+from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.tags import Tag
+
+
+class LocalRanks:
+    """A `RankGroup` of agents in this process; calls and replies pass through their encodings."""
+
+    def __init__(self, agents: list[RankAgent]) -> None:
+        self.agents = agents
+
+    def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
+        return [decode_reply(agent.handle(encode_call(method, arguments))) for agent in self.agents]
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(ranks=[agent.manager.status() for agent in self.agents])
+
+
+class ScriptedReceiver:
+    """A `WeightReceiver` that runs `script(manager)` as its update."""
+
+    def __init__(self, manager: MemoryManager) -> None:
+        self.manager = manager
+        self.script: Callable[[MemoryManager], None] = MemoryManager.begin_writing
+
+    def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
+        self.script(self.manager)
+        return {"bytes": 0}
+
+    def checksums(self) -> dict[str, Any]:
+        return {}
+
+
+class FakeRank:
+    """One rank with a parameter, a buffer, a KV cache and a graph in fake memory of distinct content."""
+
+    def __init__(self, rank: int = 0, capacity: int = 1 << 20, **options: Any) -> None:
+        self.device = FakeDevice(f"fake:{rank}", capacity)
+        self.allocator = FakeAllocator(self.device)
+        with self.allocator.region(Tag.WEIGHTS):
+            self.parameter = self.allocator.allocate(8192)
+            self.buffer = self.allocator.allocate(100)
+        with self.allocator.region(Tag.KV_CACHE):
+            self.kv_cache = self.allocator.allocate(16384)
+        with self.allocator.region(Tag.CUDA_GRAPH):
+            self.graph = self.allocator.allocate(4096)
+        self.arena = PagedArena(options.pop("arena_bytes", 0))
+        self.manager = MemoryManager(rank, self.allocator, self.arena, lambda: [self.parameter], **options)
+        self.receiver = ScriptedReceiver(self.manager)
+        self.agent = RankAgent(self.manager, self.receiver)
+        for block, byte in ((self.parameter, 1), (self.buffer, 2), (self.kv_cache, 3), (self.graph, 4)):
+            self.allocator.write(block, bytes([byte + 16 * rank]) * block.nbytes)
+
+    def contents(self) -> dict[str, bytes]:
+        blocks = {
+            "parameter": self.parameter,
+            "buffer": self.buffer,
+            "kv_cache": self.kv_cache,
+            "graph": self.graph,
+        }
+        return {name: self.allocator.read(block) for name, block in blocks.items()}
+
+    def mapped_bytes(self) -> int:
+        """What the states say is mapped; `device.used` says what is."""
+        return sum(tag.bytes for tag in self.manager.status().tags.values() if tag.state == "resident")

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+
+from rl_memory_plugins.errors import HostMemoryError
+from rl_memory_plugins.memory import backup
+from rl_memory_plugins.memory.backup import ALIGNMENT, PagedArena, free_host_bytes, host_memory_info
+
+MiB = 1 << 20
+
+
+def test_buffers_are_reused_by_best_fit():
+    arena = PagedArena()
+    small, large = arena.acquire(MiB), arena.acquire(4 * MiB)
+    assert arena.held_bytes == 5 * MiB
+    arena.release(small)
+    arena.release(large)
+    assert arena.acquire(MiB - 5) == small
+    assert arena.acquire(MiB) == large
+    assert arena.held_bytes == 5 * MiB
+
+
+def test_idle_buffers_make_room_for_a_larger_one():
+    arena = PagedArena(max_bytes=4 * MiB)
+    arena.release(arena.acquire(3 * MiB))
+    address = arena.acquire(4 * MiB)
+    assert arena.held_bytes == 4 * MiB
+    ctypes.memset(address, 1, 4 * MiB)
+    arena.close()
+    assert arena.held_bytes == 0
+
+
+def test_the_bound_is_exact_and_typed():
+    arena = PagedArena(max_bytes=MiB, margin_bytes=ALIGNMENT)
+    used = arena.acquire(MiB - ALIGNMENT)
+    with pytest.raises(HostMemoryError) as caught:
+        arena.acquire(ALIGNMENT + 1)
+    assert caught.value.details["needed_bytes"] == 2 * ALIGNMENT
+    assert caught.value.details["margin_bytes"] == ALIGNMENT
+    arena.acquire(ALIGNMENT)
+    arena.release(used)
+
+
+def test_free_memory_less_the_margin_bounds_it(monkeypatch):
+    monkeypatch.setattr(backup, "free_host_bytes", lambda: 3 * ALIGNMENT)
+    arena = PagedArena(margin_bytes=2 * ALIGNMENT)
+    with pytest.raises(HostMemoryError):
+        arena.acquire(2 * ALIGNMENT)
+    arena.acquire(ALIGNMENT)
+
+
+def test_a_refused_mapping_is_a_typed_error(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(HostMemoryError):
+        PagedArena().acquire(MiB)
+
+
+def test_the_memory_is_the_process_own():
+    """Private: a forked child must not write into its parent's backups."""
+    arena = PagedArena()
+    address = arena.acquire(MiB)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= address < end:
+            assert line.split()[1] == "rw-p"
+            break
+    else:
+        pytest.fail("not mapped")
+    arena.close()
+
+
+def cgroup(directory: Path, limit: str, usage: int, inactive: int) -> None:
+    directory.mkdir(parents=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{usage}\n")
+    (directory / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+
+
+def test_the_tightest_cgroup_counts_and_cached_files_do_not(tmp_path, monkeypatch):
+    machine = host_memory_info()
+    cgroup(tmp_path / "slice", "max", 0, 0)
+    cgroup(tmp_path / "slice/job", str(50 * MiB), 40 * MiB, 30 * MiB)
+    cgroup(tmp_path / "slice/job/step", str(60 * MiB), 10 * MiB, 0)
+    directories = [tmp_path / "slice/job/step", tmp_path / "slice/job", tmp_path / "slice", tmp_path / "absent"]
+    monkeypatch.setattr(backup, "_memory_cgroups", lambda: ((path, backup._CGROUP_V2) for path in directories))
+    assert host_memory_info() == (40 * MiB, 50 * MiB)
+    assert free_host_bytes() == 40 * MiB
+    assert machine[0] > 40 * MiB
+
+
+def test_the_cgroups_of_this_process_start_with_its_own():
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    directories = [path for path, _ in backup._memory_cgroups()]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            assert Path(f"/sys/fs/cgroup/{path}") in directories
+            assert Path("/sys/fs/cgroup") in directories

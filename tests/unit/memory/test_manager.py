@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import pytest
+from helpers import FakeRank
+
+from rl_memory_plugins.errors import (
+    DeviceMemoryError,
+    EngineFaultError,
+    HostMemoryError,
+    StateConflictError,
+)
+from rl_memory_plugins.memory import backup as backup_module
+from rl_memory_plugins.memory.fake import GARBAGE_BYTE
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
+
+RESIDENT, PRESERVED, DISCARDED = TagState.RESIDENT, TagState.PRESERVED, TagState.DISCARDED
+
+
+@pytest.fixture
+def rank() -> FakeRank:
+    return FakeRank()
+
+
+def sleep(rank, level=Level.PRESERVE, tags=PUBLIC_TAGS):
+    rank.manager.prepare_sleep(level, tags)
+    changes = rank.manager.commit_sleep()
+    rank.manager.check_integrity()
+    return {change.tag: change for change in changes}
+
+
+def wake(rank, tags=PUBLIC_TAGS):
+    rank.manager.prepare_wake(tags)
+    changes = rank.manager.commit_wake()
+    rank.manager.check_integrity()
+    return {change.tag: change for change in changes}
+
+
+def states(rank):
+    return {tag: rank.manager.state(tag) for tag in PUBLIC_TAGS}
+
+
+def update(rank, complete=True, byte=9):
+    rank.manager.begin_writing()
+    rank.allocator.write(rank.parameter, bytes([byte]) * rank.parameter.nbytes)
+    rank.manager.finish_writing(complete)
+
+
+LEVELS = {
+    Level.PAUSE: (RESIDENT, RESIDENT, RESIDENT, Content.VALID),
+    Level.PRESERVE: (PRESERVED, DISCARDED, PRESERVED, Content.VALID),
+    Level.DISCARD: (DISCARDED, DISCARDED, PRESERVED, Content.STALE),
+}
+
+
+@pytest.mark.parametrize("tag", PUBLIC_TAGS)
+@pytest.mark.parametrize("level", Level)
+def test_every_cell_of_the_level_table(rank, level, tag):
+    weights, kv_cache, cuda_graph, content = LEVELS[level]
+    expected = {Tag.WEIGHTS: weights, Tag.KV_CACHE: kv_cache, Tag.CUDA_GRAPH: cuda_graph}[tag]
+    size = sum(block.nbytes for block in rank.allocator.blocks(tag))
+    before, used = rank.contents(), rank.device.used
+    changes = sleep(rank, level, [tag])
+    assert states(rank) == {**dict.fromkeys(PUBLIC_TAGS, RESIDENT), tag: expected}
+    assert rank.manager.content == (content if tag is Tag.WEIGHTS else Content.VALID)
+    assert rank.device.used == used - (0 if level is Level.PAUSE else size) == rank.mapped_bytes()
+    if level is not Level.PAUSE:
+        assert changes[tag].bytes_released == size
+        assert changes[tag].state is expected
+        assert wake(rank, [tag])[tag].bytes_restored == size
+    assert states(rank) == dict.fromkeys(PUBLIC_TAGS, RESIDENT)
+    assert rank.device.used == used
+
+    lost = {"parameter"} if tag is Tag.WEIGHTS and level is Level.DISCARD else set()
+    lost |= {"kv_cache"} if tag is Tag.KV_CACHE and level is not Level.PAUSE else set()
+    after = rank.contents()
+    assert {name for name in before if after[name] != before[name]} == lost
+
+
+def test_level_2_preserves_what_an_update_does_not_write(rank):
+    before = rank.contents()
+    changes = sleep(rank, Level.DISCARD)
+    assert changes["weights"].bytes_copied == rank.buffer.nbytes
+    assert rank.manager.status().tags["weights"].host_bytes == rank.buffer.nbytes
+    wake(rank)
+    assert rank.contents()["buffer"] == before["buffer"]
+    assert rank.contents()["parameter"] != before["parameter"]
+
+
+def test_level_2_without_buffers_forgets_an_older_backup(rank):
+    """A backup of an earlier level-1 sleep must not come back at the wake after a level-2 sleep."""
+    sleep(rank)
+    wake(rank)
+    rank.manager._discardable = lambda: [rank.parameter, rank.buffer]
+    sleep(rank, Level.DISCARD)
+    assert rank.manager.status().tags["weights"].host_bytes == 0
+    assert wake(rank)["weights"].bytes_copied == 0
+    assert rank.contents()["parameter"] == bytes([GARBAGE_BYTE]) * rank.parameter.nbytes
+
+
+def test_transitions_are_idempotent_per_tag(rank):
+    sleep(rank, tags=[Tag.WEIGHTS])
+    changes = sleep(rank, Level.DISCARD)
+    assert set(changes) == {"kv_cache", "cuda_graph"}
+    assert rank.manager.state(Tag.WEIGHTS) is PRESERVED
+    assert rank.manager.content is Content.VALID
+    assert sleep(rank) == {}
+
+    wake(rank, [Tag.KV_CACHE])
+    assert set(wake(rank)) == {"weights", "cuda_graph"}
+    assert wake(rank) == {}
+
+
+def test_wakes_take_any_order(rank):
+    before = rank.contents()
+    sleep(rank)
+    for tag in (Tag.CUDA_GRAPH, Tag.KV_CACHE, Tag.WEIGHTS):
+        wake(rank, [tag])
+        assert rank.manager.state(tag) is RESIDENT
+        assert rank.device.used == rank.mapped_bytes()
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+# -- backups ------------------------------------------------------------------------------------------------
+
+
+def test_a_clean_backup_is_not_copied_again(rank):
+    assert sleep(rank)["weights"].bytes_copied > 0
+    wake(rank)
+    copies = rank.device.calls["copy_to_host"]
+    changes = sleep(rank)
+    assert rank.device.calls["copy_to_host"] == copies
+    assert changes["weights"].bytes_copied == 0
+    before = rank.manager.rank, rank.contents()
+    wake(rank)
+    assert rank.contents() != before[1]
+
+
+@pytest.mark.parametrize("through_the_manager", [True, False], ids=["by an update", "behind its back"])
+def test_changed_weights_are_copied_again(rank, through_the_manager):
+    sleep(rank)
+    wake(rank)
+    if through_the_manager:
+        update(rank)
+    else:
+        rank.allocator.write(rank.parameter, b"\7")
+    before = rank.contents()
+    assert sleep(rank)["weights"].bytes_copied > 0
+    wake(rank)
+    assert rank.contents()["parameter"] == before["parameter"]
+
+
+def test_cycles_reuse_the_same_host_memory(rank):
+    sleep(rank)
+    held = rank.arena.held_bytes
+    for byte in range(5):
+        wake(rank)
+        update(rank, byte=byte)
+        sleep(rank)
+        assert rank.arena.held_bytes == held
+
+
+def test_host_memory_error_comes_before_anything_is_released():
+    rank = FakeRank(arena_bytes=4096)
+    before, used = rank.contents(), rank.device.used
+    with pytest.raises(HostMemoryError) as caught:
+        rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    assert caught.value.details["rank"] == 0
+    assert caught.value.details["needed_bytes"] >= rank.parameter.nbytes
+    assert states(rank) == dict.fromkeys(PUBLIC_TAGS, RESIDENT)
+    assert (rank.contents(), rank.device.used) == (before, used)
+    assert rank.manager.content is Content.VALID
+    sleep(rank, Level.PRESERVE, [Tag.CUDA_GRAPH])  # 4096 bytes: the bound holds no leftovers
+
+
+def test_free_host_memory_bounds_the_arena(monkeypatch, rank):
+    monkeypatch.setattr(backup_module, "free_host_bytes", lambda: 100)
+    with pytest.raises(HostMemoryError):
+        rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    sleep(rank, tags=[Tag.KV_CACHE])
+
+
+def test_a_failing_copy_changes_nothing(rank):
+    before = rank.contents()
+    rank.device.fail("copy_to_host", nth=2)
+    with pytest.raises(EngineFaultError):
+        rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    assert (rank.contents(), states(rank)) == (before, dict.fromkeys(PUBLIC_TAGS, RESIDENT))
+    assert rank.manager.status().tags["weights"].host_bytes == 0
+    sleep(rank)
+
+
+def test_an_aborted_sleep_changes_nothing_and_returns_its_host_memory(rank):
+    before = rank.contents()
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.manager.abort_sleep()
+    held = rank.arena.held_bytes
+    assert (rank.contents(), states(rank)) == (before, dict.fromkeys(PUBLIC_TAGS, RESIDENT))
+    sleep(rank)
+    assert rank.arena.held_bytes == held
+
+
+def test_a_release_that_fails_leaves_the_tag_whole(rank):
+    """In the middle of the second tag: what was unmapped comes back from the backup, the error names the first."""
+    before = rank.contents()
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.device.fail("unmap", nth=3)
+    with pytest.raises(EngineFaultError) as caught:
+        rank.manager.commit_sleep()
+    assert caught.value.details["changed"] == {"kv_cache": "discarded"}
+    assert states(rank) == {Tag.KV_CACHE: DISCARDED, Tag.WEIGHTS: RESIDENT, Tag.CUDA_GRAPH: RESIDENT}
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+    assert rank.device.used == rank.mapped_bytes()
+    assert rank.manager.content is Content.VALID
+    sleep(rank)
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_a_release_that_fails_beyond_repair_counts_as_released(rank):
+    before = rank.contents()
+    rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
+    rank.device.fail("unmap", nth=2)
+    rank.device.fail("copy_from_host")
+    with pytest.raises(EngineFaultError) as caught:
+        rank.manager.commit_sleep()
+    assert caught.value.details["changed"] == {"weights": "preserved"}
+    assert rank.manager.state(Tag.WEIGHTS) is PRESERVED
+    wake(rank)
+    assert rank.contents() == before
+
+
+def test_a_level_2_release_that_fails_does_not_leave_valid_weights(rank):
+    rank.manager.prepare_sleep(Level.DISCARD, [Tag.WEIGHTS])
+    rank.device.fail("unmap", nth=2)
+    with pytest.raises(EngineFaultError) as caught:
+        rank.manager.commit_sleep()
+    assert caught.value.details["content"] == "stale"
+    assert rank.manager.state(Tag.WEIGHTS) is RESIDENT
+    assert rank.manager.content is Content.STALE
+
+
+# -- wake ---------------------------------------------------------------------------------------------------
+
+
+def test_device_memory_error_at_wake_changes_nothing_and_a_retry_works(rank):
+    before = rank.contents()
+    sleep(rank)
+    capacity = rank.device.capacity
+    rank.device.capacity = 10_000  # enough for the graph, which is reserved first, not for the weights
+    with pytest.raises(DeviceMemoryError) as caught:
+        rank.manager.prepare_wake(PUBLIC_TAGS)
+    assert caught.value.details["rank"] == 0
+    assert rank.device.used == 0
+    assert states(rank) == {Tag.KV_CACHE: DISCARDED, Tag.WEIGHTS: PRESERVED, Tag.CUDA_GRAPH: PRESERVED}
+    rank.device.capacity = capacity
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_an_aborted_wake_gives_the_reserved_memory_back(rank):
+    sleep(rank)
+    rank.manager.prepare_wake(PUBLIC_TAGS)
+    assert rank.device.used > 0
+    rank.manager.abort_wake()
+    assert rank.device.used == 0
+    wake(rank)
+    assert rank.device.used == rank.mapped_bytes()
+
+
+@pytest.mark.parametrize(
+    ("operation", "nth"),
+    [("map", 1), ("map", 2), ("map", 3), ("map", 4), ("copy_from_host", 1), ("copy_from_host", 2)],
+)
+def test_a_commit_that_fails_in_the_middle_undoes_the_whole_wake(rank, operation, nth):
+    """Four blocks are mapped: graph, parameter, buffer, KV cache; two backups are restored."""
+    before = rank.contents()
+    sleep(rank)
+    asleep = states(rank)
+    rank.manager.prepare_wake(PUBLIC_TAGS)
+    rank.device.fail(operation, nth=nth)
+    with pytest.raises(EngineFaultError) as caught:
+        rank.manager.commit_wake()
+    assert caught.value.details["changed"] == {}
+    assert states(rank) == asleep
+    assert rank.device.used == 0
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_a_wake_that_can_be_neither_finished_nor_undone_is_made_good_by_the_next(rank):
+    before = rank.contents()
+    sleep(rank)
+    rank.manager.prepare_wake([Tag.WEIGHTS])
+    rank.device.fail("copy_from_host")
+    rank.device.fail("release")
+    with pytest.raises(EngineFaultError):
+        rank.manager.commit_wake()
+    assert rank.manager.state(Tag.WEIGHTS) is PRESERVED
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_an_error_of_another_kind_becomes_a_typed_one(rank):
+    sleep(rank)
+    rank.manager.prepare_wake(PUBLIC_TAGS)
+    rank.device.fail("map", error=RuntimeError("cuMemMap failed"))
+    with pytest.raises(EngineFaultError, match="cuMemMap failed") as caught:
+        rank.manager.commit_wake()
+    assert caught.value.details["rank"] == 0
+
+
+def test_restoring_leaves_memory_alone_that_was_freed_or_made_while_asleep(rank):
+    before = rank.contents()
+    sleep(rank)
+    rank.allocator.free(rank.buffer)
+    with rank.allocator.region(Tag.WEIGHTS):
+        late = rank.allocator.allocate(256)
+    rank.allocator.write(late, b"late" * 64)
+    changes = wake(rank)
+    assert changes["weights"].bytes_copied == rank.parameter.nbytes
+    assert rank.allocator.read(late) == b"late" * 64
+    assert rank.contents()["parameter"] == before["parameter"]
+
+
+def test_poison_marks_what_nobody_restored():
+    rank = FakeRank(poison=True)
+    before = rank.contents()
+    sleep(rank, Level.DISCARD)
+    wake(rank)
+    after = rank.contents()
+    assert after["parameter"] == b"\xff" * rank.parameter.nbytes
+    assert after["kv_cache"] == b"\xff" * rank.kv_cache.nbytes
+    assert (after["buffer"], after["graph"]) == (before["buffer"], before["graph"])
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_zero_on_wake(poison):
+    rank = FakeRank(poison=poison, zero_on_wake=[Tag.KV_CACHE])
+    sleep(rank)
+    wake(rank)
+    assert rank.contents()["kv_cache"] == bytes(rank.kv_cache.nbytes)
+
+
+# -- content of the weights ---------------------------------------------------------------------------------
+
+
+def test_a_complete_update_makes_discarded_weights_valid(rank):
+    sleep(rank, Level.DISCARD)
+    with pytest.raises(StateConflictError):
+        rank.manager.begin_writing()
+    wake(rank)
+    assert rank.manager.content is Content.STALE
+    epoch = rank.manager.status().content_epoch
+    rank.manager.begin_writing()
+    assert rank.manager.content is Content.UPDATING
+    rank.manager.finish_writing(complete=True)
+    assert rank.manager.content is Content.VALID
+    assert rank.manager.status().content_epoch > epoch
+
+
+def test_an_update_that_breaks_off_fails_until_one_completes(rank):
+    update(rank, complete=False)
+    assert rank.manager.content is Content.FAILED
+    sleep(rank)
+    wake(rank)
+    assert rank.manager.content is Content.FAILED
+    update(rank)
+    assert rank.manager.content is Content.VALID
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_update_that_wrote_nothing_changes_nothing(rank, complete):
+    epoch = rank.manager.status().content_epoch
+    rank.manager.finish_writing(complete)
+    assert rank.manager.content is Content.VALID
+    assert rank.manager.status().content_epoch == epoch
+
+
+def test_no_update_starts_between_the_phases_of_a_sleep(rank):
+    """The backup has been made: what the update wrote would be lost at the wake."""
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    with pytest.raises(StateConflictError):
+        rank.manager.begin_writing()
+    assert rank.manager.content is Content.VALID
+
+
+# -- phases and reports -------------------------------------------------------------------------------------
+
+
+def test_phases_out_of_order_are_conflicts(rank):
+    with pytest.raises(StateConflictError):
+        rank.manager.commit_sleep()
+    with pytest.raises(StateConflictError):
+        rank.manager.commit_wake()
+    rank.manager.abort_sleep()
+    rank.manager.abort_wake()
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    for prepare in (
+        lambda: rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS),
+        lambda: rank.manager.prepare_wake(PUBLIC_TAGS),
+    ):
+        with pytest.raises(StateConflictError):
+            prepare()
+    rank.manager.commit_sleep()
+
+
+def test_the_device_is_synchronised_before_anything_is_released(rank):
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    used = rank.device.used
+    rank.device.fail("synchronize")
+    with pytest.raises(EngineFaultError):
+        rank.manager.commit_sleep()
+    assert rank.device.used == used
+    assert states(rank) == dict.fromkeys(PUBLIC_TAGS, RESIDENT)
+
+
+def test_seconds_name_the_steps_that_ran(rank):
+    sleep(rank)
+    assert rank.manager.seconds().keys() == {"synchronize", "backup", "release"}
+    wake(rank)
+    assert rank.manager.seconds().keys() == {"reserve", "map", "restore"}
+
+
+def test_status_in_every_state(rank):
+    sizes = {tag.value: sum(block.nbytes for block in rank.allocator.blocks(tag)) for tag in PUBLIC_TAGS}
+    for step in (lambda: None, lambda: sleep(rank), lambda: wake(rank, [Tag.WEIGHTS])):
+        step()
+        status = rank.manager.status()
+        assert {name: tag.bytes for name, tag in status.tags.items()} == sizes
+        assert status.device_total_bytes - status.device_free_bytes == rank.mapped_bytes()
+        assert status.host_arena_bytes == rank.arena.held_bytes
+    assert (status.rank, status.device, status.allocator) == (0, "fake:0", "fake")

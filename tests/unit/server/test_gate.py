@@ -1,0 +1,155 @@
+import asyncio
+
+import pytest
+from fake_control import rank_status
+from fastapi import FastAPI, WebSocket
+from fastapi.testclient import TestClient
+
+from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.server.gate import AdmissionGate, posts_to
+from rl_memory_plugins.tags import Content, TagState
+
+AWAKE = EngineStatus([rank_status()])
+ASLEEP = EngineStatus([rank_status(weights=TagState.PRESERVED)])
+
+
+@pytest.fixture
+def engines():
+    return [AWAKE]
+
+
+@pytest.fixture
+def client(engines):
+    app = FastAPI()
+    app.add_middleware(
+        AdmissionGate,
+        status=lambda: engines,
+        is_generation=posts_to(["/v1/completions", "/generate", "/ws"]),
+    )
+
+    @app.post("/v1/completions")
+    async def completions(body: dict):
+        return {"got": body}
+
+    @app.get("/v1/completions")
+    @app.get("/health")
+    @app.post("/wake_up")
+    async def other():
+        return "other"
+
+    @app.websocket("/ws")
+    async def websocket(socket: WebSocket):
+        await socket.accept()
+        await socket.send_text(await socket.receive_text())
+
+    with TestClient(app) as client:  # the lifespan goes through the gate too
+        yield client
+
+
+def test_an_admitting_engine_gets_its_requests_untouched(client):
+    assert client.post("/v1/completions", json={"n": 1}).json() == {"got": {"n": 1}}
+
+
+def test_a_sleeping_engine_refuses_at_once(client, engines):
+    engines[:] = [AWAKE, ASLEEP]
+    response = client.post("/v1/completions", json={"n": 1})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    error = response.json()["error"]
+    assert error["code"] == "EngineAsleepError"
+    assert error["details"] == {"reason": "asleep", "retry_after_s": 1, "tags": ["weights"]}
+    assert isinstance(error["type"], str)
+    assert "wake_up()" in error["message"]
+    engines[:] = [AWAKE, AWAKE]
+    assert client.post("/v1/completions", json={}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "engine, reason",
+    [
+        (EngineStatus([rank_status(content=Content.STALE)]), "stale"),
+        (EngineStatus([rank_status(content=Content.UPDATING)]), "updating"),
+        (EngineStatus([rank_status(content=Content.FAILED)]), "failed"),
+        (EngineStatus([rank_status()], paused=True), "paused"),
+        (EngineStatus([rank_status()], busy="sleep"), "asleep"),
+    ],
+)
+def test_the_reason_is_told(client, engines, engine, reason):
+    engines[:] = [engine]
+    assert client.post("/v1/completions", json={}).json()["error"]["details"]["reason"] == reason
+
+
+def test_other_requests_pass(client, engines):
+    engines[:] = [ASLEEP]
+    for method, path in [("GET", "/health"), ("POST", "/wake_up"), ("GET", "/v1/completions")]:
+        assert client.request(method, path).json() == "other"
+    assert client.post("/generate/x").status_code == 404
+    with client.websocket_connect("/ws") as socket:
+        socket.send_text("hello")
+        assert socket.receive_text() == "hello"
+
+
+def call(gate, scope):
+    sent = []
+
+    async def receive():
+        raise AssertionError("the body was read")
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(gate(scope, receive, send))
+    return sent
+
+
+async def unreachable(scope, receive, send):
+    raise AssertionError("the app was called")
+
+
+def test_the_body_is_not_read():
+    gate = AdmissionGate(unreachable, lambda: [ASLEEP], lambda scope: True)
+    start, _ = call(gate, {"type": "http"})
+    assert start["status"] == 503
+
+
+def test_a_status_that_cannot_be_read_admits_nothing():
+    def broken():
+        raise OSError("no board")
+
+    gate = AdmissionGate(unreachable, broken, lambda scope: True)
+    start, body = call(gate, {"type": "http"})
+    assert start["status"] == 500
+    assert b"EngineFaultError" in body["body"]
+
+
+def test_status_is_read_for_generation_only():
+    passed = []
+
+    async def app(scope, receive, send):
+        passed.append(scope["type"])
+
+    def status():
+        raise AssertionError("the status was read")
+
+    gate = AdmissionGate(app, status, lambda scope: scope["path"] == "/generate")
+    call(gate, {"type": "http", "path": "/health"})
+    call(gate, {"type": "websocket", "path": "/generate"})
+    call(gate, {"type": "lifespan"})
+    assert passed == ["http", "websocket", "lifespan"]
+
+
+@pytest.mark.parametrize(
+    "scope, matches",
+    [
+        ({"method": "POST", "path": "/generate"}, True),
+        ({"method": "GET", "path": "/generate"}, False),
+        ({"method": "OPTIONS", "path": "/generate"}, False),
+        ({"method": "POST", "path": "/generate/"}, False),
+        ({"method": "POST", "path": "/generated"}, False),
+        ({"method": "POST", "path": "/api/generate", "root_path": "/api"}, True),
+        ({"method": "POST", "path": "/generate", "root_path": "/api"}, True),
+        ({"method": "POST", "path": "/api/generate"}, False),
+    ],
+)
+def test_posts_to(scope, matches):
+    assert posts_to(["/generate"])(scope) is matches

@@ -1,0 +1,230 @@
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from typer.testing import CliRunner
+
+from rl_memory_plugins import cli
+from rl_memory_plugins.errors import DeviceMemoryError
+from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.router import build_router
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+SGLANG = [sys.executable, "-m", "sglang.launch_server"]
+
+
+class Executed(Exception):
+    pass
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """What `serve` would have become: `(command, environment)`."""
+    done = []
+
+    def execvpe(file, command, environment):
+        assert file == command[0]
+        done.append((command, environment))
+        raise Executed
+
+    monkeypatch.setattr(os, "execvpe", execvpe)
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    return done
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, arguments)
+
+
+@pytest.mark.parametrize(
+    "given, command",
+    [
+        (["m"], ["m", "--rl-memory"]),
+        (["m", "-tp", "2", "--x=1", "--help"], ["m", "-tp", "2", "--x=1", "--help", "--rl-memory"]),
+        (["m", "--rl-memory", "poison=1", "--x"], ["m", "--rl-memory", "poison=1", "--x"]),
+        (["m", "--rl-memory=poison=1"], ["m", "--rl-memory=poison=1"]),
+        (["m", "--rl_memory"], ["m", "--rl_memory"]),
+        (["m", "--rl-memory-x"], ["m", "--rl-memory-x", "--rl-memory"]),
+        (["--config", "c.yaml"], ["--config", "c.yaml", "--rl-memory"]),
+        (["m", "--url", "u", "--json", "-h"], ["m", "--url", "u", "--json", "-h", "--rl-memory"]),
+    ],
+)
+def test_serve_vllm_passes_everything_on_in_order(executed, given, command):
+    result = run("serve", "vllm", *given)
+    assert isinstance(result.exception, Executed), result.output
+    assert executed[0][0] == [*VLLM, *command]
+    assert "VLLM_PLUGINS" not in executed[0][1]
+
+
+@pytest.mark.parametrize(
+    "given, command",
+    [
+        (["m", "--tp", "2"], ["--model-path", "m", "--tp", "2", "--rl-memory"]),
+        (["--model-path", "m"], ["--model-path", "m", "--rl-memory"]),
+        (["m", "--rl-memory"], ["--model-path", "m", "--rl-memory"]),
+    ],
+)
+def test_serve_sglang(executed, given, command):
+    run("serve", "sglang", *given)
+    assert executed[0][0] == [*SGLANG, *command]
+
+
+@pytest.mark.parametrize(
+    "listed, expected",
+    [("", "rl_memory"), ("a", "a,rl_memory"), ("rl_memory", "rl_memory"), ("a,rl_memory", "a,rl_memory")],
+)
+def test_a_list_of_allowed_plugins_gets_ours(executed, monkeypatch, listed, expected):
+    monkeypatch.setenv("VLLM_PLUGINS", listed)
+    run("serve", "vllm", "m")
+    assert executed[0][1]["VLLM_PLUGINS"] == expected
+
+
+@pytest.mark.parametrize("listed, expected", [("", ""), ("a", "a,rl_memory")])
+def test_an_empty_list_means_all_plugins_to_sglang(executed, monkeypatch, listed, expected):
+    monkeypatch.setenv("SGLANG_PLUGINS", listed)
+    run("serve", "sglang", "m")
+    assert executed[0][1]["SGLANG_PLUGINS"] == expected
+
+
+@pytest.mark.parametrize("engine, name", [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_a_missing_engine_is_named(executed, monkeypatch, engine, name):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda module: None)
+    result = run("serve", engine, "m")
+    assert result.exit_code == 1
+    assert f"UnsupportedError: {name} is not installed" in result.stderr
+    assert executed == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_serve_without_a_model(executed, engine):
+    result = run("serve", engine)
+    assert result.exit_code == 1
+    assert "name a model" in result.stderr
+    assert executed == []
+
+
+def test_the_modules_that_serve_runs_exist():
+    found = [find_spec(engine) for engine in ("vllm", "sglang")]
+    for engine, module in zip(found, ("entrypoints/cli/main.py", "launch_server.py"), strict=True):
+        if engine is not None:
+            path = Path(engine.submodule_search_locations[0], module)
+            assert '__name__ == "__main__"' in path.read_text()
+
+
+@pytest.fixture(params=[""])
+def key(request):
+    return request.param
+
+
+@pytest.fixture
+def url(control, key):
+    app = FastAPI()
+    app.include_router(build_router(control, ControlAuth([key])))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join()
+
+
+def test_status(url):
+    result = run("status", "--url", url)
+    assert result.exit_code == 0, result.output
+    assert "admits requests; weights valid, version v7" in result.stdout
+    assert "4.0 KiB" in result.stdout
+    answer = json.loads(run("status", "--url", url, "--json").stdout)
+    assert answer["admitting"] is True
+    assert answer["engines"][0]["ranks"][0]["device"] == "cpu:0"
+
+
+def test_sleep_and_wake_up(url, control):
+    result = run("sleep", "--url", url, "--level", "2", "--tags", "weights,kv_cache", "--mode", "wait")
+    assert result.exit_code == 0, result.output
+    assert control.calls.pop() == ("sleep", (2, ["kv_cache", "weights"], "wait"))
+    assert "preserved" in result.stdout
+    assert "total 0.500 s" in result.stdout
+    assert "admits no requests (asleep)" in run("status", "--url", url).stdout
+    answer = json.loads(run("wake-up", "--url", url, "--json").stdout)
+    assert answer["status"] == "awake"
+    assert control.calls.pop() == ("wake_up", ["kv_cache", "weights", "cuda_graph"])
+
+
+def test_checksums(url):
+    assert json.loads(run("checksums", "--url", url).stdout)["engines"][0][0]["layer.weight"] == "ab12"
+
+
+def test_the_url_and_the_key_come_from_the_environment_too(url, monkeypatch):
+    monkeypatch.setenv("RL_MEMORY_URL", url)
+    assert run("status").exit_code == 0
+
+
+def test_a_servers_error_keeps_its_type(url, control):
+    control.failure = DeviceMemoryError("3 GiB are missing", needed_bytes=5)
+    result = run("wake-up", "--url", url)
+    assert result.exit_code == 1
+    assert result.stderr == "DeviceMemoryError: 3 GiB are missing\n"
+    assert result.stdout == ""
+    record = json.loads(run("wake-up", "--url", url, "--json").stderr)
+    assert record == {
+        "error": "DeviceMemoryError",
+        "message": "3 GiB are missing",
+        "details": {"needed_bytes": 5},
+    }
+
+
+@pytest.mark.parametrize("arguments", [["--level", "7"], ["--tags", "nope"], ["--mode", "x"]])
+def test_bad_arguments_are_the_servers_to_refuse(url, control, arguments):
+    result = run("sleep", "--url", url, *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("InvalidRequestError: ")
+    assert control.calls == []
+
+
+@pytest.mark.parametrize("key", ["s3cret"], indirect=True)
+def test_the_key(url):
+    assert "AuthenticationError" in run("status", "--url", url).stderr
+    assert run("status", "--url", url, "--api-key", "s3cret").exit_code == 0
+
+
+def test_a_proxy_in_the_environment_is_not_used(url, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+    assert run("status", "--url", url).exit_code == 0
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "not a url", "http://[", "ftp://x"])
+def test_no_server(url):
+    result = run("status", "--url", url)
+    assert result.exit_code == 1
+    assert f"cannot reach {url}" in result.stderr
+
+
+def test_a_server_without_the_plugin(url):
+    result = run("status", "--url", url + "elsewhere")
+    assert result.exit_code == 1
+    assert "was its engine started with --rl-memory?" in result.stderr
+
+
+def test_version():
+    assert run("version").stdout.startswith("rl_memory_plugins ")
+
+
+@pytest.mark.parametrize(
+    "count, text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (3 << 40, "3.0 TiB")]
+)
+def test_size(count, text):
+    assert cli.size(count) == text
