@@ -43,6 +43,8 @@ class StatusBoard:
 
     def publish(self, status: EngineStatus) -> None:
         payload = self._encoder.encode(status)
+        if _HEADER.size + len(payload) > _SIZE:  # found out half-way, it would leave readers waiting for ever
+            raise ValueError(f"a status of {len(payload)} bytes does not fit the board")
         self._memory[: _HEADER.size] = _HEADER.pack(self._sequence + 1, len(payload))
         self._memory[_HEADER.size : _HEADER.size + len(payload)] = payload
         self._sequence += 2

@@ -62,7 +62,17 @@ def serve_sglang(context: typer.Context) -> None:
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
-    """What `vllm serve ARGUMENTS` runs, by this interpreter, with our flag."""
+    """What `vllm serve ARGUMENTS` runs, by this interpreter, with our flag.
+
+    The CPU build is installed under another name, and vLLM's command line, which asks for the version of
+    `vllm`, does not start there; its server module does.
+    """
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        if arguments and not arguments[0].startswith("-"):
+            arguments = ["--model", *arguments]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_with_flag(arguments)]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *_with_flag(arguments)]
 
 
@@ -262,3 +272,7 @@ def size(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+if __name__ == "__main__":
+    app()

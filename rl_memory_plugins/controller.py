@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 STEPS = {
     "sleep": ("drain", "synchronize", "backup", "release", "total"),
     "wake_up": ("reserve", "map", "restore", "total"),
-    "update_weights": ("drain", "connect", "validate", "receive", "finish", "total"),
+    "update_weights": ("drain", "connect", "validate", "wait", "load", "finish", "total"),
 }
 
 
@@ -145,8 +145,13 @@ class Controller:
         replies = raise_failures(self._ranks.call("status"))
         self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
 
-    def note_foreign_changes(self) -> None:
-        """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if that opened."""
+    def note_foreign_changes(self, weight_version: str | None = None) -> None:
+        """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if that opened.
+
+        Args:
+            weight_version: What they call the weights that are there now, if they said.
+        """
+        self._weight_version = weight_version or self._weight_version
         was_closed = self.refusal() is not None
         self.refresh()
         if was_closed and self.refusal() is None:

@@ -136,7 +136,9 @@ def _subclasses(cls: type[RLMemoryError]) -> dict[str, type[RLMemoryError]]:
 def from_record(record: dict[str, Any]) -> RLMemoryError:
     """Rebuild the error that `to_record` described; an unknown name becomes an `EngineFaultError`."""
     cls = _subclasses(RLMemoryError).get(str(record.get("error")), EngineFaultError)
-    return cls(str(record.get("message", "")), **dict(record.get("details") or {}))
+    error = cls(str(record.get("message", "")))
+    error.details.update(record.get("details") or {})  # not as keywords: a peer may use any key
+    return error
 
 
 def as_rl_memory_error(error: BaseException) -> RLMemoryError:

@@ -31,12 +31,15 @@ class Hooks:
         if path in self.table:
             return
         owner, name = self._owner(path)
-        static = isinstance(owner, type) and isinstance(owner.__dict__.get(name), staticmethod)
         original = getattr(owner, name, None)
         if original is None:
             raise self._missing(path)
-        replacement = functools.wraps(original)(make(original))
-        setattr(owner, name, staticmethod(replacement) if static else replacement)
+        # What a class keeps beside the function it was given; a class method's function takes the class.
+        kind = type(owner.__dict__.get(name)) if isinstance(owner, type) else None
+        if kind is classmethod:
+            original = original.__func__
+        replacement: Any = functools.wraps(original)(make(original))
+        setattr(owner, name, kind(replacement) if kind in (staticmethod, classmethod) else replacement)
         self.table[path] = original
 
     def require(self, path: str) -> Any:

@@ -76,7 +76,10 @@ class Allocator(Protocol):
     """Pausable regions of memory, by tag."""
 
     name: str
-    device: Device
+
+    @property
+    def device(self) -> Device:
+        """Where the blocks lie."""
 
     def region(self, tag: Tag) -> AbstractContextManager[None]:
         """Allocations that this thread makes inside belong to `tag`. Regions nest; the inner one wins."""

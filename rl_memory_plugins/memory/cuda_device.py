@@ -1,15 +1,14 @@
-"""One GPU as a `Device`: copies, fills and fingerprints of raw addresses, through torch alone (CUDA or ROCm)."""
+"""One GPU as a `Device`: copies, fills and fingerprints of raw addresses by torch alone (CUDA or ROCm)."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.fingerprint import fingerprint
+from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
 
 
 class CudaDevice:
@@ -39,13 +38,13 @@ class CudaDevice:
     def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         with self._ordered_stream():
             for block, address in pairs:
-                host_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
+                memory_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
         self._stream.synchronize()
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         with self._ordered_stream():
             for block, address in pairs:
-                self.view(block).copy_(host_view(address, block.nbytes), non_blocking=True)
+                self.view(block).copy_(memory_view(address, block.nbytes), non_blocking=True)
         self._stream.synchronize()
 
     def fill(self, blocks: Sequence[Block], byte: int) -> None:
@@ -58,30 +57,13 @@ class CudaDevice:
         with self._ordered_stream():
             return fingerprint([self.view(block) for block in blocks])
 
-    def view(self, block: Block) -> torch.Tensor:
+    def view(self, block: Block) -> Any:
         """The block's bytes as a tensor of uint8 that owns nothing."""
-        return torch.as_tensor(_RawArray(block), device=torch.device("cuda", self.index))
+        return memory_view(block.address, block.nbytes, f"cuda:{self.index}")
 
     def _ordered_stream(self) -> Any:
         self._stream.wait_stream(torch.cuda.current_stream(self.index))
         return torch.cuda.stream(self._stream)
-
-
-class _RawArray:
-    """What torch needs to see device memory as an array."""
-
-    def __init__(self, block: Block) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (block.nbytes,),
-            "typestr": "|u1",
-            "data": (block.address, False),
-            "version": 3,
-        }
-
-
-def host_view(address: int, nbytes: int) -> torch.Tensor:
-    """Host memory as a tensor of uint8 that owns nothing."""
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def gpu_name(index: int) -> str:

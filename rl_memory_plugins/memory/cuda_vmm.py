@@ -8,8 +8,9 @@ good, and physical memory mapped behind it that comes and goes. How this meets t
 - torch calls `free` under its lock and perhaps after Python is gone, so no Python may run there. The driver's
   `cuMemUnmap(address, size)` has the very signature: it is the free function. A block's handle is released once
   it is mapped, so unmapping alone gives the memory back, and on a block that sleeps it does nothing.
-- Pools live for ever, so torch in fact frees no segment by itself. What a region leaves wholly unused is given
-  back here when the region closes; such a pool is retired, since torch would hand the same segment out again.
+- A pool is held while anything in it lives, so torch frees none of its segments by itself. Segments that hold
+  no tensor any more are given back here, when their region closes, and are not restored by a wake. Their pool
+  is retired, which means no region uses it again: torch would hand the same segments out once more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,9 +45,6 @@ TORCH_SYMBOLS = (
 )
 
 _MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-
-#: Allocators, pools and callbacks that torch may still reach while the interpreter shuts down.
-_immortal: list[Any] = []
 
 
 class _Mapping:
@@ -82,6 +80,7 @@ class CudaVmmAllocator:
         self._lock = threading.Lock()  # guards the fields below; never held while torch is called
         self._mappings: dict[Tag, dict[int, _Mapping]] = {tag: {} for tag in Tag}
         self._idle_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
+        self._retired_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
         self._graph_pools: dict[Tag, torch.cuda.MemPool] = {}
         self._regions = RegionStack()
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
@@ -91,7 +90,7 @@ class CudaVmmAllocator:
             )
             for tag in Tag
         }
-        _keep_for_ever(self)
+        _keep_for_ever(self)  # and with it all callbacks, allocators and pools
         set_torch_option("release_lock_on_cudamalloc", True)
         self._require_torch_to_use_us()
 
@@ -117,7 +116,7 @@ class CudaVmmAllocator:
         pool = self._graph_pools.get(tag)
         if pool is None:
             pool = self._graph_pools[tag] = self._new_pool(tag)
-        return pool.id
+        return (int(pool.id[0]), int(pool.id[1]))
 
     def _take_pool(self, tag: Tag) -> torch.cuda.MemPool:
         with self._lock:
@@ -127,27 +126,66 @@ class CudaVmmAllocator:
 
     def _new_pool(self, tag: Tag) -> torch.cuda.MemPool:
         with torch.cuda.device(self.index):
-            return _keep_for_ever(torch.cuda.MemPool(self._torch_allocators[tag]))
+            return torch.cuda.MemPool(self._torch_allocators[tag])
 
     def _return_pool(self, tag: Tag, pool: torch.cuda.MemPool) -> None:
-        """Give back what lies unused in the pool, and keep the pool for the tag's next region if nothing did."""
+        """Keep the pool for the tag's next region, or, if it has unused segments, give these back."""
+        whole = torch.cuda.is_current_stream_capturing() or not self._unused(tag, [pool])
+        with self._lock:
+            whole = whole and all(mapping.mapped for mapping in self._mappings[tag].values())
+            (self._idle_pools if whole else self._retired_pools)[tag].append(pool)
+        if not whole:
+            self.forget_freed(tag)
+
+    def _unused(self, tag: Tag, pools: Sequence[torch.cuda.MemPool]) -> set[int]:
+        """The addresses of those blocks in the pools that hold no tensor.
+
+        None for CUDA graphs: they use the memory of temporaries that torch counts as free.
+        """
+        if tag is Tag.CUDA_GRAPH:
+            return set()
+        segments = [segment for pool in pools for segment in pool.snapshot()]
+        with self._lock:
+            return {
+                segment["address"]
+                for segment in segments
+                if not segment["active_size"] and segment["address"] in self._mappings[tag]
+            }
+
+    def _forget(self, tag: Tag, addresses: Iterable[int]) -> None:
+        """Strike out blocks of retired pools. Their addresses stay reserved while torch knows them."""
+        with self._lock:
+            for address in addresses:
+                mapping = self._mappings[tag].pop(address)
+                if mapping.mapped:
+                    with self._driver.context():
+                        self._driver.unmap(address, mapping.nbytes)
+
+    def _drop_empty_pools(self, tag: Tag) -> None:
+        """Let torch forget the retired pools that have no block left, and give their addresses back."""
         if tag is Tag.CUDA_GRAPH:
             return
-        if not torch.cuda.is_current_stream_capturing() and self._trim(tag, pool):
+        kept, addresses = [], []
+        with self._lock:
+            retired, self._retired_pools[tag] = self._retired_pools[tag], []
+        while retired:
+            pool = retired.pop()
+            ranges = [(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
+            with self._lock:
+                empty = not any(address in self._mappings[tag] for address, _ in ranges)
+            if empty:
+                addresses += ranges
+            else:
+                kept.append(pool)
+            del pool  # torch frees its segments, on which no memory is left: unmapping them does nothing
+        with self._lock:
+            self._retired_pools[tag] += kept
+        if not addresses:
             return
-        with self._lock:
-            if all(mapping.mapped for mapping in self._mappings[tag].values()):
-                self._idle_pools[tag].append(pool)
-
-    def _trim(self, tag: Tag, pool: torch.cuda.MemPool) -> int:
-        unused = {segment["address"] for segment in pool.snapshot() if not segment["active_size"]}
-        if not unused:
-            return 0
-        torch.cuda.synchronize(self.index)
-        with self._lock:
-            dropped = [self._mappings[tag].pop(address, None) for address in unused]
-        # The addresses stay reserved: to torch they are cached segments of a pool that nobody uses again.
-        return self._unmap([mapping for mapping in dropped if mapping is not None and mapping.mapped])
+        known = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+        for address, nbytes in addresses:
+            if address not in known:
+                self._driver.free_address(address, nbytes)
 
     def _malloc_for(self, tag: Tag) -> Callable[[int, int, int | None], int | None]:
         mappings, lock, driver, index = self._mappings[tag], self._lock, self._driver, self.index
@@ -182,21 +220,33 @@ class CudaVmmAllocator:
 
     def release(self, tag: Tag) -> int:
         torch.cuda.synchronize(self.index)
+        released = 0
         mapped = [mapping for mapping in self._live(tag) if mapping.mapped]
-        with self._lock:
-            self._idle_pools[tag].clear()  # torch knows unused parts of their blocks as memory it could use
-        return self._unmap(mapped)
-
-    def _unmap(self, mappings: Sequence[_Mapping]) -> int:
-        with self._driver.context():
-            for mapping in mappings:
-                mapping.mapped = False
+        with self._lock, self._driver.context():
+            # torch takes unused parts of their blocks for memory that it may hand out
+            self._retired_pools[tag] += self._idle_pools[tag]
+            self._idle_pools[tag].clear()
+            for mapping in mapped:
                 self._driver.unmap(mapping.address, mapping.nbytes)
-        return sum(mapping.nbytes for mapping in mappings)
+                mapping.mapped = False
+                released += mapping.nbytes
+        return released
 
     def reserve(self, tag: Tag) -> VmmReservation:
+        self.forget_freed(tag)
         released = [mapping for mapping in self._live(tag) if not mapping.mapped]
-        return VmmReservation(self._driver, released, self._margin_bytes)
+        return VmmReservation(self, tag, self._driver, released, self._margin_bytes)
+
+    def forget_freed(self, tag: Tag) -> set[int]:
+        """Strike out the blocks of retired pools that hold no tensor any more; returns their addresses."""
+        with self._lock:
+            pools = list(self._retired_pools[tag])
+        unused = self._unused(tag, pools)
+        if unused:
+            torch.cuda.synchronize(self.index)
+            self._forget(tag, unused)
+            self._drop_empty_pools(tag)
+        return unused
 
     def close(self) -> None:
         """Give all memory back. Tensors in it must not be used any more."""
@@ -212,7 +262,9 @@ class CudaVmmAllocator:
         if self._probe():
             return
         if torch_options().get("expandable_segments"):
-            logger.warning("expandable_segments is switched off: with it, torch ignores the allocators of pools")
+            logger.warning(
+                "expandable_segments is switched off: with it, torch ignores the allocators of pools"
+            )
             set_torch_option("expandable_segments", False)
             if self._probe():
                 return
@@ -231,23 +283,32 @@ class CudaVmmAllocator:
 
 
 class VmmReservation:
-    """Physical memory for some unmapped blocks.
+    """Physical memory for the released blocks of one tag.
 
     Raises:
         DeviceMemoryError: not enough; whatever had been obtained was given back.
     """
 
-    def __init__(self, driver: Driver, mappings: Sequence[_Mapping], margin_bytes: int) -> None:
+    def __init__(
+        self,
+        allocator: CudaVmmAllocator,
+        tag: Tag,
+        driver: Driver,
+        mappings: Sequence[_Mapping],
+        margin_bytes: int,
+    ) -> None:
+        self._allocator = allocator
+        self._tag = tag
         self._driver = driver
-        self._mappings = mappings
-        self._handles: list[Any] = []
-        self.nbytes = sum(mapping.nbytes for mapping in mappings)
+        self._handles: dict[_Mapping, Any] = {}
+        self.blocks = [Block(mapping.address, mapping.nbytes) for mapping in mappings]
+        self.nbytes = sum(block.nbytes for block in self.blocks)
         with driver.context():
             for mapping in mappings:
                 handle = driver.create(mapping.nbytes)
                 if handle is None:
                     raise self._out_of_memory(margin_bytes)
-                self._handles.append(handle)
+                self._handles[mapping] = handle
             if mappings and driver.free_bytes() < margin_bytes:
                 raise self._out_of_memory(margin_bytes)
 
@@ -262,26 +323,28 @@ class VmmReservation:
         )
 
     def commit(self) -> None:
+        freed = self._allocator.forget_freed(self._tag)
         done: list[_Mapping] = []
         with self._driver.context():
             try:
-                for mapping, handle in zip(self._mappings, self._handles, strict=True):
-                    self._driver.map(mapping.address, mapping.nbytes, handle)
+                for mapping in [mapping for mapping in self._handles if mapping.address not in freed]:
+                    self._driver.map(mapping.address, mapping.nbytes, self._handles[mapping])
+                    del self._handles[mapping]
                     done.append(mapping)
-            except BaseException:  # no lack of memory gets here: that was settled when the handles were made
+            except BaseException:
                 for mapping in done:
                     self._driver.unmap(mapping.address, mapping.nbytes)
-                self._handles = self._handles[len(done) :]
-                self.drop()
                 raise
-            for mapping in done:
-                mapping.mapped = True
-        self._handles = []
+            else:
+                for mapping in done:
+                    mapping.mapped = True
+            finally:
+                self.drop()
 
     def drop(self) -> None:
-        handles, self._handles = self._handles, []
+        handles, self._handles = self._handles, {}
         with self._driver.context():
-            for handle in handles:
+            for handle in handles.values():
                 self._driver.release(handle)
 
 
@@ -361,11 +424,11 @@ class Driver:
                 self.map(address, nbytes, handle)
             except DeviceMemoryError:
                 self.release(handle)
-                self._api.cuMemAddressFree(address, nbytes)
+                self.free_address(address, nbytes)
                 return None
             except BaseException:
                 self.release(handle)
-                self._api.cuMemAddressFree(address, nbytes)
+                self.free_address(address, nbytes)
                 raise
             return address
 
@@ -392,6 +455,10 @@ class Driver:
 
     def unmap(self, address: int, nbytes: int) -> None:
         self._check(self._api.cuMemUnmap(address, nbytes))
+
+    def free_address(self, address: int, nbytes: int) -> None:
+        with self.context():
+            self._check(self._api.cuMemAddressFree(address, nbytes))
 
     def is_mapped(self, address: int) -> bool:
         answer = self._api.cuMemGetAccess(self._properties.location, address)[0]
@@ -444,8 +511,6 @@ def _address_of(function: Any) -> int:
     return address
 
 
-def _keep_for_ever(thing: Any) -> Any:
+def _keep_for_ever(thing: object) -> None:
     """Keep an object through the interpreter's shutdown too, when the globals of modules are dropped."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    _immortal.append(thing)
-    return thing

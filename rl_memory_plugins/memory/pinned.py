@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import logging
 import mmap
 import os
@@ -43,7 +42,9 @@ class PinnedArena(PagedArena):
         threads: how many threads make pages; by default one for each core, at most 16.
     """
 
-    def __init__(self, index: int, max_bytes: int = 0, margin_bytes: int = 0, threads: int | None = None) -> None:
+    def __init__(
+        self, index: int, max_bytes: int = 0, margin_bytes: int = 0, threads: int | None = None
+    ) -> None:
         super().__init__(max_bytes, margin_bytes)
         self.notes: list[str] = []
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
@@ -66,7 +67,7 @@ class PinnedArena(PagedArena):
         made = []
         try:
             for nbytes in sorted(sizes, reverse=True):
-                made.append(self.acquire(nbytes))
+                made.append(self.acquire(nbytes))  # noqa: PERF401 - those made must be known if one fails
         except RLMemoryError as error:
             logger.warning("the host arena was not prepared: %s", error)
         finally:
@@ -78,17 +79,10 @@ class PinnedArena(PagedArena):
             thread.join()
         super().close()
 
-    def _map(self, nbytes: int) -> mmap.mmap:
-        # private, unlike mmap's default: shared anonymous memory gets no huge pages
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
     def _prepare(self, mapping: mmap.mmap) -> None:
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):  # a child's copy-on-write would move our pages
-            try:
-                mapping.madvise(advice)
-            except OSError as error:
-                logger.debug("madvise(%d): %s", advice, error)
         address, nbytes = address_of(mapping), len(mapping)
+        _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # either may be unknown to the kernel: no matter
+        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
         prefer_node(address, nbytes, self._node)
         touch(address, nbytes, self._threads)
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))

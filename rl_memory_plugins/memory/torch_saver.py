@@ -5,12 +5,14 @@ resume finds no memory. Hence:
 - our own state decides what is asked of it, and what is allocated in a tag while the tag is released goes under
   another of its tags, so that one of its tags is always wholly paused or wholly resident;
 - a reservation checks the free memory, with a margin, and is only a promise. Another process that takes the
-  memory between the check and the resume still ends this one; only `allocator=vmm` excludes that.
+  memory between the check and the resume still ends this one; only `allocator=vmm` excludes that;
+- a tensor freed while its tag is released gets its memory back with the others, as unused memory of the tag.
 It is never asked to keep a copy (`enable_cpu_backup`): preserving is decided at each sleep, by the core.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -27,6 +29,9 @@ from rl_memory_plugins.tags import Tag
 
 #: What is used of torch_memory_saver that it does not document: checked at start-up.
 SAVER_SYMBOLS = ("_impl", "_impl._mem_pools", "_impl._hook_mode")
+
+#: Its tags belong to the process: each allocator has its own.
+_numbers = itertools.count()
 
 
 class TorchSaverAllocator:
@@ -51,6 +56,7 @@ class TorchSaverAllocator:
         self._margin_bytes = margin_bytes
         self._saver = _start_saver(index)
         self.hook_mode: str = self._saver._impl._hook_mode
+        self._number = next(_numbers)
         self._regions = RegionStack()
         self._locks = {tag: threading.RLock() for tag in Tag}  # its pools admit one thread at a time
         self._generation = dict.fromkeys(Tag, 0)
@@ -69,7 +75,7 @@ class TorchSaverAllocator:
                 yield
 
     def _saver_tag(self, tag: Tag, generation: int) -> str:
-        return f"rl_memory.{self.index}.{tag.value}.{generation}"
+        return f"rl_memory.{self._number}.{tag.value}.{generation}"
 
     def _saver_tags(self, tag: Tag) -> list[str]:
         return [self._saver_tag(tag, generation) for generation in range(self._generation[tag] + 1)]
@@ -126,8 +132,8 @@ class TorchSaverAllocator:
     def unpromise(self, nbytes: int) -> None:
         self._promised_bytes -= nbytes
 
-    def paused_bytes(self, tag: Tag) -> int:
-        return sum(block.nbytes for block in self._blocks_of(sorted(self._paused[tag])))
+    def paused_blocks(self, tag: Tag) -> list[Block]:
+        return self._blocks_of(sorted(self._paused[tag]))
 
 
 class SaverReservation:
@@ -136,12 +142,15 @@ class SaverReservation:
     def __init__(self, allocator: TorchSaverAllocator, tag: Tag) -> None:
         self._allocator = allocator
         self._tag = tag
-        self.nbytes = allocator.paused_bytes(tag)
+        self.blocks = allocator.paused_blocks(tag)
+        self.nbytes = sum(block.nbytes for block in self.blocks)
         allocator.promise(self.nbytes)
 
     def commit(self) -> None:
         self._allocator.unpromise(self.nbytes)
-        self._allocator.promise(self.nbytes)  # looks once more: what happened since the reservation ends no process
+        self._allocator.promise(
+            self.nbytes
+        )  # looks once more: what happened since the reservation ends no process
         self._allocator.unpromise(self.nbytes)
         self._allocator.resume(self._tag)
 
@@ -160,7 +169,7 @@ def _start_saver(index: int) -> Any:
     try:
         if getattr(saver, "_impl", None) is None:
             saver.hook_mode = "preload" if preloaded else "torch"
-        with torch.cuda.device(index), saver.region(tag=f"rl_memory.{index}.start"):
+        with torch.cuda.device(index), saver.region(tag="rl_memory.start"):
             pass
     except (RuntimeError, AssertionError, OSError) as error:
         raise UnsupportedError(f"torch_memory_saver does not start: {error}") from error
@@ -169,5 +178,7 @@ def _start_saver(index: int) -> Any:
         for part in path.split("."):
             found = getattr(found, part, None)
         if found is None:
-            raise UnsupportedError(f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path])
+            raise UnsupportedError(
+                f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path]
+            )
     return saver

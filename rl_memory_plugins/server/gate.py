@@ -1,12 +1,14 @@
 """The gate before generation requests: while the engine does not admit any, they are refused at once.
 
 The engine refuses them too. The gate is earlier: before the body is read and tokenised, and before a streaming
-answer has begun with status 200.
+answer has begun with status 200. A request that passed the gate and found the engine closed when it got there
+is reported by the adapter (`report_refusal`), and gets the same 503 whatever the engine's own server makes of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from rl_memory_plugins.admission import first_refusal
@@ -15,7 +17,16 @@ from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.responses import error_response
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_refusals: ContextVar[list[RLMemoryError] | None] = ContextVar("rl_memory_refusals", default=None)
+
+
+def report_refusal(error: RLMemoryError) -> None:
+    """Tell the gate of the request that this code runs for that the engine has refused it after all."""
+    refusals = _refusals.get()
+    if refusals is not None:
+        refusals.append(error)
 
 
 class AdmissionGate:
@@ -43,7 +54,24 @@ class AdmissionGate:
             if refusal is not None:
                 await error_response(refusal)(scope, receive, send)
                 return
+            send = self._replacing_late_refusals(scope, receive, send)
         await self._app(scope, receive, send)
+
+    @staticmethod
+    def _replacing_late_refusals(scope: Scope, receive: Receive, send: Send) -> Send:
+        refusals: list[RLMemoryError] = []
+        _refusals.set(refusals)
+        replaced = False
+
+        async def send_or_replace(message: Message) -> None:
+            nonlocal replaced
+            if message["type"] == "http.response.start" and refusals:
+                replaced = True
+                await error_response(refusals[0])(scope, receive, send)
+            elif not replaced:
+                await send(message)
+
+        return send_or_replace
 
     def _refusal(self) -> RLMemoryError | None:
         try:

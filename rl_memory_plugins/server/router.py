@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -36,7 +35,11 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 
 class ControlPlane(Protocol):
-    """What the routes need of an engine; all its engines (data-parallel ranks) are meant by every call."""
+    """What the routes need of an engine; all its engines (data-parallel ranks) are meant by every call.
+
+    Values are the caller's own; an implementation builds its commands with `operations.sleep` and
+    `operations.wake_up`, which check them.
+    """
 
     async def sleep(self, level: object, tags: object, mode: object) -> Report: ...
 
@@ -76,7 +79,7 @@ def build_router(
     async def wake_up(request: Request) -> dict[str, Any]:
         """Take memory back. Parameter: `tags`. `status` is `awake` once nothing sleeps any more."""
         given = await _arguments(request, {"tags"})
-        report = await to_completion(control.wake_up(operations.wake_up(**given).tags))
+        report = await to_completion(control.wake_up(given.get("tags")))
         asleep = is_sleeping(await control.status())
         return {
             "status": "sleeping" if asleep else "awake",
@@ -224,7 +227,7 @@ def _update_command(given: dict[str, Any]) -> UpdateWeights:
     parse_mode(command.mode)
     if not command.endpoints or not command.token:
         raise InvalidRequestError("bad weight update: endpoints and token must not be empty")
-    if not (math.isfinite(command.timeout_s) and command.timeout_s > 0):
+    if command.timeout_s <= 0:  # JSON has no NaN and no infinity
         raise InvalidRequestError("bad weight update: timeout_s must be positive", field="timeout_s")
     return command
 

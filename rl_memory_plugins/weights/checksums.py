@@ -51,7 +51,7 @@ def _sum(bits: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tens
         rest = bits.narrow(dim, half, bits.shape[dim] - half)
         return left + _sum(rest, stride, offset + half * stride[dim])
     index = torch.full((), offset, dtype=torch.int64, device=bits.device)
-    for extent, step in zip(bits.shape, stride):
+    for extent, step in zip(bits.shape, stride, strict=True):
         index = index.unsqueeze(-1) + torch.arange(extent, dtype=torch.int64, device=bits.device) * step
     width = 8 * bits.element_size()
     values = bits.to(torch.int64)
@@ -113,7 +113,7 @@ def plan_checksums(plan: LoadPlan) -> dict[str, Any]:
 
 
 def _repeats(copy: CopyStep) -> bool:
-    return any(extent > 1 and step == 0 for extent, step in zip(copy.size, copy.stride))
+    return any(extent > 1 and step == 0 for extent, step in zip(copy.size, copy.stride, strict=True))
 
 
 class Checksums(msgspec.Struct, frozen=True):

@@ -137,7 +137,7 @@ def manifest_error(mismatches: Sequence[Mismatch], unused: Iterable[str] = (), *
         lines.append(f"and {len(mismatches) - len(lines)} more")
     return ManifestError(
         f"the manifest does not fit the model in {len(mismatches)} places: " + "; ".join(lines),
-        mismatches=[msgspec.to_builtins(mismatch) for mismatch in mismatches],
+        mismatches=msgspec.json.decode(msgspec.json.encode(mismatches)),  # as it will look to any client
         unused=unused,
         **details,
     )

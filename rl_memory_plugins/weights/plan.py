@@ -12,7 +12,7 @@ import torch
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, manifest_error
-from rl_memory_plugins.weights.trace import CopyStep, NoRebinding, Step, Tracer
+from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
@@ -99,7 +99,7 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
     def load(batch: Sequence[str]) -> Exception | None:
         tracer.current = None
         try:
-            with NoRebinding(tracer), tracer:
+            with PythonGuard(tracer), tracer:
                 load_weights(tracer.feed(batch))
         except RLMemoryError:
             raise
@@ -110,7 +110,7 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
     def blame(name: str, error: Exception) -> None:
         nonlocal blind
         tracer.forget(name)
-        if name in tracer.opaque or isinstance(error, NotImplementedError):
+        if name in tracer.opaque or _needs_values(error):
             tracer.mark_opaque([name], f"its loader needs values: {error}")
             blind = True
         else:
@@ -139,6 +139,10 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
                 blame(each, alone)
         break
     return failures, blind
+
+
+def _needs_values(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) or "meta tensor" in str(error) or "meta device" in str(error)
 
 
 def _mismatch(name: str, error: Exception) -> Mismatch:

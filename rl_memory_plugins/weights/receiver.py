@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, ManifestError, StateConflictError, WeightUpdateError
@@ -86,6 +88,8 @@ class WeightReceiver:
         except Exception as error:
             known = wire.as_update_error(error, rank=self._manager.rank)
             connection.fail(known)
+            # Whoever keeps the error must not keep the trainer's memory through the frames of its traceback.
+            traceback.clear_frames(error.__traceback__)
             if known is error:
                 raise
             raise known from error
@@ -144,7 +148,7 @@ class WeightReceiver:
             self._signature = current
 
     def checksums(self) -> dict[str, Any]:
-        """Of the weights as they are now: by the checkpoint's names after a complete update, else by the engine's.
+        """Of the weights as they are: by the checkpoint's names after a complete update, else by the engine's.
 
         Merge the ranks' with `checksums.merge_checksums`.
         """
@@ -223,7 +227,7 @@ class _Session:
                 plan = self._receiver.plan(manifest)
         except ManifestError as error:
             error.details["rank"] = self._manager.rank
-            mismatches = [Mismatch(**mismatch) for mismatch in error.details["mismatches"]]
+            mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]
             connection.send(wire.Reject(error.details["unused"], mismatches), self._timeout_s)
             raise
         connection.send(wire.Accept(plan.unused), self._timeout_s)

@@ -9,8 +9,9 @@ import torch
 
 
 def canonical(size: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same set of elements with the fewest dimensions, outermost first; a contiguous one has at most one."""
-    dims = sorted(((step, extent) for extent, step in zip(size, stride) if extent != 1), reverse=True)
+    """The same set of elements with the fewest dimensions, outermost first: at most one if contiguous."""
+    dims = [(step, extent) for extent, step in zip(size, stride, strict=True) if extent != 1]
+    dims.sort(reverse=True)
     merged: list[tuple[int, int]] = []
     for step, extent in dims:
         if merged and merged[-1][0] == step * extent:
@@ -82,7 +83,7 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     if stride and stride[-1] == 1:
         run, size, stride = size[-1], size[:-1], stride[:-1]
     starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64)
-    for extent, step in zip(size, stride):
+    for extent, step in zip(size, stride, strict=True):
         starts = (starts[:, None] + torch.arange(extent, dtype=torch.int64) * (step * itemsize)).flatten()
     return starts, run * itemsize
 

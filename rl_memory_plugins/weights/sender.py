@@ -57,7 +57,11 @@ class WeightSender:
         receivers: The devices that will connect (`RankStatus.device`), or their number.
         bucket_bytes: Bytes of one bucket; `slots` of them exist at a time.
         timeout_s: How long to wait for a receiver at any one point.
-        directory: Where the private directory for the socket is made; its path must be short.
+        directory: Where the private directory for the socket is made; the engine must see it under the same
+            path, which must be short (a socket's path has at most 107 bytes).
+
+    Raises:
+        InvalidRequestError: no receivers, or no socket in `directory`.
     """
 
     def __init__(
@@ -87,9 +91,11 @@ class WeightSender:
             self._listener.bind(path)
             self._listener.listen(self._count + 8)
             self._listener.setblocking(False)
-        except BaseException:
+        except OSError as error:
             self.close()
-            raise
+            raise InvalidRequestError(
+                f"no socket can be made in {self._directory}: {error}", field="directory", got=self._directory
+            ) from None
         names = ["*"] if self._awaited is None else self._awaited
         self.endpoints: dict[str, str] = dict.fromkeys(names, path)
 
@@ -206,8 +212,8 @@ class WeightSender:
             hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
             if hello.protocol != wire.PROTOCOL:
                 raise WeightUpdateError(
-                    f"the trainer speaks protocol {wire.PROTOCOL}, the engine {hello.protocol}: install the same "
-                    "version of rl_memory_plugins on both sides",
+                    f"the trainer speaks protocol {wire.PROTOCOL}, the engine {hello.protocol}: install the "
+                    "same version of rl_memory_plugins on both sides",
                     reason="protocol",
                 )
             if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
@@ -249,9 +255,12 @@ class WeightSender:
         mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
         # With pipeline or expert parallelism a name may be another rank's; one that no rank uses is an error.
         unknown = [name for name, count in ignored_by.items() if count == len(self._receivers)]
+        everywhere = tuple(sorted(receiver.rank for receiver in self._receivers))
         listed = {mismatch.name for mismatch in mismatches}
         mismatches += [
-            Mismatch("unknown", name, "no rank of the engine uses it") for name in unknown if name not in listed
+            Mismatch("unknown", name, "no rank of the engine uses it", everywhere)
+            for name in unknown
+            if name not in listed
         ]
         if mismatches:
             raise manifest_error(mismatches, unknown)

@@ -82,6 +82,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         for name in names:
             self.opaque.setdefault(name, why)
 
+    def read_value(self, tensor: torch.Tensor) -> Any:
+        """Stands in for a value that the loader asks for; what it does with it is not replayed."""
+        self.refuse("its loader reads values", tensor)
+        return 1.0 if tensor.is_floating_point() else 1
+
     def finish(self) -> None:
         """Settle what was left open; call once, after the loader."""
         for _, fill, name in self._pending:  # fills of memory that no copy goes to
@@ -97,8 +102,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is aten._local_scalar_dense.default and self._names(args[0]):
-            self.mark_opaque(self._names(args[0]), "its loader reads values")
-            return 1.0 if args[0].is_floating_point() else 1
+            return self.read_value(args[0])
         written = _written(func, args, kwargs)
         if any(not tensor.is_meta for tensor in written):
             return self._write(func, args, kwargs, written)
@@ -107,6 +111,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             kwargs.pop("pin_memory", None)
         out = func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
+        known = {_storage(tensor) for tensor in inputs}
+        fresh = [tensor for tensor in _tensors(out) if _storage(tensor) not in known]
+        if not fresh and not written:  # a view; it shares its base's names
+            return out
         names = self._names(*inputs)
         if not names:
             return out
@@ -115,7 +123,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if written:
             changed = {self._sources[s] for s in map(_storage, written) if s in self._sources}
             self.mark_opaque(changed, f"its loader changes the tensor by {func}")
-        self._spread(names, [*_tensors(out), *written], {_storage(tensor) for tensor in inputs})
+        self._spread(names, *fresh, *written)
         return out
 
     def _write(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
@@ -123,12 +131,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is aten.copy_.default:
             self._copy(args[0], args[1])
         elif func is aten._foreach_copy_.default:
-            for destination, source in zip(args[0], args[1]):
+            for destination, source in zip(args[0], args[1], strict=True):
                 self._copy(destination, source)
         elif func is aten.fill_.Scalar or func is aten.zero_.default:
             self._fill(args[0], args[1] if len(args) > 1 else 0)
         elif any(tensor.numel() for tensor in written):
-            self._refuse(f"its loader runs {func} on the model's memory", *_tensors((args, kwargs)))
+            self.refuse(f"its loader runs {func} on the model's memory", *_tensors((args, kwargs)))
             for tensor in written:
                 self.written.add(tensor)
         returns = func._schema.returns
@@ -142,7 +150,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         storage = _storage(source)
         name = self._sources.get(storage)
         if name is None:
-            self._refuse("its loader computes what it writes", source, destination=destination)
+            self.refuse("its loader computes what it writes", source, destination=destination)
         else:
             if source.shape != destination.shape:
                 if source.numel() != destination.numel() and source.dim() > 0:
@@ -159,7 +167,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     def _record_copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
         storage = _storage(destination)
-        self._spread({name}, [destination], set())
+        self._spread({name}, destination)
         if destination.numel() == 0:
             return
         steps = self.steps.setdefault(name, [])
@@ -181,11 +189,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         else:
             self._pending.append((storage, FillStep(destination, value), self.current))
 
-    def _refuse(self, why: str, *inputs: torch.Tensor, destination: torch.Tensor | None = None) -> None:
+    def refuse(self, why: str, *inputs: torch.Tensor, destination: torch.Tensor | None = None) -> None:
         names = self._names(*inputs) or ({self.current} if self.current is not None else set())
         self.mark_opaque(names, why)
         if destination is not None:
-            self._spread(names, [destination], set())
+            self._spread(names, destination)
 
     # -- taint ----------------------------------------------------------------------------------------------
 
@@ -195,32 +203,38 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             names |= self._taint.get(_storage(tensor), set())
         return names
 
-    def _spread(self, names: set[str], tensors: Iterable[torch.Tensor], views_of: set[int]) -> None:
+    def _spread(self, names: set[str], *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             storage = _storage(tensor)
-            if storage in views_of and storage in self._taint and self._taint[storage] >= names:
-                continue
             if storage not in self._taint:
                 self._taint[storage] = set()
                 self._kept.append(tensor)
             self._taint[storage] |= names
 
 
-class NoRebinding(TorchFunctionMode):  # type: ignore[misc]
-    """Keeps a traced loader from exchanging a parameter's memory, which is no operator that dispatch sees."""
+class PythonGuard(TorchFunctionMode):  # type: ignore[misc]
+    """Keeps a traced loader from what dispatch does not see: rebinding a parameter's memory, reading values."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _SET_DATA and not args[0].is_meta:
-            self._tracer._refuse("its loader replaces a parameter's memory", *_tensors(args[1:]))
+        if func in _READS and args[0].is_meta:
+            return _READS[func](self._tracer.read_value(args[0]))
+        if func == _SET_DATA and not args[0].is_meta:
+            self._tracer.refuse("its loader replaces a parameter's memory", *_tensors(args[1:]))
             return None
         return func(*args, **(kwargs or {}))
 
 
 _SET_DATA = torch.Tensor.data.__set__
+_READS: dict[Any, Any] = {
+    torch.Tensor.item: lambda value: value,
+    torch.Tensor.__float__: float,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__bool__: bool,
+}
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -36,6 +36,7 @@ MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
 
 _LENGTH = struct.Struct("!I")
+_FD = struct.Struct("@i")
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -147,7 +148,8 @@ class Connection:
             raise self.stalled(f"did not read {type(message).__name__}", timeout_s) from None
         except OSError as error:
             with contextlib.suppress(_PeerLost):
-                self.receive(Message, timeout_s=1.0)  # raises what the peer had to say
+                while True:  # until it raises what the peer had to say
+                    self.receive(Message, timeout_s=1.0)
             raise self._lost(error) from None
 
     def receive(self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES) -> M:
@@ -201,9 +203,7 @@ class Connection:
         header = b""
         while len(header) < _LENGTH.size:
             self._sock.settimeout(self._left(deadline))
-            part, received, flags, _ = socket.recv_fds(
-                self._sock, _LENGTH.size - len(header), MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            part, received, flags = _receive_fds(self._sock, _LENGTH.size - len(header))
             fds += received
             if flags & socket.MSG_CTRUNC:
                 raise WeightUpdateError(
@@ -265,6 +265,20 @@ class _PeerLost(WeightUpdateError):
     @property
     def code(self) -> str:
         return WeightUpdateError.__name__
+
+
+def _receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], int]:
+    """`socket.recv_fds`, which drops its flags in some Python versions: children must not inherit these."""
+    part, ancillary, flags, _ = sock.recvmsg(
+        nbytes, socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.size), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = [
+        fd
+        for level, kind, data in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+        for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])
+    ]
+    return part, fds, flags
 
 
 def close_fds(fds: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from rl_memory_plugins import operations
 from rl_memory_plugins.commands import UpdateWeights
 from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, TagState, parse_tags
@@ -54,7 +55,7 @@ class FakeControl:
         return self._report(tags, TagState.PRESERVED)
 
     async def wake_up(self, tags: object) -> Report:
-        await self._run("wake_up", tags)
+        await self._run("wake_up", operations.wake_up(tags).tags)
         self.asleep -= {tag.value for tag in parse_tags(tags)}
         return self._report(tags, TagState.RESIDENT)
 

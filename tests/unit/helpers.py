@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply
+from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -43,7 +44,7 @@ class ScriptedReceiver:
 
 
 class FakeRank:
-    """One rank with a parameter, a buffer, a KV cache and a graph in fake memory of distinct content."""
+    """One rank in fake memory: a parameter and a buffer, a KV cache and its scales, a graph, each of its own content."""
 
     def __init__(self, rank: int = 0, capacity: int = 1 << 20, **options: Any) -> None:
         self.device = FakeDevice(f"fake:{rank}", capacity)
@@ -53,23 +54,30 @@ class FakeRank:
             self.buffer = self.allocator.allocate(100)
         with self.allocator.region(Tag.KV_CACHE):
             self.kv_cache = self.allocator.allocate(16384)
+            self.scales = self.allocator.allocate(64)
         with self.allocator.region(Tag.CUDA_GRAPH):
             self.graph = self.allocator.allocate(4096)
         self.arena = PagedArena(options.pop("arena_bytes", 0))
-        self.manager = MemoryManager(rank, self.allocator, self.arena, lambda: [self.parameter], **options)
+        self.manager = MemoryManager(rank, self.allocator, self.arena, self._discardable, **options)
         self.receiver = ScriptedReceiver(self.manager)
         self.agent = RankAgent(self.manager, self.receiver)
-        for block, byte in ((self.parameter, 1), (self.buffer, 2), (self.kv_cache, 3), (self.graph, 4)):
-            self.allocator.write(block, bytes([byte + 16 * rank]) * block.nbytes)
+        for index, block in enumerate(self._blocks().values()):
+            self.allocator.write(block, bytes([index + 1 + 16 * rank]) * block.nbytes)
 
-    def contents(self) -> dict[str, bytes]:
-        blocks = {
+    def _discardable(self, tag: Tag) -> list[Block]:
+        return {Tag.WEIGHTS: [self.parameter], Tag.KV_CACHE: [self.kv_cache]}.get(tag, [])
+
+    def _blocks(self) -> dict[str, Block]:
+        return {
             "parameter": self.parameter,
             "buffer": self.buffer,
             "kv_cache": self.kv_cache,
+            "scales": self.scales,
             "graph": self.graph,
         }
-        return {name: self.allocator.read(block) for name, block in blocks.items()}
+
+    def contents(self) -> dict[str, bytes]:
+        return {name: self.allocator.read(block) for name, block in self._blocks().items()}
 
     def mapped_bytes(self) -> int:
         """What the states say is mapped; `device.used` says what is."""

@@ -53,6 +53,7 @@ def run(*arguments):
         (["m", "-tp", "2", "--x=1", "--help"], ["m", "-tp", "2", "--x=1", "--help", "--rl-memory"]),
         (["m", "--rl-memory", "poison=1", "--x"], ["m", "--rl-memory", "poison=1", "--x"]),
         (["m", "--rl-memory=poison=1"], ["m", "--rl-memory=poison=1"]),
+        (["m", "--rl-memory", "--", "x"], ["m", "--rl-memory", "--", "x"]),
         (["m", "--rl_memory"], ["m", "--rl_memory"]),
         (["m", "--rl-memory-x"], ["m", "--rl-memory-x", "--rl-memory"]),
         (["--config", "c.yaml"], ["--config", "c.yaml", "--rl-memory"]),

@@ -18,6 +18,7 @@ from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation
 from rl_memory_plugins.records import EngineStatus, Reply, Report
+from rl_memory_plugins.server.gate import report_refusal
 from rl_memory_plugins.weights.checksums import merge_checksums
 
 LLM = "vllm.entrypoints.llm:LLM"
@@ -267,13 +268,18 @@ async def _checked_stream(face: AsyncFace, outputs: AsyncIterator[Any]) -> Async
     async for output in outputs:
         reason = output.outputs[0].stop_reason if output.finished and hasattr(output, "outputs") else None
         if isinstance(reason, str) and reason.startswith(REFUSED):  # the engine closed on the way
-            raise EngineAsleepError(
-                "the engine closed before the request arrived", reason=reason.removeprefix(REFUSED), retry_after_s=1
+            error = EngineAsleepError(
+                "the engine closed before the request arrived",
+                reason=reason.removeprefix(REFUSED),
+                retry_after_s=admission.RETRY_AFTER_SECONDS,
             )
+            report_refusal(error)
+            raise error
         yield output
 
 
 def _raise_if_closed(status: list[EngineStatus]) -> None:
     refusal = admission.first_refusal(status)
     if refusal is not None:
+        report_refusal(refusal)
         raise refusal

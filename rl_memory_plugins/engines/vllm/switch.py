@@ -45,7 +45,7 @@ def config_of(vllm_config: Any) -> RLMemoryConfig | None:
     additional = getattr(vllm_config, "additional_config", None)
     if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return None
-    return RLMemoryConfig.parse(additional[CONFIG_KEY])
+    return RLMemoryConfig.from_dict(additional[CONFIG_KEY])
 
 
 class _Flag(argparse.Action):

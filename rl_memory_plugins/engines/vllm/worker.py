@@ -90,7 +90,12 @@ class VllmWorker:
         if self._manager is None:
             allocator, arena = choose_allocator(self._config, self._worker.device, self._worker.rank)
             self._manager = MemoryManager(
-                self._worker.rank, allocator, arena, self._discardable, poison=self._config.poison
+                self._worker.rank,
+                allocator,
+                arena,
+                self._discardable,
+                poison=self._config.poison,
+                zero_on_wake=(Tag.KV_CACHE,),  # vLLM allocates it zeroed, and reads masked entries
             )
         return self._manager
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 from helpers import FakeRank
 
@@ -86,15 +88,26 @@ def test_level_2_preserves_what_an_update_does_not_write(rank):
     assert rank.contents()["parameter"] != before["parameter"]
 
 
+@pytest.mark.parametrize("level", [Level.PRESERVE, Level.DISCARD])
+def test_what_lies_beside_the_kv_cache_is_preserved(rank, level):
+    before = rank.contents()
+    assert sleep(rank, level)["kv_cache"].bytes_copied == rank.scales.nbytes
+    wake(rank)
+    assert rank.contents()["scales"] == before["scales"]
+
+
 def test_level_2_without_buffers_forgets_an_older_backup(rank):
     """A backup of an earlier level-1 sleep must not come back at the wake after a level-2 sleep."""
     sleep(rank)
     wake(rank)
-    rank.manager._discardable = lambda: [rank.parameter, rank.buffer]
+    rank.manager._discardable = rank.allocator.blocks
     sleep(rank, Level.DISCARD)
     assert rank.manager.status().tags["weights"].host_bytes == 0
     assert wake(rank)["weights"].bytes_copied == 0
     assert rank.contents()["parameter"] == bytes([GARBAGE_BYTE]) * rank.parameter.nbytes
+    held = rank.arena.held_bytes
+    sleep(rank)
+    assert rank.arena.held_bytes == held  # the older backup's memory was there to be used
 
 
 def test_transitions_are_idempotent_per_tag(rank):
@@ -124,15 +137,51 @@ def test_wakes_take_any_order(rank):
 
 
 def test_a_clean_backup_is_not_copied_again(rank):
+    before = rank.contents()
     assert sleep(rank)["weights"].bytes_copied > 0
     wake(rank)
     copies = rank.device.calls["copy_to_host"]
     changes = sleep(rank)
     assert rank.device.calls["copy_to_host"] == copies
     assert changes["weights"].bytes_copied == 0
-    before = rank.manager.rank, rank.contents()
     wake(rank)
-    assert rank.contents() != before[1]
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_at_level_2_too_a_clean_backup_is_not_copied_again(rank):
+    sleep(rank, Level.DISCARD)
+    wake(rank)
+    assert sleep(rank, Level.DISCARD)["weights"].bytes_copied == 0
+
+
+def test_a_backup_of_everything_does_not_serve_for_a_part(rank):
+    sleep(rank)
+    wake(rank)
+    sleep(rank, Level.DISCARD)
+    assert rank.manager.status().tags["weights"].host_bytes == rank.buffer.nbytes
+
+
+def test_aborting_a_sleep_keeps_the_backups_it_would_have_reused(rank):
+    before = rank.contents()
+    sleep(rank)
+    wake(rank)
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.manager.abort_sleep()
+    address = rank.arena.acquire(rank.parameter.nbytes + rank.buffer.nbytes)
+    ctypes.memset(address, 0, rank.parameter.nbytes)  # another user of the arena
+    assert sleep(rank)["weights"].bytes_copied == 0
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_after_an_update_the_memory_is_not_even_compared(rank):
+    sleep(rank)
+    wake(rank)
+    update(rank, byte=1)  # the same bytes again
+    compared = rank.device.calls["fingerprint"]
+    changes = sleep(rank, tags=[Tag.WEIGHTS])
+    assert changes["weights"].bytes_copied > 0
+    assert rank.device.calls["fingerprint"] == compared + 1  # the new copy's own
 
 
 @pytest.mark.parametrize("through_the_manager", [True, False], ids=["by an update", "behind its back"])
@@ -173,10 +222,10 @@ def test_host_memory_error_comes_before_anything_is_released():
 
 
 def test_free_host_memory_bounds_the_arena(monkeypatch, rank):
-    monkeypatch.setattr(backup_module, "free_host_bytes", lambda: 100)
+    monkeypatch.setattr(backup_module, "free_host_bytes", lambda: 4096)
     with pytest.raises(HostMemoryError):
         rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
-    sleep(rank, tags=[Tag.KV_CACHE])
+    sleep(rank, tags=[Tag.KV_CACHE])  # whose scales need one page
 
 
 def test_a_failing_copy_changes_nothing(rank):
@@ -203,12 +252,12 @@ def test_a_release_that_fails_leaves_the_tag_whole(rank):
     """In the middle of the second tag: what was unmapped comes back from the backup, the error names the first."""
     before = rank.contents()
     rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
-    rank.device.fail("unmap", nth=3)
+    rank.device.fail("unmap", nth=4)
     with pytest.raises(EngineFaultError) as caught:
         rank.manager.commit_sleep()
     assert caught.value.details["changed"] == {"kv_cache": "discarded"}
     assert states(rank) == {Tag.KV_CACHE: DISCARDED, Tag.WEIGHTS: RESIDENT, Tag.CUDA_GRAPH: RESIDENT}
-    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+    assert all(rank.contents()[name] == before[name] for name in ("parameter", "buffer", "graph"))
     assert rank.device.used == rank.mapped_bytes()
     assert rank.manager.content is Content.VALID
     sleep(rank)
@@ -269,10 +318,10 @@ def test_an_aborted_wake_gives_the_reserved_memory_back(rank):
 
 @pytest.mark.parametrize(
     ("operation", "nth"),
-    [("map", 1), ("map", 2), ("map", 3), ("map", 4), ("copy_from_host", 1), ("copy_from_host", 2)],
+    [("map", 1), ("map", 2), ("map", 3), ("map", 5), ("copy_from_host", 1), ("copy_from_host", 3)],
 )
 def test_a_commit_that_fails_in_the_middle_undoes_the_whole_wake(rank, operation, nth):
-    """Four blocks are mapped: graph, parameter, buffer, KV cache; two backups are restored."""
+    """Five blocks are mapped: graph, parameter, buffer, KV cache, scales; three backups are restored."""
     before = rank.contents()
     sleep(rank)
     asleep = states(rank)
@@ -322,6 +371,15 @@ def test_restoring_leaves_memory_alone_that_was_freed_or_made_while_asleep(rank)
     assert rank.contents()["parameter"] == before["parameter"]
 
 
+def test_memory_freed_between_the_phases_of_a_wake_is_not_touched():
+    rank = FakeRank(poison=True)
+    sleep(rank)
+    rank.manager.prepare_wake(PUBLIC_TAGS)
+    rank.allocator.free(rank.buffer)
+    rank.manager.commit_wake()  # the fake device faults where freed memory is filled or copied to
+    assert rank.device.used == rank.mapped_bytes()
+
+
 def test_poison_marks_what_nobody_restored():
     rank = FakeRank(poison=True)
     before = rank.contents()
@@ -330,7 +388,7 @@ def test_poison_marks_what_nobody_restored():
     after = rank.contents()
     assert after["parameter"] == b"\xff" * rank.parameter.nbytes
     assert after["kv_cache"] == b"\xff" * rank.kv_cache.nbytes
-    assert (after["buffer"], after["graph"]) == (before["buffer"], before["graph"])
+    assert all(after[name] == before[name] for name in ("buffer", "scales", "graph"))
 
 
 @pytest.mark.parametrize("poison", [False, True])
@@ -412,6 +470,9 @@ def test_the_device_is_synchronised_before_anything_is_released(rank):
         rank.manager.commit_sleep()
     assert rank.device.used == used
     assert states(rank) == dict.fromkeys(PUBLIC_TAGS, RESIDENT)
+    held = rank.arena.held_bytes
+    sleep(rank)
+    assert rank.arena.held_bytes == held  # what the failed sleep had copied was freed
 
 
 def test_seconds_name_the_steps_that_ran(rank):

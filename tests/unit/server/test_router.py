@@ -76,6 +76,13 @@ def test_wake_up_tells_whether_everything_is_awake(client, prefix):
     assert client.get(f"{prefix}/is_sleeping").json() == {"is_sleeping": False}
 
 
+@pytest.mark.parametrize("tags", [[], 5, {"weights": 1}, ["nope"], "weights,"])
+def test_bad_tags_to_wake(client, control, tags):
+    error = error_of(client.post("/wake_up", json={"tags": tags}), 422)
+    assert error["details"]["allowed"] == ALL
+    assert control.calls == []
+
+
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_update_weights(client, control, prefix):
     answer = client.post(f"{prefix}/update_weights_from_ipc", json=UPDATE)
@@ -110,6 +117,7 @@ def test_update_weights_with_every_parameter(client, control):
         {**UPDATE, "timeout_s": 0},
         {**UPDATE, "timeout_s": -1.5},
         {**UPDATE, "timeout_s": "soon"},
+        {**UPDATE, "timeout_s": None},
         {**UPDATE, "weight_version": 3},
         {**UPDATE, "hold": True},  # would leave the engine waiting for a decision that never comes
         {**UPDATE, "type": "Sleep"},

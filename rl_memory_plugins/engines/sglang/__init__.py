@@ -1,0 +1,25 @@
+"""The SGLang adapter. Its entry point is here; nothing is imported before it is called.
+
+| file         | runs in                 | adapts                                                              |
+|--------------|-------------------------|---------------------------------------------------------------------|
+| switch.py    | every process           | the flag, the configuration, when the hooks are put in              |
+| worker.py    | each scheduler process  | regions, the rank's agent, the model's loader                       |
+| scheduler.py | each scheduler process  | the controller's ranks and engine, refusal of requests              |
+| native.py    | each scheduler process  | SGLang's own release, resume and weight updates                     |
+| client.py    | the tokenizer's process | calls to the schedulers, `Engine`'s methods, SGLang's own calls     |
+| server.py    | the HTTP server         | routes, authentication, the 503 gate                                |
+| messages.py  | every process           | the one request type and its reply                                  |
+| balance.py   | each scheduler process  | the check that tensor-parallel ranks see the same free memory       |
+
+Every tensor-parallel rank has its own scheduler, receives every request, and runs the same controller in step
+with the others: they decide alike because they see the same replies of all ranks.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Entry point `sglang.srt.plugins`: called once in every process of SGLang that loads plugins."""
+    from rl_memory_plugins.engines.sglang import switch
+
+    switch.register()

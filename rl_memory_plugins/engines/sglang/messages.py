@@ -1,0 +1,24 @@
+"""The request by which the tokenizer's process reaches the schedulers, and its reply.
+
+Replies carry the request's `rid`: SGLang's own communicators match replies by their order, and one cancelled
+call shifts every later one.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.managers import io_struct
+
+
+class RLMemoryReqInput(io_struct.BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """`payload` is a command, encoded by `commands.encode_command`."""
+
+    payload: bytes
+
+
+class RLMemoryReqOutput(io_struct.BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """`payload` is one engine's reply, encoded by `commands.encode_reply`."""
+
+    payload: bytes
+
+
+io_struct.hook_custom_types(RLMemoryReqInput, RLMemoryReqOutput)

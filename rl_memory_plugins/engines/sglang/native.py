@@ -1,0 +1,305 @@
+"""SGLang's own control requests, as the schedulers get them: they lead to the state machine and never raise.
+
+An exception in a handler ends the server, and a handler that raises on one rank leaves the others in a barrier.
+So each answers with what SGLang's own type can say, after all ranks have agreed on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rl_memory_plugins import operations
+from rl_memory_plugins.commands import AnyCommand, decode_reply
+from rl_memory_plugins.coordination import raise_failures
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.tags import Tag
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_memory_plugins.weights.regions import Coverage
+
+logger = logging.getLogger(__name__)
+
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+
+#: Handlers that write weights, and whether they end in a barrier of the tensor-parallel ranks.
+WRITES = {
+    "update_weights_from_disk": False,
+    "update_weights_from_distributed": False,
+    "update_weights_from_tensor": True,
+    "update_weights_from_ipc": True,
+}
+#: Handlers that touch weights without completing an update; since 0.5.21.
+SESSIONS = {"begin_weight_update": True, "end_weight_update": True}
+READS = ("check_weights", "get_weights_by_name")
+OUTPUTS = {
+    "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqOutput",
+    "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
+    "begin_weight_update": "BeginWeightUpdateReqOutput",
+    "end_weight_update": "EndWeightUpdateReqOutput",
+    "check_weights": "CheckWeightsReqOutput",
+}
+
+
+def install(hooks: Hooks) -> None:
+    for name, ends_in_barrier in WRITES.items():
+        hooks.wrap(f"{UPDATER}.{name}", _writing(name, ends_in_barrier))
+    updater = hooks.require(UPDATER)
+    for name, ends_in_barrier in SESSIONS.items():
+        if hasattr(updater, name):
+            hooks.wrap(f"{UPDATER}.{name}", _in_agreement(name, ends_in_barrier))
+    for name in READS:
+        hooks.wrap(f"{UPDATER}.{name}", _reading(name))
+    hooks.wrap(f"{UPDATER}.release_memory_occupation", _release)
+    hooks.wrap(f"{UPDATER}.resume_memory_occupation", _resume)
+
+
+class NativeWrites:
+    """What SGLang's own updates write. They announce nothing, and the models' loaders do not say what they took.
+
+    Such updates are complete once every byte of every parameter has been written since the weights became
+    stale; then the content is valid again, as after one of our own updates.
+
+    Args:
+        parameters: The parameters that a complete update must cover.
+    """
+
+    def __init__(self, manager: MemoryManager, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._manager = manager
+        self._parameters = parameters
+        self._written: Coverage | None = None  # since the weights became stale
+        self._now: Coverage | None = None  # by the update under way
+        self._epoch = manager.epoch
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note what the body writes, for the `settle` that follows."""
+        from rl_memory_plugins.weights.regions import Coverage
+        from rl_memory_plugins.weights.written import recording
+
+        self._manager.require_writable()
+        self._now = Coverage()
+        with recording(self._now):
+            yield
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the body that was watched last wrote into a parameter."""
+        now = self._now
+        return now is not None and any(now.fraction(tensor) > 0 for tensor in self._parameters().values())
+
+    def settle(self, *, success: bool) -> None:
+        """The update that was watched is over on all ranks, and some rank wrote. If it failed, bytes are mixed."""
+        now, self._now = self._now, None
+        if not success:
+            self._written = None
+            self._manager.begin_writing()
+            self._manager.finish_writing(complete=False)
+            return
+        if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
+            self._written = now
+        elif now is not None:
+            self._written.extend(now)
+        written = self._written
+        complete = written is not None and all(
+            written.fraction(tensor) == 1 for tensor in self._parameters().values()
+        )
+        self._manager.note_foreign_load(complete)
+        self._epoch = self._manager.epoch
+        if complete:
+            self._written = None
+
+
+def _closed_for_writes(added: Any) -> RLMemoryError | None:
+    """Why SGLang's own updates cannot run now."""
+    status = added.controller.status
+    if status.busy:
+        return StateConflictError(f"{status.busy} is under way", busy=status.busy)
+    if Tag.WEIGHTS.value in status.asleep_tags():
+        return StateConflictError(
+            "the weights are asleep: wake_up(tags=['weights']) before an update", asleep=status.asleep_tags()
+        )
+    return None
+
+
+def _output(name: str, success: bool, message: str) -> Any:
+    from sglang.srt.managers import io_struct
+
+    if name == "get_weights_by_name":
+        return io_struct.GetWeightsByNameReqOutput(parameter=None)
+    extra = {"num_paused_requests": 0} if name == "update_weights_from_disk" else {}
+    return getattr(io_struct, OUTPUTS[name])(success=success, message=message, **extra)
+
+
+def _added(updater: Any) -> Any:
+    return getattr(updater.scheduler, "rl_memory", None)
+
+
+def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]) -> Any:
+    """Run a handler on all ranks and answer alike on all: its own answer, or the first failing rank's message."""
+    try:
+        output = call()
+        mine = None if getattr(output, "success", True) else str(output.message)
+    except Exception as error:
+        logger.exception("%s failed", name)
+        output = None
+        mine = f"{type(error).__name__}: {error}"
+        if ends_in_barrier:  # where the other ranks wait
+            added.ranks.barrier()
+    failures = [
+        f"rank {rank}: {message}" for rank, message in enumerate(added.ranks.gather(mine)) if message is not None
+    ]
+    if failures:
+        return _output(name, success=False, message="; ".join(failures))
+    return output
+
+
+def _writing(name: str, ends_in_barrier: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def update(self: Any, recv_req: Any) -> Any:
+            added = _added(self)
+            if added is None:
+                return original(self, recv_req)
+            refusal = _closed_for_writes(added)
+            if refusal is None and getattr(recv_req, "flush_cache", False):
+                refusal = added.cannot_flush()
+            if refusal is not None:
+                return _output(name, success=False, message=refusal.message)
+
+            def call() -> Any:
+                with added.writes.watch():
+                    return original(self, recv_req)
+
+            with _implicit_session(self, name, recv_req, added) as refused:
+                output = refused or _agree(added, name, ends_in_barrier, call)
+            if any(added.ranks.gather(added.writes.wrote)):
+                added.writes.settle(success=output.success)
+            version = getattr(recv_req, "weight_version", None)
+            added.controller.note_foreign_changes(version if output.success else None)
+            return output
+
+        return update
+
+    return wrap
+
+
+@contextmanager
+def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Iterator[Any]:
+    """Begin and end a session around an update that needs one and whose caller opens none, where asked for.
+
+    Yields: SGLang's answer if the session could not be opened.
+    """
+    needed = name in ("update_weights_from_tensor", "update_weights_from_distributed")
+    open_one = needed and added.config.implicit_update_session and getattr(updater, "_session", ...) is None
+    if not open_one:
+        yield None
+        return
+    from sglang.srt.managers import io_struct
+
+    begun = updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=recv_req.selector))
+    yield None if begun.success else _output(name, success=False, message=begun.message)
+    if begun.success:
+        ended = updater.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        if not ended.success:
+            logger.error("the update's session could not be ended: %s", ended.message)
+
+
+def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Begin and end of a session: they process weights, so these must be there."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def session(self: Any, recv_req: Any) -> Any:
+            added = _added(self)
+            if added is None:
+                return original(self, recv_req)
+            refusal = _closed_for_writes(added)
+            if refusal is not None:
+                return _output(name, success=False, message=refusal.message)
+
+            def call() -> Any:
+                with added.worker.region():
+                    return original(self, recv_req)
+
+            return _agree(added, name, ends_in_barrier, call)
+
+        return session
+
+    return wrap
+
+
+def _reading(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: Any, recv_req: Any) -> Any:
+            added = _added(self)
+            if added is None:
+                return original(self, recv_req)
+            refusal = _closed_for_writes(added)
+            if refusal is not None:
+                return _output(name, success=False, message=refusal.message)
+            try:
+                return original(self, recv_req)
+            except Exception as error:
+                logger.exception("%s failed", name)
+                return _output(name, success=False, message=f"{type(error).__name__}: {error}")
+
+        return read
+
+    return wrap
+
+
+def _obey(added: Any, command: AnyCommand) -> None:
+    """For callers that pass by the tokenizer's process: its error can only be logged."""
+
+    def log(done: Any) -> None:
+        try:
+            raise_failures([decode_reply(done.result())])
+        except RLMemoryError as error:
+            logger.error("%s: %s", type(command).__name__, error.message)
+
+    added.controller.obey(command).add_done_callback(log)
+
+
+def _release(original: Callable[..., Any]) -> Callable[..., Any]:
+    def release_memory_occupation(self: Any, recv_req: Any) -> Any:
+        added = _added(self)
+        if added is None:
+            return original(self, recv_req)
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+        try:
+            level = native_level(self.scheduler.server_args)
+            _obey(added, operations.sleep(level, recv_req.tags or None, "keep"))
+        except RLMemoryError as error:
+            logger.error("release_memory_occupation: %s", error.message)
+        return ReleaseMemoryOccupationReqOutput()
+
+    return release_memory_occupation
+
+
+def _resume(original: Callable[..., Any]) -> Callable[..., Any]:
+    def resume_memory_occupation(self: Any, recv_req: Any) -> Any:
+        added = _added(self)
+        if added is None:
+            return original(self, recv_req)
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+        try:
+            _obey(added, operations.wake_up(recv_req.tags or None))
+        except RLMemoryError as error:
+            logger.error("resume_memory_occupation: %s", error.message)
+        return ResumeMemoryOccupationReqOutput()
+
+    return resume_memory_occupation
+
+
+def native_level(server_args: Any) -> int:
+    """SGLang's own release keeps the weights' content only where the server was told to back it up."""
+    return 1 if server_args.enable_weights_cpu_backup else 2

@@ -1,0 +1,408 @@
+"""A scheduler's side: the controller over the tensor-parallel ranks, and refusal of requests while it is closed."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.controller import Controller
+from rl_memory_plugins.engines.sglang import worker
+from rl_memory_plugins.engines.sglang.native import NativeWrites
+from rl_memory_plugins.engines.sglang.switch import config_of
+from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
+from rl_memory_plugins.errors import EngineFaultError, RLMemoryError, StateConflictError, UnsupportedError
+from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.rank import RankAgent, encode_call
+from rl_memory_plugins.records import Reply
+from rl_memory_plugins.tags import PauseMode, Tag
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+IDLE_SECONDS = 0.001  # between two looks for requests while closed; an SGLang scheduler otherwise never rests
+
+
+def install(hooks: Hooks) -> None:
+    hooks.wrap(f"{SCHEDULER}.__init__", _init)
+    hooks.wrap(f"{SCHEDULER}.init_request_dispatcher", _add_handler)
+    hooks.wrap(f"{SCHEDULER}.process_input_requests", _process_input_requests)
+    hooks.wrap(f"{SCHEDULER}.handle_generate_request", _refuse_while_closed)
+    hooks.wrap(f"{SCHEDULER}.handle_embedding_request", _refuse_while_closed)
+    hooks.wrap(f"{SCHEDULER}.pause_generation", _native_pause)
+    hooks.wrap(f"{SCHEDULER}.continue_generation", _native_continue)
+    for name in ("is_fully_idle", "flush_cache", "abort_request"):
+        hooks.require(f"{SCHEDULER}.{name}")
+
+
+class RankedGroup:
+    """The ranks that run this controller in step, over their group for CPU tensors.
+
+    Args:
+        agent: This rank's.
+        group: A `torch.distributed` group. Its members are all ranks that receive each request.
+    """
+
+    def __init__(self, agent: RankAgent, group: Any) -> None:
+        import torch.distributed as distributed
+
+        self._distributed = distributed
+        self._agent = agent
+        self._group = group
+        self.rank: int = distributed.get_rank(group)
+        self.size: int = distributed.get_world_size(group)
+
+    def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
+        mine = encode_reply(self._agent.reply(encode_call(method, arguments)))
+        try:
+            return [decode_reply(reply) for reply in self.gather(mine)]
+        except Exception as error:  # a rank is gone
+            return [error_reply(self.rank, EngineFaultError(f"the ranks cannot agree: {error}", method=method))]
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        if self.size == 1:
+            return [mine]
+        everybody: list[Any] = [None] * self.size
+        self._distributed.all_gather_object(everybody, mine, group=self._group)
+        return everybody
+
+    def all(self, mine: bool) -> bool:
+        return all(self.gather(mine))
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self._distributed.barrier(group=self._group)
+
+
+class _Drain:
+    def __init__(self, mode: PauseMode) -> None:
+        self.mode = mode
+        self.done: Future[None] = Future()
+
+
+class SglangEngine:
+    """A scheduler, for the controller."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._drains: list[_Drain] = []
+        self._paused_here = False
+        self.paused_natively = False
+        self._shown_version: str | None = None
+
+    def drain(self, mode: PauseMode) -> Future[None]:
+        if mode is PauseMode.WAIT and self._scheduler._engine_paused and not self._is_idle(PauseMode.WAIT):
+            raise StateConflictError(
+                "the engine is paused, so its requests never finish: continue_generation() first, or abort or keep"
+            )
+        if mode is PauseMode.ABORT:
+            from sglang.srt.managers.io_struct import AbortReq
+
+            if self._scheduler._engine_paused:  # nothing runs that could notice it is aborted: queue it first
+                self._retract()
+            self._scheduler.abort_request(AbortReq(abort_all=True))
+        drain = _Drain(mode)
+        self._drains.append(drain)
+        return drain.done
+
+    def poll(self, ranks: RankedGroup) -> None:
+        """Complete drains that have ended, in the order they began. All ranks call it at the same point."""
+        while self._drains:
+            drain = self._drains[0]
+            if drain.mode is PauseMode.KEEP and not self._paused_here:
+                # A request whose grammar is still compiled is in no queue that survives a flush.
+                if not ranks.all(not self._scheduler.grammar_manager.grammar_queue):
+                    return
+                self._retract()
+            if not ranks.all(self._is_idle(drain.mode)):
+                return
+            self._drains.remove(drain)
+            drain.done.set_result(None)
+
+    @property
+    def draining(self) -> bool:
+        return bool(self._drains)
+
+    def _retract(self) -> None:
+        """Take running requests back into the queue; their KV cache is computed again later."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._paused_here = True
+        _original_pause(self._scheduler, PauseGenerationReqInput(mode="retract"))
+
+    def resume(self, *, lift_pause: bool) -> None:
+        # SGLang's own resume does not lift a pause made by pause_generation, so `lift_pause` changes nothing.
+        self._drains.clear()
+        paused_here, self._paused_here = self._paused_here, False
+        if paused_here and not self.paused_natively:
+            self.continue_generation()
+
+    def continue_generation(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        _original_continue(self._scheduler, ContinueGenerationReqInput())
+
+    def continue_later(self) -> None:
+        """The pause is lifted while closed: generation continues when the engine opens."""
+        self._paused_here = self._paused_here or self._scheduler._engine_paused
+
+    def reset_caches(self) -> None:
+        if Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags:
+            return  # it was flushed when it went to sleep, and its memory is not there to be touched
+        if not self._without_queue(self._scheduler.flush_cache):
+            raise EngineFaultError("SGLang refused to flush its caches although no request runs")
+
+    def _is_idle(self, mode: PauseMode) -> bool:
+        if mode is PauseMode.KEEP:
+            return self._without_queue(self._scheduler.is_fully_idle)
+        return bool(self._scheduler.is_fully_idle())
+
+    def _without_queue(self, call: Callable[[], Any]) -> bool:
+        """Call as if nothing were queued: requests in the queue hold no memory once they are retracted."""
+        if not self._paused_here:
+            return bool(call())
+        queue, self._scheduler.waiting_queue = self._scheduler.waiting_queue, []
+        try:
+            return bool(call())
+        finally:
+            self._scheduler.waiting_queue = queue
+
+    def show(self, asleep_tags: list[str], weight_version: str) -> None:
+        # SGLang's data-parallel attention holds on to this very set, so it is changed in place.
+        offloaded = self._scheduler.weight_updater.offload_tags
+        offloaded.clear()
+        offloaded.update(asleep_tags)
+        record = getattr(self._scheduler, "record_weight_version_change", None)
+        if record is not None and self._shown_version not in (None, weight_version):
+            record(new_version=weight_version)
+        self._shown_version = weight_version
+
+
+class SglangScheduler:
+    """What this package adds to one scheduler."""
+
+    def __init__(self, scheduler: Any, memory: Memory, config: RLMemoryConfig) -> None:
+        self._scheduler = scheduler
+        self.config = config
+        group = scheduler.weight_updater.tp_cpu_group
+        rank = __import__("torch").distributed.get_rank(group)
+        self.worker = SglangWorker(scheduler.tp_worker.model_runner.model, memory, config, rank)
+        self.ranks = RankedGroup(self.worker.agent, group)
+        self.engine = SglangEngine(scheduler)
+        self.writes = NativeWrites(self.worker.manager, self.worker.parameters)
+        board = StatusBoard() if self.ranks.rank == 0 else None
+        if board is not None:
+            atexit.register(board.close)
+        self.controller = Controller(self.ranks, self.engine, board, engine_rank(scheduler))
+
+    def handle(self, request: Any) -> None:
+        """Obey a command; the reply is sent, by one rank for all, when the operation has ended."""
+        from rl_memory_plugins.engines.sglang.messages import RLMemoryReqOutput
+
+        def send(done: Future[bytes]) -> None:
+            if self.ranks.rank == 0:
+                output = RLMemoryReqOutput(rid=request.rid, payload=done.result())
+                self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+
+        self.controller.execute(request.payload).add_done_callback(send)
+
+    def answer_health_checks(self, requests: list[Any]) -> list[Any]:
+        """While closed, health checks are answered without a forward pass; gives the other requests."""
+        from sglang.srt.managers.io_struct import HealthCheckOutput
+        from sglang.srt.managers.utils import is_health_check_generate_req
+
+        if not requests or self.controller.refusal() is None:
+            return requests
+        others = []
+        for request in requests:
+            if is_health_check_generate_req(request):
+                output = HealthCheckOutput(rid=request.rid)
+                self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+            else:
+                others.append(request)
+        return others
+
+    def cannot_flush(self) -> RLMemoryError | None:
+        """Why SGLang would fail to flush its caches after an update, or `None` if it would not."""
+        is_idle = self._scheduler.is_fully_idle
+        options = {}
+        if "ignore_waiting" in inspect.signature(is_idle).parameters:
+            options["ignore_waiting"] = self._scheduler._engine_paused
+        if self.ranks.all(bool(is_idle(**options))):
+            return None
+        return StateConflictError("requests are running: finish, abort or retract them before the update")
+
+    def after_input(self) -> None:
+        self.engine.poll(self.ranks)
+        if self.controller.refusal() is not None and not self.engine.draining:
+            time.sleep(IDLE_SECONDS)
+
+    def refuse(self, request: Any, refusal: RLMemoryError) -> None:
+        """Answer a request that arrived while closed."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        reason = {
+            "type": "abort",
+            "status_code": refusal.status,
+            "message": refusal.message,
+            "err_type": refusal.code,
+        }
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output(
+            AbortReq(rid=request.rid, finished_reason=reason, abort_message=refusal.message), request
+        )
+
+
+def of(scheduler: Any) -> SglangScheduler | None:
+    """What was added to a scheduler; `None` if it is not enabled."""
+    return getattr(scheduler, "rl_memory", None)
+
+
+def engine_rank(scheduler: Any) -> int:
+    """The data-parallel rank of this scheduler's engine. With attention-DP all ranks are one engine."""
+    if has_attention_dp(scheduler.server_args):
+        return 0
+    parallel = getattr(scheduler, "ps", None)
+    if parallel is None:  # SGLang >= 0.5.20
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+    return int(parallel.dp_rank or 0)
+
+
+def has_attention_dp(server_args: Any) -> bool:
+    """Whether the data-parallel ranks share one tensor-parallel group, through which they get control requests.
+
+    Raises:
+        UnsupportedError: they share the group but get control requests each for itself.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    local = getattr(parallel, "enable_dp_attention_local_control_broadcast", None)
+    if local is None:
+        local = getattr(server_args, "enable_dp_attention_local_control_broadcast", False)
+    if local:
+        raise UnsupportedError(
+            "rl_memory does not work with local control broadcast of DP attention: "
+            "its ranks get a request at different steps, so they cannot agree"
+        )
+    enabled = getattr(parallel, "attn_dp_enabled", None)
+    return bool(getattr(server_args, "enable_dp_attention", False) if enabled is None else enabled)
+
+
+# -- hooks --------------------------------------------------------------------------------------------------
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def _original_pause(scheduler: Any, request: Any) -> None:
+    _originals["pause_generation"](scheduler, request)
+
+
+def _original_continue(scheduler: Any, request: Any) -> None:
+    _originals["continue_generation"](scheduler, request)
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+        config = config_of(server_args)
+        if config is None:
+            original(self, server_args, *args, **kwargs)
+            return
+        memory = Memory(config, lambda: _device_and_rank(self))
+        worker.prepare(memory)
+        original(self, server_args, *args, **kwargs)
+        self.rl_memory = SglangScheduler(self, memory, config)
+
+    return __init__
+
+
+def _device_and_rank(scheduler: Any) -> tuple[str, int]:
+    """The device of this process, and its number among all schedulers of the engine's data-parallel ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    args = scheduler.server_args
+    old = getattr(scheduler, "ps", None)
+    parallel = old if old is not None else get_parallel()
+    device = args.device
+    if device is None or str(device).startswith("cuda"):
+        import torch
+
+        device = "cpu" if not torch.cuda.is_available() else f"cuda:{torch.cuda.current_device()}"
+    return str(device), engine_rank(scheduler) * int(args.tp_size) + int(parallel.tp_rank)
+
+
+def _add_handler(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_request_dispatcher(self: Any) -> Any:
+        result = original(self)
+        if config_of(self.server_args) is not None:
+            from sglang.utils import TypeBasedDispatcher
+
+            from rl_memory_plugins.engines.sglang.messages import RLMemoryReqInput
+
+            handler = TypeBasedDispatcher([(RLMemoryReqInput, lambda request: self.rl_memory.handle(request))])
+            self._request_dispatcher += handler
+        return result
+
+    return init_request_dispatcher
+
+
+def _process_input_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_input_requests(self: Any, recv_reqs: list[Any]) -> Any:
+        added = of(self)
+        if added is None:
+            return original(self, recv_reqs)
+        result = original(self, added.answer_health_checks(recv_reqs))
+        added.after_input()
+        return result
+
+    return process_input_requests
+
+
+def _refuse_while_closed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The last gate: a request that was sent before the engine closed and arrives after."""
+
+    def handle(self: Any, recv_req: Any, **kwargs: Any) -> Any:
+        added = of(self)
+        refusal = added.controller.refusal() if added is not None else None
+        if added is None or refusal is None:
+            return original(self, recv_req, **kwargs)
+        return added.refuse(recv_req, refusal)
+
+    return handle
+
+
+def _native_pause(original: Callable[..., Any]) -> Callable[..., Any]:
+    _originals["pause_generation"] = original
+
+    def pause_generation(self: Any, recv_req: Any) -> Any:
+        added = of(self)
+        if added is not None:
+            added.engine.paused_natively = True
+        return original(self, recv_req)
+
+    return pause_generation
+
+
+def _native_continue(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lifts the pause; but a closed engine continues only when it opens."""
+    _originals["continue_generation"] = original
+
+    def continue_generation(self: Any, recv_req: Any) -> Any:
+        added = of(self)
+        if added is None:
+            return original(self, recv_req)
+        added.engine.paused_natively = False
+        if added.controller.refusal() is None:
+            return original(self, recv_req)
+        return added.engine.continue_later()
+
+    return continue_generation

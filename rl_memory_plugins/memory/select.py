@@ -1,0 +1,72 @@
+"""Which allocator and which host arena a rank uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.memory.allocator import Allocator
+from rl_memory_plugins.memory.backup import HostArena, PagedArena
+from rl_memory_plugins.memory.faults import FaultyAllocator
+
+
+def choose_allocator(config: RLMemoryConfig, device: Any, rank: int) -> tuple[Allocator, HostArena]:
+    """Make the allocator that `config.allocator` names for `device` (a `torch.device`), and its arena.
+
+    `auto` takes `vmm` on CUDA, `tms` on ROCm and `host` on CPUs.
+
+    Raises:
+        UnsupportedError: the allocator cannot work here; says why.
+    """
+    kind = _automatic(device) if config.allocator == "auto" else config.allocator
+    if (kind == "host") != (device.type == "cpu"):
+        raise UnsupportedError(f"allocator={kind} cannot hold memory of a {device.type} device", allocator=kind)
+    allocator = _make(kind, device, rank, config)
+    arena = _arena(device, config)
+    if config.fault_dir is not None:
+        allocator = FaultyAllocator(allocator, Path(config.fault_dir), rank)
+    return allocator, arena
+
+
+def _automatic(device: Any) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return "host"
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"there is no allocator for {device.type} devices: the choice is CUDA, ROCm or CPU"
+        )
+    return "tms" if torch.version.hip else "vmm"
+
+
+def _make(kind: str, device: Any, rank: int, config: RLMemoryConfig) -> Allocator:
+    margin = config.device_memory_margin_bytes
+    if kind == "vmm":
+        from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
+
+        return CudaVmmAllocator(_ordinal(device), margin)
+    if kind == "tms":
+        from rl_memory_plugins.memory.torch_saver import TorchSaverAllocator
+
+        return TorchSaverAllocator(_ordinal(device), margin)
+    from rl_memory_plugins.memory.host import HostAllocator
+
+    return HostAllocator(rank, config.host_memory_margin_bytes)
+
+
+def _arena(device: Any, config: RLMemoryConfig) -> HostArena:
+    bounds = (config.host_arena_max_bytes, config.host_memory_margin_bytes)
+    if device.type == "cpu":
+        return PagedArena(*bounds)
+    from rl_memory_plugins.memory.pinned import PinnedArena
+
+    return PinnedArena(_ordinal(device), *bounds)
+
+
+def _ordinal(device: Any) -> int:
+    import torch
+
+    return int(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,0 +1,107 @@
+"""Requests in every closed state: refused at once, with the reason; and what else keeps answering."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.conformance.conftest import PROMPT, Weights
+from tests.conformance.trainers import broken_update
+from tests.engines.base import Server
+
+
+def paused(server: Server, weights: Weights) -> str:
+    server.control.sleep(0)
+    return "paused"
+
+
+def asleep_1(server: Server, weights: Weights) -> str:
+    server.control.sleep(1)
+    return "asleep"
+
+
+def asleep_2(server: Server, weights: Weights) -> str:
+    server.control.sleep(2)
+    return "asleep"
+
+
+def weights_awake(server: Server, weights: Weights) -> str:
+    server.control.sleep(1)
+    server.control.wake_up(["weights"])
+    return "asleep"
+
+
+def stale(server: Server, weights: Weights) -> str:
+    server.control.sleep(2)
+    server.control.wake_up()
+    return "stale"
+
+
+def failed(server: Server, weights: Weights) -> str:
+    broken_update(server, weights.other)
+    return "failed"
+
+
+CLOSED = [paused, asleep_1, asleep_2, weights_awake, stale, failed]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streaming"])
+@pytest.mark.parametrize("close", CLOSED, ids=lambda state: state.__name__)
+def test_a_request_is_refused_at_once(
+    server: Server, weights: Weights, close: Callable[[Server, Weights], str], stream: bool
+) -> None:
+    reason = close(server, weights)
+    start = time.monotonic()
+    response = server.http.post(server.kind.generation_route, json=server.kind.request(PROMPT, 8, stream))
+    assert time.monotonic() - start < 5
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    error = response.json()["error"]
+    assert error["code"] == "EngineAsleepError"
+    assert error["details"]["reason"] == reason
+    memory = server.control.memory()
+    assert (memory["admitting"], memory["reason"]) == (False, reason)
+
+
+@pytest.mark.parametrize("close", CLOSED, ids=lambda state: state.__name__)
+def test_status_and_health_answer_in_every_state(
+    server: Server, weights: Weights, close: Callable[[Server, Weights], str]
+) -> None:
+    close(server, weights)
+    assert server.http.get("/health").status_code == 200
+    for route in ("/is_sleeping", "/memory", "/weight_version"):
+        assert server.http.get("/v1/rl_memory" + route).status_code == 200
+
+
+def test_a_burst_around_a_sleep_neither_hangs_nor_lies(server: Server, first_tokens: list[int]) -> None:
+    """Requests that race with the sleep are answered fully, cut short, or refused; never with other tokens."""
+
+    def ask(_: int) -> None:
+        response = server.post(PROMPT)
+        if response.status_code == 200:
+            tokens = server.kind.tokens(response.json())
+            assert tokens == first_tokens[: len(tokens)]
+        else:
+            assert response.status_code == 503, response.text
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, number) for number in range(48)]
+        for _ in range(3):
+            server.control.sleep(1)
+            server.control.wake_up()
+        for request in asking:
+            request.result(timeout=120)
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_status_does_not_wait_for_an_update(server: Server, weights: Weights) -> None:
+    with broken_update(server, weights.other, stall=True):
+        for _ in range(3):
+            start = time.monotonic()
+            memory = server.control.memory()
+            assert time.monotonic() - start < 1
+            assert (memory["admitting"], memory["reason"]) == (False, "updating")
+            assert server.post(PROMPT).status_code == 503

@@ -1,0 +1,140 @@
+"""Clients and memory that fail, and callers that are not allowed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rl_memory_plugins.errors import DeviceMemoryError
+from tests.conformance.conftest import PROMPT
+from tests.conformance.test_sleep_wake import states
+from tests.engines.base import Server
+
+
+def last_rank(server: Server) -> int:
+    return server.launch.tp - 1
+
+
+def test_a_wake_without_memory_undoes_itself_on_every_rank(
+    server: Server, fault_dir: Path, first_tokens: list[int]
+) -> None:
+    server.control.sleep(1)
+    before = states(server)
+    (fault_dir / f"reserve.{last_rank(server)}").touch()
+    with pytest.raises(DeviceMemoryError) as caught:
+        server.control.wake_up()
+    assert caught.value.details["rank"] == last_rank(server)
+    assert caught.value.details["failed_ranks"] == [last_rank(server)]
+    assert {"needed_bytes", "free_bytes", "margin_bytes"} <= set(caught.value.details)
+    assert states(server) == before
+    assert server.post(PROMPT).status_code == 503
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_a_partial_wake_without_memory(server: Server, fault_dir: Path, first_tokens: list[int]) -> None:
+    server.control.sleep(1)
+    server.control.wake_up(["weights"])
+    (fault_dir / f"reserve.{last_rank(server)}").touch()
+    with pytest.raises(DeviceMemoryError):
+        server.control.wake_up(["kv_cache"])
+    assert states(server)["weights"] == {"resident"}
+    assert states(server)["kv_cache"] == {"discarded"}
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_a_release_that_fails_names_what_it_changed(
+    server: Server, fault_dir: Path, first_tokens: list[int]
+) -> None:
+    (fault_dir / f"release.{last_rank(server)}").touch()
+    with pytest.raises(DeviceMemoryError) as caught:
+        server.control.sleep(1)
+    assert caught.value.details["rank"] == last_rank(server)
+    server.control.sleep(1)  # finishes what the first could not
+    assert "resident" not in states(server)["weights"] | states(server)["kv_cache"]
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_two_clients_sleep_and_wake_at_once(server: Server, first_tokens: list[int]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: server.control.sleep(1), range(4)))
+        released = [sum(c["bytes_released"] for c in a["report"]["changes"]) for a in answers]
+        assert sum(count > 0 for count in released) == 1  # one did it, the others found it done
+        list(pool.map(lambda _: server.control.wake_up(), range(4)))
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_a_client_that_times_out_and_retries(server: Server, first_tokens: list[int]) -> None:
+    for method, route in (("POST", "/v1/rl_memory/sleep"), ("POST", "/v1/rl_memory/wake_up")):
+        with pytest.raises(httpx.TimeoutException):
+            server.http.request(method, route, timeout=httpx.Timeout(30, read=0.001))
+        assert server.http.request(method, route).status_code == 200
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_a_client_that_disconnects_in_the_middle_of_its_body(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        key = f"Authorization: Bearer {server.launch.api_key}\r\n" if server.launch.api_key else ""
+        raw.sendall(
+            f"POST /v1/rl_memory/sleep HTTP/1.1\r\nHost: x\r\n{key}Content-Length: 1000\r\n\r\n{{".encode()
+        )
+    assert server.control.memory()["admitting"]
+
+
+def outside_address() -> str:
+    """An address of this machine that is not a loopback one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def test_callers_from_elsewhere_need_a_key(server: Server) -> None:
+    url = f"http://{outside_address()}:{server.port}/v1/rl_memory/sleep"
+    anonymous = httpx.post(url, trust_env=False)
+    wrong = httpx.post(url, headers={"Authorization": "Bearer wrong"}, trust_env=False)
+    if server.launch.api_key:
+        assert (anonymous.status_code, wrong.status_code) == (401, 401)
+        right = {"Authorization": f"Bearer {server.launch.api_key}"}
+        memory = httpx.get(url.replace("/sleep", "/memory"), headers=right, trust_env=False)
+        assert memory.status_code == 200
+    else:
+        assert (anonymous.status_code, wrong.status_code) == (403, 403)
+    assert server.control.memory()["admitting"]
+
+
+def test_the_key_is_needed_on_this_machine_too(server: Server) -> None:
+    if not server.launch.api_key:
+        pytest.skip("this arrangement has no key; the one with several ranks has")
+    for route in ("/sleep", "/v1/rl_memory/sleep"):
+        assert httpx.post(server.url + route, trust_env=False).status_code == 401
+
+
+def test_sleep_and_wake_interleave_from_many_threads(server: Server, first_tokens: list[int]) -> None:
+    failures: list[Exception] = []
+
+    def churn(number: int) -> None:
+        try:
+            for step in range(5):
+                if (number + step) % 2:
+                    server.control.sleep(1, ["kv_cache"] if number % 3 else None)
+                else:
+                    server.control.wake_up()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=churn, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert not failures
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens

@@ -1,0 +1,93 @@
+"""Sleeping while a request runs: abort, wait and keep."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from rl_memory_plugins.errors import DrainTimeoutError, StateConflictError
+from tests.conformance.conftest import PROMPT
+from tests.engines.base import Server
+
+LONG = 400
+
+
+def test_abort_ends_the_request_early(server: Server, first_tokens: list[int]) -> None:
+    with server.generating(PROMPT, 1500) as request:
+        server.control.sleep(1, mode="abort")
+        answer = request.answer()
+    assert server.kind.was_aborted(answer)
+    tokens = server.kind.tokens(answer)
+    assert len(tokens) < 1500
+    assert tokens[:8] == first_tokens[: len(tokens)]
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_wait_lets_the_request_finish(server: Server, first_tokens: list[int]) -> None:
+    expected = server.generate(PROMPT, LONG)
+    with server.generating(PROMPT, LONG) as request:
+        server.control.sleep(1, mode="wait")
+        assert not request.is_alive() or request.join(5) is None
+        assert server.kind.tokens(request.answer()) == expected
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_keep_goes_on_after_the_wake(server: Server, first_tokens: list[int]) -> None:
+    if "keep" not in server.kind.modes:
+        pytest.skip(f"{server.kind.name} refuses mode=keep; test_an_unsupported_mode_is_refused covers it")
+    expected = server.generate(PROMPT, LONG)
+    with server.generating(PROMPT, LONG) as request:
+        server.control.sleep(1, mode="keep")
+        time.sleep(1)
+        assert request.is_alive()
+        server.control.wake_up()
+        assert server.kind.tokens(request.answer()) == expected
+
+
+def test_new_requests_are_refused_while_a_sleep_waits(server: Server) -> None:
+    with server.generating(PROMPT, LONG) as request:
+        sleeping = threading.Thread(target=lambda: server.control.sleep(1, mode="wait"))
+        sleeping.start()
+        time.sleep(0.3)
+        if request.is_alive():
+            assert server.post(PROMPT).status_code == 503
+            with pytest.raises(StateConflictError):
+                server.control.wake_up()
+        sleeping.join(60)
+        assert not sleeping.is_alive()
+
+
+def test_abort_overtakes_a_sleep_that_waits(server: Server, first_tokens: list[int]) -> None:
+    with server.generating(PROMPT, 1800) as request:
+        waiting = threading.Thread(target=lambda: server.control.sleep(1, mode="wait"))
+        waiting.start()
+        time.sleep(0.3)
+        server.control.sleep(1, mode="abort")
+        waiting.join(30)
+        assert not waiting.is_alive()
+        request.answer()
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_a_wait_that_takes_too_long_gives_up_and_reopens(server: Server) -> None:
+    """The server of this suite waits for at most `drain_timeout_s` seconds."""
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            server.post(PROMPT, 1800)
+
+    with server.generating(PROMPT, 1800) as request:
+        start = time.monotonic()
+        try:
+            server.control.sleep(1, mode="wait")
+        except DrainTimeoutError:
+            assert time.monotonic() - start < 60
+            assert server.control.memory()["admitting"]
+        else:
+            assert not request.is_alive()  # the machine was fast enough to finish in time

@@ -1,0 +1,109 @@
+"""Trainers that misbehave, each as a real peer of the engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.sender import push_weights
+from rl_memory_plugins.weights.source import ModuleSource
+from tests.engines.base import REPOSITORY, Server
+
+BUCKET_BYTES = 8 << 20  # small, so that an update has many buckets
+
+
+class BreakingSource:
+    """Gives a module's tensors up to a point, then raises or waits."""
+
+    def __init__(self, module: Any, after: int, release: threading.Event | None = None) -> None:
+        self._inner = ModuleSource(module)
+        self._after = after
+        self._release = release
+        self.reached = threading.Event()
+
+    def specs(self) -> list[TensorSpec]:
+        return self._inner.specs()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(self._inner.tensors()):
+            if number == self._after:
+                self.reached.set()
+                if self._release is None:
+                    raise RuntimeError("the trainer broke off")
+                self._release.wait(60)
+            yield item
+
+
+class broken_update:  # noqa: N801 - used as a function and as a context manager
+    """An update that breaks off in the middle; with `stall`, a context in which it hangs there."""
+
+    def __init__(self, server: Server, module: Any, stall: bool = False) -> None:
+        self._server = server
+        self._release = threading.Event() if stall else None
+        self._source = BreakingSource(module, after=30, release=self._release)
+        self.error: RLMemoryError | None = None
+        self._thread = threading.Thread(target=self._push)
+        self._thread.start()
+        if not stall:
+            self._thread.join(60)
+            assert self.error is not None
+
+    def _push(self) -> None:
+        try:
+            self._server.control.update_weights(self._source, bucket_bytes=BUCKET_BYTES, timeout_s=10)
+        except RLMemoryError as error:
+            self.error = error
+
+    def __enter__(self) -> broken_update:
+        assert self._source.reached.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._release is not None
+        self._release.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def push(server: Server, tensors: Mapping[str, torch.Tensor] | Any, **options: Any) -> dict[str, Any]:
+    return server.control.update_weights(tensors, bucket_bytes=BUCKET_BYTES, **options)
+
+
+def push_with_wrong_token(server: Server, module: Any) -> None:
+    def post(body: dict[str, Any]) -> Any:
+        return server.control.post_update({**body, "token": "not the token"})
+
+    push_weights(post, module, receivers=server.control.devices(), timeout_s=5)
+
+
+def start_killable_trainer(server: Server, folder: Path) -> subprocess.Popen[str]:
+    """A trainer in its own process, which says when the first buckets are out and then waits to be killed."""
+    script = f"""
+        import sys, threading
+        from pathlib import Path
+        from integration.models import new_model
+        from rl_memory_plugins.client import EngineClient
+        from tests.conformance.trainers import BUCKET_BYTES, BreakingSource
+
+        source = BreakingSource(new_model(Path({str(folder)!r}), 2), after=30, release=threading.Event())
+
+        def tell():
+            source.reached.wait()
+            print("halfway", flush=True)
+
+        threading.Thread(target=tell, daemon=True).start()
+        client = EngineClient({server.url!r}, {server.launch.api_key!r})
+        client.update_weights(source, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )

@@ -1,0 +1,12 @@
+"""Options of the whole test run."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("engine")
+    group.addoption("--engine", default="vllm", choices=("vllm", "sglang"), help="the engine under test")
+    group.addoption("--tp", default=1, type=int, help="its tensor-parallel size")
+    group.addoption("--dp", default=1, type=int, help="its data-parallel size")

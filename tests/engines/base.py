@@ -1,0 +1,189 @@
+"""An engine's server as a process of the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from rl_memory_plugins.client import EngineClient
+
+REPOSITORY = Path(__file__).parents[2]
+START_TIMEOUT_S = 240
+
+
+@dataclass
+class Launch:
+    """What a server is started with."""
+
+    model: Path
+    tp: int = 1
+    dp: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # of --rl-memory
+    api_key: str = ""
+    host: str = "127.0.0.1"
+
+
+class EngineKind(ABC):
+    """What differs between engines, for the tests only."""
+
+    name: str
+    generation_route: str
+    modes: tuple[str, ...] = ("abort", "wait", "keep")
+    #: Control routes that are ours at the root; the others are the engine's own there.
+    root_routes: tuple[str, ...] = ("/sleep", "/wake_up", "/update_weights_from_ipc")
+
+    @abstractmethod
+    def command(self, launch: Launch, port: int) -> list[str]: ...
+
+    @abstractmethod
+    def environment(self, launch: Launch) -> dict[str, str]: ...
+
+    @abstractmethod
+    def request(self, prompt: list[int], tokens: int, stream: bool = False) -> dict[str, Any]:
+        """The body of a greedy generation request that does not stop early."""
+
+    @abstractmethod
+    def tokens(self, answer: dict[str, Any]) -> list[int]:
+        """The generated token ids of an answer."""
+
+    @abstractmethod
+    def was_aborted(self, answer: dict[str, Any]) -> bool: ...
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, kind: EngineKind, launch: Launch, log: Path) -> None:
+        self.kind = kind
+        self.launch = launch
+        self.log = log
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        environment = {**os.environ, **kind.environment(launch)}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            path for path in (environment.get("PYTHONPATH", ""), str(REPOSITORY)) if path
+        )
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                kind.command(launch, self.port),
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        headers = {"Authorization": f"Bearer {launch.api_key}"} if launch.api_key else {}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, trust_env=False)
+        self.control = EngineClient(self.url, launch.api_key, timeout_s=120)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server exited with {self._process.returncode}:\n{self.tail()}")
+            try:
+                if self.http.get("/health", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        raise RuntimeError(f"the server did not start within {START_TIMEOUT_S} s:\n{self.tail()}")
+
+    def stop(self) -> None:
+        self.http.close()
+        self.control.close()
+        processes = self.processes()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=10)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None and self.http.get("/health").status_code == 200
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def processes(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def resident_bytes(self) -> int:
+        """RSS of all processes of the server."""
+        total = 0
+        for process in self.processes():
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+    def post(self, prompt: list[int], tokens: int = 8) -> httpx.Response:
+        return self.http.post(self.kind.generation_route, json=self.kind.request(prompt, tokens))
+
+    def generate(self, prompt: list[int], tokens: int = 8) -> list[int]:
+        response = self.post(prompt, tokens)
+        assert response.status_code == 200, response.text
+        return self.kind.tokens(response.json())
+
+    @contextmanager
+    def generating(self, prompt: list[int], tokens: int) -> Iterator[BackgroundRequest]:
+        """A long request that is running by the time the body is entered."""
+        request = BackgroundRequest(self, prompt, tokens)
+        request.start()
+        time.sleep(1.0)
+        assert request.is_alive(), f"the request ended before the test began: {request.outcome}"
+        try:
+            yield request
+        finally:
+            request.join(120)
+            assert not request.is_alive(), "the request hangs"
+
+
+class BackgroundRequest(threading.Thread):
+    """A request in another thread; `outcome` is its response, or the exception."""
+
+    def __init__(self, server: Server, prompt: list[int], tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._server, self._prompt, self._tokens = server, prompt, tokens
+        self.outcome: httpx.Response | Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._server.post(self._prompt, self._tokens)
+        except httpx.HTTPError as error:
+            self.outcome = error
+
+    def answer(self) -> dict[str, Any]:
+        self.join(120)
+        assert isinstance(self.outcome, httpx.Response), self.outcome
+        assert self.outcome.status_code == 200, self.outcome.text
+        return self.outcome.json()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def python() -> str:
+    return sys.executable

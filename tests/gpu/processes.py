@@ -1,0 +1,70 @@
+"""Other processes for the tests: some hold GPU memory as a trainer does, others are run to see how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str, timeout: float = 120, **environment: str) -> str:
+    """Run Python code in a fresh process; returns its output, and fails if it does not end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=_environment(environment),
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def other_process(code: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Run Python code beside the test, from the line it prints first until the block ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_environment(environment),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline(), "the other process ended before it was ready"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def gpu_memory_taken(left_bytes: int, byte: int = 0xAB) -> Iterator[None]:
+    """Another process holds all but `left_bytes` of the free GPU memory, written full of `byte`."""
+    code = f"""
+        import sys, torch
+        held = []
+        torch.zeros(1, device="cuda")
+        while (free := torch.cuda.mem_get_info()[0] - {left_bytes}) > (16 << 20):
+            step = min(free // (2 << 20) * (2 << 20), 8 << 30)
+            held.append(torch.full((step,), {byte}, dtype=torch.uint8, device="cuda"))
+        torch.cuda.synchronize()
+        print("ready", flush=True)
+        sys.stdin.read()
+    """
+    with other_process(code):
+        yield
+
+
+def _environment(extra: dict[str, str]) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **extra}

@@ -1,0 +1,96 @@
+"""The suite of all allocators, on those that hold GPU memory."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import test_allocators as suite
+import torch
+from test_allocators import *  # noqa: F403 - the suite's tests, collected here with the harnesses below
+
+from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
+from rl_memory_plugins.memory.torch_saver import TorchSaverAllocator
+
+MiB = suite.MiB
+
+
+class CudaHarness:
+    """Tensors on GPU 0. One allocator serves all tests, as one serves an engine's process."""
+
+    nbytes = 256 * MiB
+
+    def __init__(self, allocator) -> None:
+        self.allocator = allocator
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._hog: torch.Tensor | None = None
+
+    def make(self, nbytes: int, byte: int) -> int:
+        handle = len(self._tensors)
+        self._tensors[handle] = torch.full((nbytes,), byte, dtype=torch.uint8, device="cuda:0")
+        return handle
+
+    def address(self, handle: int) -> int:
+        return self._tensors[handle].data_ptr()
+
+    def read(self, handle: int) -> bytes:
+        return self._tensors[handle].cpu().numpy().tobytes()
+
+    def free(self, handle: int) -> None:
+        del self._tensors[handle]
+        gc.collect()
+
+    def physical_bytes(self) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(0)
+        return total - free
+
+    def starve(self) -> None:
+        torch.cuda.empty_cache()
+        self._hog = torch.empty(torch.cuda.mem_get_info(0)[0] - 128 * MiB, dtype=torch.uint8, device="cuda:0")
+
+    def feed(self) -> None:
+        self._hog = None
+        torch.cuda.empty_cache()
+
+
+class VmmHarness(CudaHarness):
+    def __init__(self) -> None:
+        super().__init__(CudaVmmAllocator(0))
+
+    def close(self) -> None:
+        self._tensors.clear()
+        self.allocator.close()
+
+
+class SaverHarness(CudaHarness):
+    def __init__(self) -> None:
+        super().__init__(TorchSaverAllocator(0))
+
+    def close(self) -> None:
+        """It can neither unmap nor be made twice: leave its memory released, under tags no other test uses."""
+        for tag in suite.Tag:
+            self.allocator.release(tag)
+
+
+HARNESSES = {"vmm": VmmHarness, "tms": SaverHarness}
+#: What torch_memory_saver has no call for.
+BEYOND_SAVER = {
+    "test_reserve_takes_physical_memory_and_drop_gives_it_back",
+    "test_a_block_freed_while_released_disappears",
+    "test_a_block_freed_while_reserved_is_safe",
+}
+
+
+@pytest.fixture(params=list(HARNESSES))
+def memory(request):
+    if request.param == "tms" and request.node.originalname in BEYOND_SAVER:
+        pytest.skip("torch_memory_saver obtains memory only by mapping it, and maps all of a tag")
+    harness = HARNESSES[request.param]()
+    # kernels are loaded on their first use, and take memory
+    warm = torch.full((4 * MiB,), 1, dtype=torch.uint8, device="cuda:0")
+    harness.allocator.device.fingerprint([suite.Block(warm.data_ptr(), warm.numel())])
+    yield harness
+    harness.feed()
+    harness.close()

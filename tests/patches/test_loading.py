@@ -1,0 +1,287 @@
+"""That the patched places really call the plugins: first with the functions alone, then inside the real engine.
+
+The engine's own processes need torch, a CUDA driver and matching versions of much else. So there are two levels.
+`test_every_place_...` executes each patched function of every release by itself and needs nothing. The tests marked
+`slow` import the real, patched modules of one release per diff and call them; they need an interpreter that has
+SGLang's dependencies (of any version), given by `RL_MEMORY_SGLANG_PYTHON`, and only the kernels' package
+`sgl_kernel` is a stand-in, because it does not load without a CUDA driver.
+"""
+
+import ast
+import logging
+import os
+import runpy
+import subprocess
+import sys
+import types
+from importlib.util import find_spec
+
+import pytest
+
+from rl_memory_plugins import loader, patching
+from tests.patches.releases import PATCHES, VERSIONS
+
+FUNCTIONS = [
+    ("sglang/cli/serve.py", "serve"),
+    ("sglang/srt/entrypoints/engine.py", "__init__"),
+    ("sglang/srt/entrypoints/engine.py", "_launch_subprocesses"),
+    ("sglang/srt/managers/data_parallel_controller.py", "run_data_parallel_controller_process"),
+    ("sglang/srt/managers/scheduler.py", "run_scheduler_process"),
+]
+
+
+class Reached(BaseException):
+    """Raised by the plugin, so that nothing after the call is executed."""
+
+
+def reach():
+    raise Reached
+
+
+def install_plugin(site, **entry_points):
+    """A distribution in `site` whose entry points have these names and values."""
+    metadata = site / "probe-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Name: probe\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in entry_points.items()]
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{loader.GROUP}]", *lines]) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """A process that has loaded no plugins, and only the test's own plugins to load."""
+    monkeypatch.setattr(loader, "_loaded", False)
+    monkeypatch.setenv("SGLANG_PLUGINS", "probe,other")
+
+
+@pytest.fixture
+def reaching(tmp_path, monkeypatch):
+    install_plugin(tmp_path / "plugin", probe=f"{__name__}:reach")
+    monkeypatch.syspath_prepend(str(tmp_path / "plugin"))
+
+
+def patched_sources(version, site):
+    root = site(version)
+    report = patching.apply(patching.find_installation("sglang", root))
+    return {path: (root / path).read_text() for path in report.files}
+
+
+def alone(source, name):
+    """The patched function `name` of `source` by itself: no decorators, any arguments, no module around it."""
+    wanted = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+        and node.name == name
+        and "load_sglang_plugins" in ast.unparse(node)
+    ]
+    assert len(wanted) == 1
+    body = "\n".join(ast.unparse(statement) for statement in wanted[0].body)
+    namespace = {}
+    exec(f"def {name}(*args, **kwargs):\n" + "\n".join(f"    {line}" for line in body.splitlines()), namespace)
+    return namespace[name]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_place_calls_the_plugins_before_anything_else(version, site, reaching):
+    sources = patched_sources(version, site)
+    for path, name in FUNCTIONS:
+        loader._loaded = False
+        with pytest.raises(Reached):
+            alone(sources[path], name)()
+    calls = sum(source.count("load_sglang_plugins()") for source in sources.values())
+    assert calls == len(FUNCTIONS) + 1, "and __main__ of launch_server"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_launch_server_calls_the_plugins_before_it_parses_arguments(version, site, reaching, monkeypatch):
+    def stand_in(name):
+        module = types.ModuleType(name)
+        module.__path__ = []
+        module.__getattr__ = lambda attribute: lambda *args: None
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.utils.common"):
+        stand_in(name)
+    parsed = []
+    stand_in("sglang.srt.server_args").prepare_server_args = parsed.append
+    root = site(version)
+    patching.apply(patching.find_installation("sglang", root))
+    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    with pytest.raises(Reached):
+        runpy.run_path(str(root / "sglang/launch_server.py"), run_name="__main__")
+    assert parsed == []
+
+
+@pytest.mark.parametrize("version", ["0.5.5", "0.5.9", "0.5.10.post1"])
+def test_a_patched_engine_goes_on_when_the_package_is_not_installed(version, site, monkeypatch):
+    sources = patched_sources(version, site)
+    monkeypatch.setitem(
+        sys.modules, "rl_memory_plugins.loader", None
+    )  # importing it raises ModuleNotFoundError
+    for path, name in FUNCTIONS:
+        with pytest.raises(
+            (NameError, IndexError)
+        ):  # of the function's next statements, which lack their module
+            alone(sources[path], name)()
+
+
+CALLED = []
+
+
+def record():
+    CALLED.append("probe")
+
+
+def fail():
+    raise RuntimeError("no hook target")
+
+
+@pytest.fixture
+def called():
+    CALLED.clear()
+    return CALLED
+
+
+def test_plugins_are_called_once_per_process(tmp_path, monkeypatch, called):
+    install_plugin(tmp_path, probe=f"{__name__}:record")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loader.load_sglang_plugins()
+    loader.load_sglang_plugins()
+    assert called == ["probe"]
+
+
+def test_a_plugin_that_fails_is_logged_and_the_next_one_loads(tmp_path, monkeypatch, called, caplog):
+    install_plugin(tmp_path, other=f"{__name__}:fail", probe=f"{__name__}:record")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with caplog.at_level(logging.ERROR):
+        loader.load_sglang_plugins()
+    assert called == ["probe"]
+    assert "other" in caplog.text and "no hook target" in caplog.text
+
+
+def test_the_engines_list_of_plugins_is_obeyed(tmp_path, monkeypatch, called):
+    install_plugin(tmp_path, probe=f"{__name__}:record")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    loader.load_sglang_plugins()
+    assert called == []
+
+
+# -- inside the real engine -------------------------------------------------------------------------
+
+PLUGIN = """
+import os
+class Reached(BaseException): pass
+def register():
+    from sglang.srt.server_args import ServerArgs
+    if os.environ["PROBE"] == "raise":
+        raise Reached
+    add = ServerArgs.add_cli_args
+    def add_cli_args(parser):
+        add(parser)
+        parser.add_argument("--probe-flag")
+    ServerArgs.add_cli_args = staticmethod(add_cli_args)
+"""
+
+KERNELS = """
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=name)
+class Finder(MetaPathFinder, Loader):
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.startswith("sgl_kernel.") else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        module.__getattr__ = __getattr__
+sys.meta_path.insert(0, Finder())
+__version__ = "99.0"
+"""
+
+CALLS = """
+import sglang
+from probe_plugin import Reached
+from rl_memory_plugins import loader
+from sglang.srt.entrypoints import engine
+from sglang.srt.managers import data_parallel_controller, scheduler
+launch = getattr(engine, "_launch_subprocesses", None) or engine.Engine._launch_subprocesses
+calls = {
+    "Engine": lambda: engine.Engine(model_path="m"),
+    "_launch_subprocesses": lambda: launch(None, None, None, None),
+    "run_scheduler_process": lambda: scheduler.run_scheduler_process(*arguments(scheduler.run_scheduler_process)),
+    "run_data_parallel_controller_process": lambda: data_parallel_controller.run_data_parallel_controller_process(
+        None, None, None),
+}
+def arguments(function):
+    return [None] * function.__code__.co_argcount
+if "port_args" in launch.__code__.co_varnames[:2]:
+    calls["_launch_subprocesses"] = lambda: launch(None)
+for name, call in calls.items():
+    loader._loaded = False
+    try:
+        call()
+    except Reached:
+        print("REACHED", name, sglang.__file__)
+"""
+
+
+@pytest.fixture
+def real(site, tmp_path):
+    """`real(version, arguments, probe)`: run the patched release in an interpreter that has its dependencies."""
+    python = os.environ.get("RL_MEMORY_SGLANG_PYTHON") or (sys.executable if find_spec("sglang") else "")
+    if not python:
+        pytest.skip("needs an interpreter with SGLang's dependencies: set RL_MEMORY_SGLANG_PYTHON")
+    extra = tmp_path / "extra"
+    install_plugin(extra, probe="probe_plugin:register")
+    (extra / "probe_plugin.py").write_text(PLUGIN)
+    (extra / "sgl_kernel.py").write_text(KERNELS + "__path__ = []\n")
+
+    def run(version, *arguments, probe):
+        root = site(version)
+        patching.apply(patching.find_installation("sglang", root))
+        paths = os.pathsep.join(map(str, (root, extra, PATCHES.parent)))
+        environment = {**os.environ, "PYTHONPATH": paths, "PROBE": probe, "CUDA_VISIBLE_DEVICES": ""}
+        return root, subprocess.run(
+            [python, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
+        )
+
+    return run
+
+
+ONE_PER_DIFF = ["0.5.5", "0.5.9", "0.5.10.post1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ONE_PER_DIFF)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "sglang.launch_server", "--help"],
+        [
+            "-c",
+            "import sys; sys.argv[0] = 'sglang'; from sglang.cli.main import main; main()",
+            "serve",
+            "--help",
+        ],
+    ],
+    ids=["launch_server", "serve"],
+)
+def test_a_plugin_adds_a_flag_to_the_real_command_line(real, version, command):
+    _, done = real(version, *command, probe="flag")
+    assert "--probe-flag" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ONE_PER_DIFF)
+def test_the_real_functions_of_a_patched_release_call_the_plugin(real, version):
+    root, done = real(version, "-W", "ignore", "-c", CALLS, probe="raise")
+    reached = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("REACHED")]
+    names = ("Engine", "_launch_subprocesses", "run_scheduler_process", "run_data_parallel_controller_process")
+    assert reached == [[name, str(root / "sglang/__init__.py")] for name in names], done.stderr

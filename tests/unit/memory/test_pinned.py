@@ -1,0 +1,39 @@
+"""How the pinned arena makes pages; page-locking itself needs a GPU (`tests/gpu/test_pinned.py`)."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from rl_memory_plugins.memory import pinned
+from rl_memory_plugins.memory.backup import address_of
+
+MiB = 1 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.fixture
+def mapping():
+    mapping = mmap.mmap(-1, 65 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    yield mapping
+    mapping.close()
+
+
+@pytest.mark.parametrize("advice", [pinned._MADV_POPULATE_WRITE, -1], ids=["populate", "write"])
+def test_touching_makes_every_page_resident(mapping, advice, monkeypatch):
+    monkeypatch.setattr(pinned, "_MADV_POPULATE_WRITE", advice)
+    before = resident_bytes()
+    pinned.touch(address_of(mapping), len(mapping), threads=3)
+    assert abs(resident_bytes() - before - len(mapping)) < 4 * MiB
+
+
+def test_a_preferred_node_is_only_a_hint(mapping):
+    for node in (None, 0, 1000):
+        pinned.prefer_node(address_of(mapping), len(mapping), node)
+    mapping[-1:] = b"x"
+    assert mapping[-1:] == b"x"

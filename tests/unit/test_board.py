@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_memory_plugins.board import BoardReader, StatusBoard
+from rl_memory_plugins.records import EngineStatus
+
+
+@pytest.fixture
+def board(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    board = StatusBoard()
+    yield board
+    board.close()
+
+
+def status(version: str) -> EngineStatus:
+    return EngineStatus(ranks=[], weight_version=version)
+
+
+def test_readers_see_the_latest_status(board):
+    reader = BoardReader(board.path)
+    for version in ("1", "a longer one", "2"):
+        board.publish(status(version))
+        assert reader.read().weight_version == version
+        assert BoardReader(board.path).read() == status(version)
+
+
+def test_an_unchanged_board_is_not_decoded_again(board):
+    reader = BoardReader(board.path)
+    board.publish(status("1"))
+    assert reader.read() is reader.read()
+
+
+def test_readers_never_see_half_a_write(board):
+    """Every status is one letter repeated, as often as the letter says; a torn one would mix them."""
+    board.publish(status("a"))
+    writer = os.fork()
+    if writer == 0:
+        for number in itertools.count():  # until it is killed
+            board.publish(status("abcdefg"[number % 7] * (1 + 9973 * (number % 7))))
+    try:
+        reader, changes, last = BoardReader(board.path), 0, ""
+        deadline = time.monotonic() + 20
+        while changes < 500 and time.monotonic() < deadline:
+            version = reader.read().weight_version
+            assert set(version) == {version[0]}
+            assert len(version) == 1 + 9973 * "abcdefg".index(version[0])
+            changes += version != last
+            last = version
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert changes == 500
+
+
+def test_a_status_that_does_not_fit_leaves_the_board_readable(board):
+    reader = BoardReader(board.path)
+    board.publish(status("1"))
+    with pytest.raises(ValueError, match="does not fit"):
+        board.publish(status("x" * (1 << 20)))
+    assert BoardReader(board.path).read().weight_version == "1"
+    board.publish(status("2"))
+    assert reader.read().weight_version == "2"
+
+
+def test_only_this_user_can_enter(board):
+    directory = Path(board.path).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(Path(board.path).stat().st_mode) == 0o600
+
+
+def test_boards_of_dead_processes_are_removed_and_others_stay(board):
+    directory = Path(board.path).parent
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    (directory / f"{pid}-x.board").touch()
+    other = StatusBoard()
+    assert sorted(path.name for path in directory.iterdir()) == sorted(
+        [Path(board.path).name, Path(other.path).name]
+    )
+    other.close()
+    assert not Path(other.path).exists()

@@ -1,0 +1,240 @@
+import time
+
+import pytest
+import torch
+from toys import ToyModel, checkpoint, loaded
+
+from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
+from rl_memory_plugins.weights.plan import signature, trace
+from rl_memory_plugins.weights.source import ModuleSource
+
+
+def manifest_of(tensors, **options):
+    return Manifest(ModuleSource(tensors).specs(), **options)
+
+
+def plan_for(model, tensors, **options):
+    return trace(model.load_weights, manifest_of(tensors), expected=dict(model.named_parameters()), **options)
+
+
+def mismatches(error):
+    return {(m["kind"], m["name"]) for m in error.value.details["mismatches"]}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("inference", [False, True])
+def test_replaying_the_plan_gives_what_the_loader_gives(tp, inference):
+    tensors = checkpoint()
+    for rank in range(tp):
+        with torch.inference_mode(inference):
+            model = ToyModel(rank, tp)
+            before = model.snapshot()
+            plan = plan_for(model, tensors)
+        model.assert_unchanged(before)
+        assert plan.opaque.keys() == {"packed.weight", "scale"}
+        assert plan.unused == ["lm_head.weight"]
+        for name, tensor in tensors.items():
+            if name in plan.opaque:
+                with torch.inference_mode(inference):
+                    model.load_weights([(name, tensor)])
+            else:
+                padded = torch.cat([torch.zeros(5, dtype=tensor.dtype), tensor.flatten()])
+                plan.apply(name, padded[5:].view(tensor.shape))  # a source that does not start its storage
+        model.assert_unchanged(loaded(tensors, rank, tp))
+
+
+def test_every_mismatch_is_listed_and_nothing_is_touched():
+    tensors = checkpoint()
+    tensors["q.weight"] = torch.zeros(3, 8, dtype=torch.bfloat16)  # shape
+    tensors["norm.weight"] = tensors["norm.weight"].bfloat16()  # dtype
+    tensors["bogus.weight"] = torch.zeros(2)  # unknown
+    tensors["ignored.weight"] = torch.zeros(2)  # silently skipped
+    tensors["o.weight"] = torch.zeros(2, 2, dtype=torch.bfloat16)  # shape, after the first failure
+    del tensors["experts.1.weight"]  # missing
+    model = ToyModel()
+    before = model.snapshot()
+    with pytest.raises(ManifestError) as error:
+        plan_for(model, tensors, ignorable=lambda name: name == "lm_head.weight")
+    assert mismatches(error) >= {
+        ("shape", "q.weight"),
+        ("dtype", "norm.weight"),
+        ("unknown", "bogus.weight"),
+        ("shape", "o.weight"),
+        ("missing", "experts"),
+    }
+    assert error.value.details["unused"] == ["ignored.weight"]
+    message = next(m["message"] for m in error.value.details["mismatches"] if m["name"] == "experts")
+    assert "66.7%" in message
+    model.assert_unchanged(before)
+
+
+def test_duplicates_and_unknown_dtypes_are_listed():
+    manifest = Manifest(
+        [TensorSpec("a", "bfloat16", (1,)), TensorSpec("a", "bfloat16", (1,)), TensorSpec("b", "int3", (1,))]
+    )
+    with pytest.raises(ManifestError) as error:
+        trace(lambda weights: list(weights), manifest)
+    assert mismatches(error) == {("duplicate", "a"), ("dtype", "b")}
+
+
+def test_a_cast_is_allowed_when_asked_for():
+    tensors = checkpoint()
+    tensors["norm.weight"] = tensors["norm.weight"].bfloat16()
+    model = ToyModel()
+    plan = plan_for(model, tensors, allow_cast=True)
+    plan.apply("norm.weight", tensors["norm.weight"])
+    assert torch.equal(model.norm, tensors["norm.weight"].float())
+
+
+def test_a_partial_manifest_may_leave_parameters_out():
+    tensors = {"q.weight": checkpoint()["q.weight"]}
+    model = ToyModel()
+    plan = trace(
+        model.load_weights, manifest_of(tensors, partial=True), expected=dict(model.named_parameters())
+    )
+    assert list(plan.steps) == ["q.weight"]
+    with pytest.raises(ManifestError, match="missing"):
+        plan_for(model, tensors)
+
+
+class Odd(torch.nn.Module):
+    """A parameter and a loader given as a function of both."""
+
+    def __init__(self, load, shape=(4, 4)):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full(shape, 7.0), requires_grad=False)
+        self.other = torch.nn.Parameter(torch.full(shape, 7.0), requires_grad=False)
+        self._load = load
+
+    def load_weights(self, weights):
+        self._load(self, weights)
+
+
+def each(action):
+    def load(model, weights):
+        for _, weight in weights:
+            action(model.weight.data, weight, model)
+
+    return load
+
+
+def scratch(parameter, weight, model):
+    buffer = torch.empty(4, 4)
+    buffer.copy_(weight)
+    parameter.copy_(buffer)
+
+
+def change_source(parameter, weight, model):
+    weight.mul_(2)
+    parameter.copy_(weight)
+
+
+def rebind(parameter, weight, model):
+    model.weight.data = torch.zeros(4, 4)
+
+
+OPAQUE = {
+    "cast": lambda p, w, m: p.copy_(w.to(torch.float16)),
+    "cat": lambda p, w, m: p.copy_(torch.cat([w[2:], w[:2]])),
+    "arithmetic": lambda p, w, m: p.copy_(w + 1),
+    "permutation into new memory": lambda p, w, m: p.copy_(w.t().contiguous()),
+    "add in place": lambda p, w, m: p.add_(w),
+    "index_put": lambda p, w, m: p.__setitem__(torch.tensor([0, 1, 2, 3]), w),
+    "value": lambda p, w, m: p.fill_(w[0, 0].item()),
+    "real scratch memory": scratch,
+    "source changed in place": change_source,
+    "memory exchanged": rebind,
+    "derived from what was loaded": lambda p, w, m: (p.copy_(w), m.other.data.copy_(p * 2)),
+    "out=": lambda p, w, m: torch.add(w, 1, out=p),
+    "numpy": lambda p, w, m: p.copy_(torch.from_numpy(w.numpy())),
+}
+
+
+@pytest.mark.parametrize("action", OPAQUE.values(), ids=OPAQUE.keys())
+def test_what_is_not_a_copy_of_a_view_is_opaque_and_not_executed(action):
+    model = Odd(each(action))
+    before, memory = (
+        model.snapshot() if hasattr(model, "snapshot") else model.weight.clone(),
+        model.weight.data_ptr(),
+    )
+    plan = trace(model.load_weights, Manifest([TensorSpec("w", "float32", (4, 4))]))
+    assert plan.opaque.keys() == {"w"} and not plan.steps
+    assert torch.equal(model.weight, before) and model.weight.data_ptr() == memory
+    assert torch.equal(model.other, torch.full((4, 4), 7.0))
+
+
+VIEWS = {
+    "transposed": (lambda p, w, m: p.copy_(w.t()), lambda w: w.t()),
+    "into a transposed view": (lambda p, w, m: p.t().copy_(w), lambda w: w.t()),
+    "moved to the device": (lambda p, w, m: p.copy_(w.to("cpu")), lambda w: w),
+    "contiguous already": (lambda p, w, m: p.copy_(w.contiguous().clone()), lambda w: w),
+    "foreach": (lambda p, w, m: torch._foreach_copy_([p[:2], p[2:]], [w[:2], w[2:]]), lambda w: w),
+    "setitem": (lambda p, w, m: p.__setitem__(slice(None), w), lambda w: w),
+    "zeroed first": (lambda p, w, m: (p.zero_(), p[:2].copy_(w[2:])), lambda w: torch.cat([w[2:], w[2:] * 0])),
+    "reshaped": (lambda p, w, m: p.view(2, 8).copy_(w.view(2, 8)), lambda w: w),
+}
+
+
+@pytest.mark.parametrize(("action", "expected"), VIEWS.values(), ids=VIEWS.keys())
+def test_copies_of_views_are_replayed(action, expected):
+    model = Odd(each(action))
+    plan = trace(
+        model.load_weights, Manifest([TensorSpec("w", "float32", (4, 4))]), expected={"weight": model.weight}
+    )
+    assert not plan.opaque
+    assert torch.equal(model.weight, torch.full((4, 4), 7.0))
+    weight = torch.arange(16.0).view(4, 4)
+    plan.apply("w", weight)
+    assert torch.equal(model.weight, expected(weight))
+
+
+def test_two_names_that_are_joined_are_both_opaque():
+    def load(model, weights):
+        parts = dict(weights)
+        model.weight.data.copy_(torch.cat([parts["a"], parts["b"]]))
+
+    specs = [TensorSpec(name, "float32", (2, 4)) for name in "ab"]
+    assert trace(Odd(load).load_weights, Manifest(specs)).opaque.keys() == {"a", "b"}
+
+
+def test_a_loader_that_collects_first_blames_the_right_name():
+    def load(model, weights):
+        for name, weight in dict(weights).items():
+            {"a": model.weight, "b": model.other}[name].data.copy_(weight)
+
+    specs = [TensorSpec("bogus", "float32", (4, 4)), *(TensorSpec(name, "float32", (4, 4)) for name in "ab")]
+    with pytest.raises(ManifestError) as error:
+        trace(Odd(load).load_weights, Manifest(specs))
+    assert mismatches(error) == {("unknown", "bogus")}
+
+
+def test_an_implicit_broadcast_is_a_wrong_shape():
+    with pytest.raises(ManifestError) as error:
+        trace(
+            Odd(each(lambda p, w, m: p.copy_(w))).load_weights, Manifest([TensorSpec("w", "float32", (1, 4))])
+        )
+    assert mismatches(error) == {("shape", "w")}
+
+
+def test_the_signature_changes_with_the_memory():
+    model = ToyModel()
+    before = signature(dict(model.named_parameters()))
+    assert signature(dict(model.named_parameters())) == before
+    model.norm.data = model.norm.data.clone()
+    assert signature(dict(model.named_parameters())) != before
+
+
+def test_twenty_thousand_names_take_seconds():
+    experts = torch.nn.Parameter(torch.zeros(20_000, 2, 2), requires_grad=False)
+
+    def load(weights):
+        for name, weight in weights:
+            experts.data[int(name)].copy_(weight)
+
+    manifest = Manifest([TensorSpec(str(i), "float32", (2, 2)) for i in range(20_000)])
+    start = time.perf_counter()
+    plan = trace(load, manifest, expected={"experts": experts})
+    assert len(plan.steps) == 20_000
+    assert len(manifest.buckets()) == 1
+    assert time.perf_counter() - start < 30
