@@ -63,7 +63,7 @@ AnyCommand = Union[Sleep, WakeUp, UpdateWeights, Decide, CancelDrain, Checksums,
 
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(AnyCommand).decode
-encode_reply = msgspec.msgpack.Encoder().encode
+encode_reply = msgspec.msgpack.Encoder(enc_hook=str).encode  # an error's details may hold anything
 decode_reply = msgspec.msgpack.Decoder(Reply[Any]).decode
 
 

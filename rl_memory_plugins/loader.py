@@ -6,8 +6,8 @@ releases with a loader do, so a plugin need not know which of the two called it:
 
 - once per process, whichever patched place comes first;
 - `SGLANG_PLUGINS`, a comma-separated list of names, restricts what is loaded;
-- an `Exception` of one plugin is logged and the others still load. A plugin that wants to stop the process raises
-  something that is not an `Exception`, such as `SystemExit`.
+- an `Exception` of one plugin is logged and the others still load. A plugin that wants to stop the process
+  raises something that is not an `Exception`, such as `SystemExit`.
 
 There is no `HookRegistry` here: a plugin that needs one must check for `sglang.srt.plugins.hook_registry`.
 This module imports the standard library only, because it runs inside engine processes before anything else.

@@ -1,12 +1,12 @@
 """Add the plugin loader to an installed engine that has none, and take it out again.
 
-The diffs and their manifest stand in `patches/`. The manifest names, for each release, the one diff that fits it
-and the SHA-256 of every target file before and after, so a file that somebody else changed is seen. Everything
-here works on files only: no engine is imported.
+The diffs and their manifest stand in `patches/`. The manifest names, for each release, the one diff that fits
+it and the SHA-256 of every target file before and after, so a file that somebody else changed is seen.
+Everything here works on files only: no engine is imported.
 
 Files change all together or not at all. Beside the engine's package, in `.rl_memory_patch/<engine>/`, lie the
-original files and `state.json`, which says what was done with the hashes; both are written before the first file
-changes, so that a process killed half-way leaves what `apply` needs to finish and `revert` to undo.
+original files and `state.json`, which says what was changed, with the hashes. Both are written before the first
+file changes, so that a process killed half-way leaves what `apply` needs to finish and `revert` to undo.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Installation:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What was found or done. `diff` and `files` are empty where no diff is needed; `changed` lists files written."""
+    """What was found or done. `diff` and `files` are empty where no diff is needed; `changed` was written."""
 
     engine: str
     version: str
@@ -134,7 +134,7 @@ def check(installation: Installation, *, allow_modified: bool = False) -> PatchR
     """Whether the patch is applied, and if not, whether it fits. Writes nothing.
 
     Args:
-        allow_modified: Accept files that differ from the release, as long as each hunk fits at exactly one place.
+        allow_modified: Accept files that differ from the release, if each hunk fits at exactly one place.
 
     Raises:
         VersionNotSupportedError: No diff for this version, and the engine has no loader of its own.
@@ -145,7 +145,10 @@ def check(installation: Installation, *, allow_modified: bool = False) -> PatchR
 
 
 def apply(installation: Installation, *, allow_modified: bool = False) -> PatchReport:
-    """Apply the patch; where it is applied already, or not needed, change nothing. Arguments and errors: `check`."""
+    """Apply the patch; where it is applied already, or not needed, change nothing.
+
+    Arguments and errors are those of `check`, and an `OSError`; after any of them every file is as it was.
+    """
     report, patch, contents = _inspect(installation, allow_modified)
     if patch is None or not contents:
         return report
@@ -179,7 +182,7 @@ def revert(installation: Installation) -> PatchReport:
             damaged.append(path)
     if damaged:
         raise FileModifiedError(
-            f"the backup of {', '.join(damaged)} is damaged; reinstall {installation.engine} {installation.version}",
+            f"the backup of {', '.join(damaged)} is damaged; reinstall {installation.engine}",
             files=damaged,
         )
     _replace_all(installation, contents)
@@ -207,7 +210,7 @@ def _inspect(inst: Installation, allow_modified: bool) -> tuple[PatchReport, _Pa
     current = {path: _hash_of(inst.root / path) for path in patch.hashes}
     if any(current[path] == after for path, (_, after) in patch.hashes.items()):
         raise PatchConflictError(
-            f"{inst.engine} {inst.version} carries {patch.name} but its record is gone; reinstall it to remove it",
+            f"{inst.engine} {inst.version} carries {patch.name} without a record; reinstall it to remove it",
             diff=patch.name,
         )
     changed = [path for path, (before, _) in patch.hashes.items() if current[path] != before]
@@ -302,11 +305,11 @@ def _replace_all(inst: Installation, contents: dict[str, bytes]) -> None:
             staged[path] = _stage(inst, path, content)
         for path, temporary in staged.items():
             # A new file under the old name: installers hard-link files from a cache, which must stay as it is.
-            os.replace(temporary, inst.root / path)
+            temporary.replace(inst.root / path)
             replaced.append(path)
     except BaseException:
         for path in replaced:
-            os.replace(_stage(inst, path, originals[path]), inst.root / path)
+            _stage(inst, path, originals[path]).replace(inst.root / path)
         raise
     finally:
         for temporary in staged.values():
@@ -314,7 +317,7 @@ def _replace_all(inst: Installation, contents: dict[str, bytes]) -> None:
 
 
 def _stage(inst: Installation, path: str, content: bytes) -> Path:
-    """A file with `content` and the mode of `path`, on disk in the state directory, which is on the same volume."""
+    """A file with `content` and the mode of `path`, in the state directory, which is on the same volume."""
     descriptor, name = tempfile.mkstemp(dir=inst.state_dir)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -1,9 +1,9 @@
 """A strict applier of unified diffs: a hunk fits at exactly one place, byte for byte, or not at all.
 
-Line numbers in hunk headers are not used, because one diff serves several releases in which the same lines stand
-at different places. Instead each hunk's old lines must occur exactly once in the file, and the hunks must come
-in the file's order. There is no fuzz. Only changes inside existing files are accepted: no creation, deletion
-or rename, and no change of a last line that has no newline.
+Line numbers in hunk headers are not used, because one diff serves several releases in which the same lines
+stand at different places. Instead each hunk's old lines must occur exactly once in the file, and the hunks must
+come in the file's order. There is no fuzz. Only changes inside existing files are accepted: no creation,
+deletion or rename, and no change of a last line that has no newline.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
-from rl_memory_plugins.memory.regions import RegionStack
+from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class CudaVmmAllocator:
         self._retired_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
         self._graph_pools: dict[Tag, torch.cuda.MemPool] = {}
         self._regions = RegionStack()
+        self._region_lock = threading.Lock()  # guards the count below
+        self._open_regions = 0
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
         self._torch_allocators = {
             tag: torch._C._cuda_customAllocator(
@@ -90,7 +92,7 @@ class CudaVmmAllocator:
             )
             for tag in Tag
         }
-        _keep_for_ever(self)  # and with it all callbacks, allocators and pools
+        keep_for_ever(self)  # and with it all callbacks, allocators and pools
         set_torch_option("release_lock_on_cudamalloc", True)
         self._require_torch_to_use_us()
 
@@ -100,19 +102,24 @@ class CudaVmmAllocator:
     def region(self, tag: Tag) -> Iterator[None]:
         """Allocations that this thread makes inside belong to `tag`. Regions nest; the inner one wins.
 
-        CUDA graphs are better captured into `pool_id(tag)`. In a region of `Tag.CUDA_GRAPH` nothing is given
-        back at its end, because a graph needs its temporaries' memory though torch counts it as unused; for
-        the same reason static buffers do not belong there.
+        A CUDA graph that is captured inside uses a pool of its own unless it is given `pool_id(tag)`.
         """
+        with self._region_lock:
+            self._open_regions += 1
         pool = self._take_pool(tag)
         try:
             with self._regions.enter(lambda: torch.cuda.use_mem_pool(pool, self.index)):
                 yield
         finally:
             self._return_pool(tag, pool)
+            with self._region_lock:
+                self._open_regions -= 1
 
     def pool_id(self, tag: Tag = Tag.CUDA_GRAPH) -> tuple[int, int]:
-        """A pool for `torch.cuda.graph(pool=…)`; whatever is captured into it belongs to `tag`."""
+        """A pool for `torch.cuda.graph(pool=…)`; whatever is captured into it belongs to `tag`.
+
+        All of it is preserved and restored, also what torch counts as unused: a graph's temporaries are.
+        """
         pool = self._graph_pools.get(tag)
         if pool is None:
             pool = self._graph_pools[tag] = self._new_pool(tag)
@@ -137,14 +144,24 @@ class CudaVmmAllocator:
         if not whole:
             self.forget_freed(tag)
 
-    def _unused(self, tag: Tag, pools: Sequence[torch.cuda.MemPool]) -> set[int]:
-        """The addresses of those blocks in the pools that hold no tensor.
+    def forget_freed(self, tag: Tag) -> set[int]:
+        """Strike out the blocks of retired pools that hold no tensor any more; returns their addresses."""
+        unused = self._unused(tag, self._retired_pools[tag])
+        if not unused:
+            return unused
+        torch.cuda.synchronize(self.index)
+        with self._lock, self._driver.context():
+            for address in unused:
+                mapping = self._mappings[tag].pop(address)
+                if mapping.mapped:
+                    self._driver.unmap(address, mapping.nbytes)
+        return unused
 
-        None for CUDA graphs: they use the memory of temporaries that torch counts as free.
-        """
+    def _unused(self, tag: Tag, pools: Iterable[torch.cuda.MemPool]) -> set[int]:
+        """The addresses of those blocks in the pools that hold no tensor; none for CUDA graphs."""
         if tag is Tag.CUDA_GRAPH:
             return set()
-        segments = [segment for pool in pools for segment in pool.snapshot()]
+        segments = [segment for pool in list(pools) for segment in pool.snapshot()]
         with self._lock:
             return {
                 segment["address"]
@@ -152,40 +169,36 @@ class CudaVmmAllocator:
                 if not segment["active_size"] and segment["address"] in self._mappings[tag]
             }
 
-    def _forget(self, tag: Tag, addresses: Iterable[int]) -> None:
-        """Strike out blocks of retired pools. Their addresses stay reserved while torch knows them."""
-        with self._lock:
-            for address in addresses:
-                mapping = self._mappings[tag].pop(address)
-                if mapping.mapped:
-                    with self._driver.context():
-                        self._driver.unmap(address, mapping.nbytes)
-
     def _drop_empty_pools(self, tag: Tag) -> None:
-        """Let torch forget the retired pools that have no block left, and give their addresses back."""
-        if tag is Tag.CUDA_GRAPH:
-            return
-        kept, addresses = [], []
-        with self._lock:
-            retired, self._retired_pools[tag] = self._retired_pools[tag], []
-        while retired:
-            pool = retired.pop()
-            ranges = [(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
+        """Let torch forget the retired pools that have no block left, and give their addresses back.
+
+        torch ends the process if a pool goes while an allocation to any pool is being recorded: this is done
+        only between sleep and wake, when no graph is captured, and while no region is open.
+        """
+        with self._region_lock:
+            if self._open_regions:
+                return
             with self._lock:
-                empty = not any(address in self._mappings[tag] for address, _ in ranges)
-            if empty:
-                addresses += ranges
-            else:
-                kept.append(pool)
-            del pool  # torch frees its segments, on which no memory is left: unmapping them does nothing
-        with self._lock:
-            self._retired_pools[tag] += kept
-        if not addresses:
-            return
-        known = {segment["address"] for segment in torch.cuda.memory_snapshot()}
-        for address, nbytes in addresses:
-            if address not in known:
-                self._driver.free_address(address, nbytes)
+                retired, self._retired_pools[tag] = self._retired_pools[tag], []
+            kept, addresses = [], []
+            while retired:
+                pool = retired.pop()
+                ranges = [(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
+                with self._lock:
+                    empty = not any(address in self._mappings[tag] for address, _ in ranges)
+                if empty:
+                    addresses += ranges
+                else:
+                    kept.append(pool)
+                del pool  # torch frees its segments; there is no memory behind them, so that does nothing
+            with self._lock:
+                self._retired_pools[tag] += kept
+            if not addresses:
+                return
+            known = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+            for address, nbytes in addresses:
+                if address not in known:
+                    self._driver.free_address(address, nbytes)
 
     def _malloc_for(self, tag: Tag) -> Callable[[int, int, int | None], int | None]:
         mappings, lock, driver, index = self._mappings[tag], self._lock, self._driver, self.index
@@ -234,19 +247,9 @@ class CudaVmmAllocator:
 
     def reserve(self, tag: Tag) -> VmmReservation:
         self.forget_freed(tag)
+        self._drop_empty_pools(tag)
         released = [mapping for mapping in self._live(tag) if not mapping.mapped]
         return VmmReservation(self, tag, self._driver, released, self._margin_bytes)
-
-    def forget_freed(self, tag: Tag) -> set[int]:
-        """Strike out the blocks of retired pools that hold no tensor any more; returns their addresses."""
-        with self._lock:
-            pools = list(self._retired_pools[tag])
-        unused = self._unused(tag, pools)
-        if unused:
-            torch.cuda.synchronize(self.index)
-            self._forget(tag, unused)
-            self._drop_empty_pools(tag)
-        return unused
 
     def close(self) -> None:
         """Give all memory back. Tensors in it must not be used any more."""
@@ -509,8 +512,3 @@ def _address_of(function: Any) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
-
-
-def _keep_for_ever(thing: object) -> None:
-    """Keep an object through the interpreter's shutdown too, when the globals of modules are dropped."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,7 +1,8 @@
-"""Nesting of regions on one thread, where the allocator underneath knows only one region at a time."""
+"""What allocators on top of torch's memory pools share: nesting regions, and objects that outlive Python."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,9 +12,9 @@ from typing import Any
 class RegionStack(threading.local):
     """Makes the inner of two nested regions win.
 
-    torch looks through the active pools of a thread from the first to the last, so left to itself the outer
-    region would win, and entering one pool twice is an error. Here at most one is active: an outer region is
-    left while an inner one is open, and entered again afterwards.
+    Which of a thread's active pools torch prefers depends on its version, and entering one pool twice is an
+    error in all. Here at most one is active: an outer region is left while an inner one is open, and entered
+    again afterwards.
     """
 
     def __init__(self) -> None:
@@ -57,3 +58,8 @@ class _Suspendable:
         context, self._active = self._active, None
         if context is not None:
             context.__exit__(None, None, None)
+
+
+def keep_for_ever(thing: object) -> None:
+    """Keep an object through the interpreter's shutdown too, when the globals of modules are dropped."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -24,7 +24,7 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
-from rl_memory_plugins.memory.regions import RegionStack
+from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
 from rl_memory_plugins.tags import Tag
 
 #: What is used of torch_memory_saver that it does not document: checked at start-up.
@@ -36,6 +36,8 @@ _numbers = itertools.count()
 
 class TorchSaverAllocator:
     """Pausable regions of one GPU, held by the process's torch_memory_saver.
+
+    CUDA graphs stay resident: what is captured does not go through its regions.
 
     Its LD_PRELOAD mode is used where its library is preloaded, its torch mode elsewhere; if it is already in
     use in this process, it is taken as it is.
@@ -181,4 +183,5 @@ def _start_saver(index: int) -> Any:
             raise UnsupportedError(
                 f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path]
             )
+    keep_for_ever(saver._impl)  # it also exits when its pools are dropped, as the interpreter does at the end
     return saver

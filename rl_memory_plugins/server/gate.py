@@ -49,29 +49,37 @@ class AdmissionGate:
         self._is_generation = is_generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._is_generation(scope):
-            refusal = self._refusal()
-            if refusal is not None:
-                await error_response(refusal)(scope, receive, send)
-                return
-            send = self._replacing_late_refusals(scope, receive, send)
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or not self._is_generation(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal()
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
+            return
+        await self._pass_on(scope, receive, send)
 
-    @staticmethod
-    def _replacing_late_refusals(scope: Scope, receive: Receive, send: Send) -> Send:
-        refusals: list[RLMemoryError] = []
-        _refusals.set(refusals)
-        replaced = False
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request; if it is refused late, answer in the place of the engine's server."""
+        late: list[RLMemoryError] = []
+        _refusals.set(late)
+        started = replaced = False
 
         async def send_or_replace(message: Message) -> None:
-            nonlocal replaced
-            if message["type"] == "http.response.start" and refusals:
-                replaced = True
-                await error_response(refusals[0])(scope, receive, send)
+            nonlocal started, replaced
+            if late and not started:
+                started = replaced = True
+                await error_response(late[0])(scope, receive, send)
             elif not replaced:
+                started = True
                 await send(message)
 
-        return send_or_replace
+        try:
+            await self._app(scope, receive, send_or_replace)
+        except Exception:
+            if not late or (started and not replaced):
+                raise
+            if not started:  # the server's handler for unforeseen errors is outside of this middleware
+                await error_response(late[0])(scope, receive, send)
 
     def _refusal(self) -> RLMemoryError | None:
         try:

@@ -39,6 +39,12 @@ class Coverage:
         else:
             self._large.append((starts, starts + nbytes))
 
+    def extend(self, other: Coverage) -> None:
+        """Add all that is in another set."""
+        self._merged = None
+        self._small += other._small
+        self._large += other._large
+
     def fraction(self, tensor: torch.Tensor) -> float:
         """How much of the tensor's memory is in the set: 0.0 to 1.0. An empty tensor is covered."""
         if tensor.numel() == 0:

@@ -358,9 +358,10 @@ class WeightSender:
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
         ready = [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
-        if self._wakeable in ready:
+        # What receivers have said comes first: it is closer to the cause than the error given to `cancel`.
+        if ready == [self._wakeable]:
             raise self._cancelled or WeightUpdateError("the update was cancelled")
-        return ready
+        return [one for one in ready if one is not self._wakeable]
 
 
 @contextlib.contextmanager

@@ -77,6 +77,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def forget(self, name: str) -> None:
         """Drop the steps of a name whose loading failed half-way."""
         self.steps.pop(name, None)
+        self._previous = None
 
     def mark_opaque(self, names: Iterable[str], why: str) -> None:
         for name in names:

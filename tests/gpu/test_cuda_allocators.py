@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import test_allocators as suite
 import torch
 from test_allocators import *  # noqa: F403 - the suite's tests, collected here with the harnesses below
+from torch_memory_saver.utils import get_binary_path_from_package
 
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
 from rl_memory_plugins.memory.torch_saver import TorchSaverAllocator
@@ -44,7 +48,7 @@ class CudaHarness:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(0)
-        return total - free
+        return total - free - (0 if self._hog is None else self._hog.numel())
 
     def starve(self) -> None:
         torch.cuda.empty_cache()
@@ -94,3 +98,28 @@ def memory(request):
     yield harness
     harness.feed()
     harness.close()
+
+
+def test_the_saver_is_used_in_the_mode_that_the_process_was_started_for():
+    preloaded = "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
+    assert TorchSaverAllocator(0).hook_mode == ("preload" if preloaded else "torch")
+
+
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="this is the inner run")
+def test_the_suite_passes_with_the_saver_preloaded():
+    library = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        __file__,
+        "-k",
+        "tms or saver_is_used",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {**os.environ, "LD_PRELOAD": library}
+    inner = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert inner.returncode == 0, inner.stdout + inner.stderr
+    assert " passed" in inner.stdout

@@ -1,10 +1,10 @@
 """That the patched places really call the plugins: first with the functions alone, then inside the real engine.
 
-The engine's own processes need torch, a CUDA driver and matching versions of much else. So there are two levels.
-`test_every_place_...` executes each patched function of every release by itself and needs nothing. The tests marked
+The engine's own processes need torch, a CUDA driver and matching versions of much else. So there are two
+levels. The first executes each patched function of every release by itself and needs nothing. The tests marked
 `slow` import the real, patched modules of one release per diff and call them; they need an interpreter that has
-SGLang's dependencies (of any version), given by `RL_MEMORY_SGLANG_PYTHON`, and only the kernels' package
-`sgl_kernel` is a stand-in, because it does not load without a CUDA driver.
+SGLang's dependencies (those of a later release do), given by `RL_MEMORY_SGLANG_PYTHON`, and only the kernels'
+package `sgl_kernel` is a stand-in, because it does not load without a CUDA driver. No model is run.
 """
 
 import ast
@@ -206,35 +206,31 @@ __version__ = "99.0"
 """
 
 CALLS = """
+from inspect import signature
 import sglang
 from probe_plugin import Reached
 from rl_memory_plugins import loader
 from sglang.srt.entrypoints import engine
 from sglang.srt.managers import data_parallel_controller, scheduler
 launch = getattr(engine, "_launch_subprocesses", None) or engine.Engine._launch_subprocesses
-calls = {
-    "Engine": lambda: engine.Engine(model_path="m"),
-    "_launch_subprocesses": lambda: launch(None, None, None, None),
-    "run_scheduler_process": lambda: scheduler.run_scheduler_process(*arguments(scheduler.run_scheduler_process)),
-    "run_data_parallel_controller_process": lambda: data_parallel_controller.run_data_parallel_controller_process(
-        None, None, None),
-}
-def arguments(function):
-    return [None] * function.__code__.co_argcount
-if "port_args" in launch.__code__.co_varnames[:2]:
-    calls["_launch_subprocesses"] = lambda: launch(None)
-for name, call in calls.items():
+functions = [
+    engine.Engine, launch, scheduler.run_scheduler_process,
+    data_parallel_controller.run_data_parallel_controller_process,
+]
+for function in functions:
+    parameters = signature(function).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     loader._loaded = False
     try:
-        call()
+        function(*[None] * len(required))
     except Reached:
-        print("REACHED", name, sglang.__file__)
+        print("REACHED", function.__name__, sglang.__file__)
 """
 
 
 @pytest.fixture
 def real(site, tmp_path):
-    """`real(version, arguments, probe)`: run the patched release in an interpreter that has its dependencies."""
+    """`real(version, arguments, probe)`: run the patched release where its dependencies are."""
     python = os.environ.get("RL_MEMORY_SGLANG_PYTHON") or (sys.executable if find_spec("sglang") else "")
     if not python:
         pytest.skip("needs an interpreter with SGLang's dependencies: set RL_MEMORY_SGLANG_PYTHON")
@@ -264,12 +260,7 @@ ONE_PER_DIFF = ["0.5.5", "0.5.9", "0.5.10.post1"]
     "command",
     [
         ["-m", "sglang.launch_server", "--help"],
-        [
-            "-c",
-            "import sys; sys.argv[0] = 'sglang'; from sglang.cli.main import main; main()",
-            "serve",
-            "--help",
-        ],
+        ["-c", "from sglang.cli.serve import serve; serve(None, ['--help'])"],
     ],
     ids=["launch_server", "serve"],
 )

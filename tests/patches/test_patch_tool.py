@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -217,9 +218,9 @@ def test_a_process_killed_in_the_middle_can_be_finished_or_undone(site, finish):
     before = snapshot(root)
     script = (
         "import os, sys; from pathlib import Path; from rl_memory_plugins import patching\n"
-        "replace, calls = os.replace, []\n"
+        "replace, calls = Path.replace, []\n"
         "def killed(*a):\n    calls.append(a)\n    if len(calls) == 3: os._exit(9)\n    replace(*a)\n"
-        "os.replace = killed\n"
+        "Path.replace = killed\n"
         "patching.apply(patching.find_installation('sglang', Path(sys.argv[1])))"
     )
     environment = {**os.environ, "PYTHONPATH": str(releases.PATCHES.parent)}
@@ -232,13 +233,13 @@ def test_a_process_killed_in_the_middle_can_be_finished_or_undone(site, finish):
 
 
 class failing_replace:
-    """`os.replace` raises once, at its call number `at`."""
+    """`Path.replace` raises once, at its call number `at`."""
 
     def __init__(self, monkeypatch, at, error):
         self.monkeypatch, self.at, self.error = monkeypatch, at, error
 
     def __enter__(self):
-        replace, calls, failed = os.replace, [], []
+        replace, calls, failed = Path.replace, [], []
 
         def failing(source, target):
             calls.append(target)
@@ -247,7 +248,7 @@ class failing_replace:
                 raise self.error
             replace(source, target)
 
-        self.monkeypatch.setattr(os, "replace", failing)
+        self.monkeypatch.setattr(Path, "replace", failing)
         return failed
 
     def __exit__(self, *_):
@@ -318,10 +319,10 @@ def test_an_installed_wheel_brings_the_diffs(site, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     root = site("0.5.9")
+    program = "from rl_memory_plugins.patch_cli import app; app()"
     for action, status in (("apply", "applied"), ("check", "applied"), ("revert", "unpatched")):
         done = subprocess.run(
-            [sys.executable, "-c", "from rl_memory_plugins.patch_cli import app; app()", action, "--json"]
-            + ["--path", str(root)],
+            [sys.executable, "-c", program, action, "--json", "--path", str(root)],
             env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
             cwd=tmp_path,
             check=True,

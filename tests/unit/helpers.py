@@ -44,7 +44,7 @@ class ScriptedReceiver:
 
 
 class FakeRank:
-    """One rank in fake memory: a parameter and a buffer, a KV cache and its scales, a graph, each of its own content."""
+    """One rank in fake memory: a parameter and a buffer, a KV cache and its scales, and a graph."""
 
     def __init__(self, rank: int = 0, capacity: int = 1 << 20, **options: Any) -> None:
         self.device = FakeDevice(f"fake:{rank}", capacity)

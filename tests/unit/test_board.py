@@ -49,8 +49,8 @@ def test_readers_never_see_half_a_write(board):
             board.publish(status("abcdefg"[number % 7] * (1 + 9973 * (number % 7))))
     try:
         reader, changes, last = BoardReader(board.path), 0, ""
-        deadline = time.monotonic() + 20
-        while changes < 500 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while changes < 200 and time.monotonic() < deadline:
             version = reader.read().weight_version
             assert set(version) == {version[0]}
             assert len(version) == 1 + 9973 * "abcdefg".index(version[0])
@@ -59,7 +59,7 @@ def test_readers_never_see_half_a_write(board):
     finally:
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
-    assert changes == 500
+    assert changes == 200
 
 
 def test_a_status_that_does_not_fit_leaves_the_board_readable(board):

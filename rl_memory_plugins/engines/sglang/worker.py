@@ -40,7 +40,7 @@ class Memory:
     """
 
     def __init__(self, config: RLMemoryConfig, place: Callable[[], tuple[str, int]]) -> None:
-        self._config = config
+        self.config = config
         self._place = place
         self._chosen: tuple[Allocator, HostArena] | None = None
 
@@ -49,7 +49,7 @@ class Memory:
             import torch
 
             device, rank = self._place()
-            self._chosen = choose_allocator(self._config, torch.device(device), rank)
+            self._chosen = choose_allocator(self.config, torch.device(device), rank)
         return self._chosen
 
     @property
@@ -65,6 +65,11 @@ def prepare(memory: Memory) -> None:
     """Say what the regions of this process are to use, before the engine makes any."""
     global _memory
     _memory = memory
+
+
+def config() -> RLMemoryConfig | None:
+    """The options of this process's engine; `None` if it is not enabled."""
+    return None if _memory is None else _memory.config
 
 
 def _create(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +143,7 @@ class SglangWorker:
         receiver = WeightReceiver(
             self.manager,
             load_weights=model.load_weights,  # type: ignore[arg-type]
-            expected_parameters=self.parameters,
+            parameters=self.parameters,
             ignorable=self._ignorable,
             allow_cast=config.allow_cast,
             check_finite=config.check_finite,

@@ -249,7 +249,7 @@ def test_an_aborted_sleep_changes_nothing_and_returns_its_host_memory(rank):
 
 
 def test_a_release_that_fails_leaves_the_tag_whole(rank):
-    """In the middle of the second tag: what was unmapped comes back from the backup, the error names the first."""
+    """In the middle of the second tag: its unmapped block comes back, and the error names the first tag."""
     before = rank.contents()
     rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
     rank.device.fail("unmap", nth=4)

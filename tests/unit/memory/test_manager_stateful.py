@@ -189,4 +189,4 @@ class TwoRanks(RuleBasedStateMachine):
 
 
 TestTwoRanks = TwoRanks.TestCase
-TestTwoRanks.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestTwoRanks.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ def addresses(ranges):
 def test_merge(ranges):
     merged = merge(ranges)
     assert addresses(merged) == addresses(ranges)
-    assert all(left.end < right.address for left, right in zip(merged, merged[1:], strict=False))
+    assert all(left.end < right.address for left, right in pairwise(merged))
 
 
 @given(blocks, blocks)

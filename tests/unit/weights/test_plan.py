@@ -209,6 +209,20 @@ def test_a_loader_that_collects_first_blames_the_right_name():
     assert mismatches(error) == {("unknown", "bogus")}
 
 
+def test_a_fill_after_a_copy_that_failed_is_no_failure_of_its_own():
+    def load(model, weights):
+        for name, weight in weights:
+            if name == "a":
+                model.weight.data.copy_(weight)
+                raise KeyError(name)
+            model.weight.data.fill_(3)
+
+    specs = [TensorSpec(name, "float32", (4, 4)) for name in "ab"]
+    with pytest.raises(ManifestError) as error:
+        trace(Odd(load).load_weights, Manifest(specs))
+    assert mismatches(error) == {("unknown", "a")}
+
+
 def test_an_implicit_broadcast_is_a_wrong_shape():
     with pytest.raises(ManifestError) as error:
         trace(

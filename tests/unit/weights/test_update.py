@@ -1,5 +1,6 @@
 """Whole updates over the real socket and shared memory, and every way in which one breaks off."""
 
+import contextlib
 import gc
 import signal
 import socket
@@ -428,7 +429,8 @@ def test_a_trainer_that_breaks_the_protocol_is_refused(entries, message):
         connection.send(wire.Offer(manifest, description), 5.0, fds)
         connection.receive(wire.Accept, timeout_s=5)
         connection.send(wire.Bucket(0, [BucketEntry(*entry) for entry in entries]), 5.0)
-        connection.send(wire.Commit(), 5.0)
+        with contextlib.suppress(WeightUpdateError):  # it may have given up already
+            connection.send(wire.Commit(), 5.0)
         assert message in str(thread.join().error)
     assert rank.manager.content is Content.FAILED
     buffer.close()

@@ -1,0 +1,114 @@
+"""SGLang ends the start when free memory differs between tensor-parallel ranks. In colocated training it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.sglang import worker
+from rl_memory_plugins.hooking import Hooks
+
+logger = logging.getLogger(__name__)
+
+CHECK = "sglang.srt.distributed.bootstrap:_check_tp_memory_balance"
+LEGACY_VARIABLE = "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"  # users still export it; SGLang no longer reads it
+THRESHOLD = 0.9  # SGLang's own
+
+
+def install(hooks: Hooks) -> None:
+    hooks.wrap(CHECK, _check)
+
+
+def _check(original: Callable[..., None]) -> Callable[..., None]:
+    def check(*, pre_model_load_memory: float, local_gpu_memory: float) -> None:
+        config = worker.config()
+        if config is None:
+            original(pre_model_load_memory=pre_model_load_memory, local_gpu_memory=local_gpu_memory)
+            return
+        ranks = _all_ranks(local_gpu_memory)
+        if min(rank["free"] for rank in ranks) >= THRESHOLD * max(rank["free"] for rank in ranks):
+            return
+        text = diagnosis(ranks, config)
+        if ranks[0]["rank"] == _tp_rank():
+            logger.warning(text)
+        if is_strict(config):
+            raise RuntimeError(text)
+
+    return check
+
+
+def is_strict(config: RLMemoryConfig) -> bool:
+    """Whether an imbalance ends the start: by the option, unless the legacy variable says it must not."""
+    legacy = os.environ.get(LEGACY_VARIABLE, "").strip().lower()
+    return config.strict_tp_balance and legacy not in ("1", "true", "yes", "on")
+
+
+def diagnosis(ranks: list[dict[str, Any]], config: RLMemoryConfig) -> str:
+    """One text that says what differs, who holds it, why that usually is, and what can be done.
+
+    Args:
+        ranks: Of each rank: `rank`, `device`, `free` and `total` (GiB), `processes` (pairs of pid and GiB; None if
+            they cannot be read).
+    """
+    lines = [f"Free memory differs by more than {1 - THRESHOLD:.0%} between the tensor-parallel ranks:"]
+    for rank in ranks:
+        used = rank["total"] - rank["free"]
+        line = f"  rank {rank['rank']} on {rank['device']}: {rank['free']:.2f} GiB free, {used:.2f} GiB used"
+        if rank["processes"] is None:
+            line += " (NVML does not say by whom)"
+        elif rank["processes"]:
+            line += ", held by " + ", ".join(f"process {pid} ({size:.2f} GiB)" for pid, size in rank["processes"])
+        lines.append(line)
+    lines.append(
+        "In colocated training this is usual: trainers load at different times, shards are uneven, and offloaded "
+        "parameters are released rank by rank. The KV cache is sized by the rank with the least free memory, so "
+        "the difference is lost to it. To even it out, offload the trainer and empty its cache on every rank first."
+    )
+    if is_strict(config):
+        lines.append(f"The start ends here because of strict_tp_balance; {LEGACY_VARIABLE}=1 lets it go on.")
+    else:
+        lines.append("The start goes on; the option strict_tp_balance=true makes this an error again.")
+    return "\n".join(lines)
+
+
+def _all_ranks(free: float) -> list[dict[str, Any]]:
+    """Every rank's memory, in the order of ranks. All ranks call it together."""
+    import torch
+    import torch.distributed as distributed
+    from sglang.srt.distributed import get_tp_group
+
+    mine: dict[str, Any] = {"rank": _tp_rank(), "free": free, "device": "the host", "processes": None}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        mine |= {"device": f"GPU-{properties.uuid}", "total": properties.total_memory / (1 << 30)}
+        mine["processes"] = _processes(mine["device"])
+    else:
+        import psutil
+
+        mine["total"] = psutil.virtual_memory().total / (1 << 30)
+    group = get_tp_group()
+    ranks: list[Any] = [None] * group.world_size
+    distributed.all_gather_object(ranks, mine, group=group.cpu_group)
+    return ranks
+
+
+def _tp_rank() -> int:
+    from sglang.srt.distributed import get_tp_group
+
+    return int(get_tp_group().rank_in_group)
+
+
+def _processes(uuid: str) -> list[tuple[int, float]] | None:
+    """The processes that hold memory of a GPU, with GiB each, largest first."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except Exception:  # not installed, no driver, or not permitted in this container
+        return None
+    held = [(process.pid, (process.usedGpuMemory or 0) / (1 << 30)) for process in running]
+    return sorted(held, key=lambda pair: -pair[1])

@@ -1,0 +1,92 @@
+"""The HTTP server's side: routes, authentication and the gate, put into SGLang's app before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rl_memory_plugins.engines.sglang.client import AsyncFace, face_of
+from rl_memory_plugins.hooking import Hooks
+
+HTTP = "sglang.srt.entrypoints.http_server"
+SHARED_ROUTE = "/update_weights_from_ipc"  # SGLang has a route of this name, and so has the contract
+
+#: Every route of SGLang that runs the model.
+GENERATION = (
+    "/generate",
+    "/encode",
+    "/classify",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/embeddings",
+    "/v1/classify",
+    "/v1/score",
+    "/v1/decisions",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/systemone",
+    "/v1/audio/transcriptions",
+    "/api/chat",
+    "/api/generate",
+    "/invocations",
+    "/vertex_generate",
+)
+
+
+def install(hooks: Hooks) -> None:
+    hooks.require(f"{HTTP}:app")
+    hooks.wrap(f"{HTTP}:_setup_and_run_http_server", _setup)
+
+
+def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    def setup_and_run(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
+        face = face_of(tokenizer_manager)
+        if face is not None:
+            from sglang.srt.entrypoints.http_server import app
+
+            attach(app, face, server_args)
+        return original(server_args, tokenizer_manager, *args, **kwargs)
+
+    return setup_and_run
+
+
+def attach(app: Any, face: AsyncFace, server_args: Any) -> None:
+    """Put the control routes in front of SGLang's own, and the gate around the app."""
+    from sglang.srt.utils.auth import AuthLevel
+    from starlette.routing import Route
+
+    from rl_memory_plugins.server.auth import ControlAuth
+    from rl_memory_plugins.server.gate import AdmissionGate, posts_to
+    from rl_memory_plugins.server.router import build_router
+
+    # SGLang's own check comes first: the admin key if there is one, else the API key. Ours then agrees with it,
+    # and without keys admits local clients only.
+    keys = [server_args.admin_api_key or server_args.api_key or ""]
+    router = build_router(face, ControlAuth(keys), update_timeout_s=face.update_timeout_s)
+    ours = [route for route in router.routes if route.path != SHARED_ROUTE]
+    [theirs] = [route for route in router.routes if route.path == SHARED_ROUTE]
+    shared = Route(SHARED_ROUTE, _shared(theirs.endpoint, app), methods=["POST"])
+    for route in (*ours, shared):
+        route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
+    app.router.routes[:0] = [*ours, shared]
+    app.add_middleware(AdmissionGate, status=face.status_now, is_generation=posts_to(GENERATION))
+
+
+def _shared(ours: Callable[[Any], Awaitable[Any]], app: Any) -> Callable[..., Awaitable[Any]]:
+    """One route for two callers: SGLang's own bodies name `zmq_handles`."""
+    native = next(route.endpoint for route in app.router.routes if getattr(route, "path", "") == SHARED_ROUTE)
+
+    async def endpoint(request: Any) -> Any:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
+
+        try:
+            body = json.loads(await request.body() or b"{}")
+        except ValueError:
+            body = None
+        if isinstance(body, dict) and "zmq_handles" in body:
+            return await native(UpdateWeightsFromIPCReqInput(**body), request)
+        return await ours(request)
+
+    return endpoint

@@ -1,0 +1,28 @@
+"""SGLang with one more argument: `Engine(model_path=…, rl_memory=True)`, and `ServerArgs` for `launch_server`.
+
+Once the package is installed SGLang itself takes the argument; here it is on by default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sglang
+
+from rl_memory_plugins.engines.sglang import register
+
+__all__ = ["Engine", "server_args"]
+
+register()
+
+
+class Engine(sglang.Engine):  # type: ignore[misc]
+    """`sglang.Engine`. `rl_memory` is `True` for the defaults, or options as `config.RLMemoryConfig.parse` takes them."""
+
+    def __init__(self, *, rl_memory: Any = True, **kwargs: Any) -> None:
+        super().__init__(rl_memory=rl_memory, **kwargs)
+
+
+def server_args(*, rl_memory: Any = True, **kwargs: Any) -> Any:
+    """`sglang.srt.server_args.ServerArgs` for `launch_server`, with `rl_memory` as for `Engine`."""
+    return sglang.Engine.server_args_class(rl_memory=rl_memory, **kwargs)
