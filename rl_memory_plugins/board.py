@@ -16,10 +16,12 @@ from pathlib import Path
 
 import msgspec
 
+from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.records import EngineStatus
 
 _HEADER = struct.Struct("=QQ")  # sequence number, payload length
 _SIZE = 1 << 20
+_WRITE_TIMEOUT_S = 1.0  # a write takes microseconds
 
 
 class StatusBoard:
@@ -59,6 +61,7 @@ class BoardReader:
     """The reader's side; an unchanged board costs one comparison."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         with open(path, "rb") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
         self._decoder = msgspec.msgpack.Decoder(EngineStatus)
@@ -66,6 +69,12 @@ class BoardReader:
         self._status: EngineStatus | None = None
 
     def read(self) -> EngineStatus:
+        """The status as it is now.
+
+        Raises:
+            EngineFaultError: the writer died in the middle of a write.
+        """
+        deadline = None
         while True:
             sequence, length = _HEADER.unpack_from(self._memory)
             if sequence == self._seen and self._status is not None:
@@ -75,7 +84,10 @@ class BoardReader:
                 self._status = self._decoder.decode(payload)
                 self._seen = sequence
                 return self._status
-            time.sleep(0)  # a write is under way; it takes microseconds
+            deadline = deadline or time.monotonic() + _WRITE_TIMEOUT_S
+            if time.monotonic() > deadline:
+                raise EngineFaultError("the engine's status board is not being written to the end", path=self.path)
+            time.sleep(0)
 
 
 def _remove_boards_of_dead_processes(directory: Path) -> None:

@@ -106,12 +106,14 @@ class CudaVmmAllocator:
         """
         with self._region_lock:
             self._open_regions += 1
-        pool = self._take_pool(tag)
         try:
-            with self._regions.enter(lambda: torch.cuda.use_mem_pool(pool, self.index)):
-                yield
+            pool = self._take_pool(tag)
+            try:
+                with self._regions.enter(lambda: torch.cuda.use_mem_pool(pool, self.index)):
+                    yield
+            finally:
+                self._return_pool(tag, pool)
         finally:
-            self._return_pool(tag, pool)
             with self._region_lock:
                 self._open_regions -= 1
 
@@ -136,12 +138,13 @@ class CudaVmmAllocator:
             return torch.cuda.MemPool(self._torch_allocators[tag])
 
     def _return_pool(self, tag: Tag, pool: torch.cuda.MemPool) -> None:
-        """Keep the pool for the tag's next region, or, if it has unused segments, give these back."""
-        whole = torch.cuda.is_current_stream_capturing() or not self._unused(tag, [pool])
+        """Keep the pool for the tag's next region if it is all in use, and give back what of the tag is not."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        whole = capturing or not self._unused(tag, [pool])
         with self._lock:
             whole = whole and all(mapping.mapped for mapping in self._mappings[tag].values())
             (self._idle_pools if whole else self._retired_pools)[tag].append(pool)
-        if not whole:
+        if not capturing:  # giving back waits for the device
             self.forget_freed(tag)
 
     def forget_freed(self, tag: Tag) -> set[int]:
@@ -152,8 +155,8 @@ class CudaVmmAllocator:
         torch.cuda.synchronize(self.index)
         with self._lock, self._driver.context():
             for address in unused:
-                mapping = self._mappings[tag].pop(address)
-                if mapping.mapped:
+                mapping = self._mappings[tag].pop(address, None)  # another thread may have been faster
+                if mapping is not None and mapping.mapped:
                     self._driver.unmap(address, mapping.nbytes)
         return unused
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from integration.models import SHAPES, new_model, write_model
-from tests.engines import ENGINES
-from tests.engines.base import Launch, Server
+from integration.engines import ENGINES
+from integration.engines.base import Launch, Server
 
 PROMPT = [5, 6, 7, 8]
 SEED, OTHER_SEED = 1, 2

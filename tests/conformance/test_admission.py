@@ -10,7 +10,7 @@ import pytest
 
 from tests.conformance.conftest import PROMPT, Weights
 from tests.conformance.trainers import broken_update
-from tests.engines.base import Server
+from integration.engines.base import Server
 
 
 def paused(server: Server, weights: Weights) -> str:

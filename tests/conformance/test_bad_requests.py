@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.conftest import PROMPT
-from tests.engines.base import Server
+from integration.engines.base import Server
 
 BAD = {
     "level 7": ("/sleep", {"level": 7}),

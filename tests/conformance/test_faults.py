@@ -13,7 +13,7 @@ import pytest
 from rl_memory_plugins.errors import DeviceMemoryError
 from tests.conformance.conftest import PROMPT
 from tests.conformance.test_sleep_wake import states
-from tests.engines.base import Server
+from integration.engines.base import Server
 
 
 def last_rank(server: Server) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from rl_memory_plugins.errors import DrainTimeoutError, StateConflictError
 from tests.conformance.conftest import PROMPT
-from tests.engines.base import Server
+from integration.engines.base import Server
 
 LONG = 400
 

@@ -13,7 +13,7 @@ from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflict
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.conformance.conftest import PROMPT, Weights
 from tests.conformance.trainers import broken_update, push, push_with_wrong_token, start_killable_trainer
-from tests.engines.base import Server
+from integration.engines.base import Server
 
 
 def greedy(model: torch.nn.Module, prompt: list[int], tokens: int = 8) -> list[int]:

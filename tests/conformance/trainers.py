@@ -16,7 +16,7 @@ from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.sender import push_weights
 from rl_memory_plugins.weights.source import ModuleSource
-from tests.engines.base import REPOSITORY, Server
+from integration.engines.base import REPOSITORY, Server
 
 BUCKET_BYTES = 8 << 20  # small, so that an update has many buckets
 

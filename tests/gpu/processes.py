@@ -67,4 +67,4 @@ def gpu_memory_taken(left_bytes: int, byte: int = 0xAB) -> Iterator[None]:
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, **extra}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **extra}

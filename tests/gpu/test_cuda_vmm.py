@@ -314,9 +314,7 @@ def test_a_graph_replays_identically_after_sleeping(kind):
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(result, expected)
-    for tag in tags:
-        allocator.release(tag)
-    arena.close()
+    arena.close()  # the allocator stays awake: cuBLAS keeps a workspace that it got during the capture
 
 
 # -- devices ----------------------------------------------------------------------------------------------

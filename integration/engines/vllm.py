@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from tests.engines.base import EngineKind, Launch, python
+from integration.engines.base import EngineKind, Launch, python
 
 
 class Vllm(EngineKind):
@@ -17,10 +17,13 @@ class Vllm(EngineKind):
         arguments = [
             *(python(), "-m", "rl_memory_plugins.cli", "serve", "vllm", str(launch.model)),
             *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
-            *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4", "--enforce-eager"),
-            *("--kv-cache-memory-bytes", str(128 << 20), "--tensor-parallel-size", str(launch.tp)),
+            *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", str(launch.max_running)),
+            "--enforce-eager",
+            *("--kv-cache-memory-bytes", str(launch.kv_bytes), "--tensor-parallel-size", str(launch.tp)),
             *("--rl-memory", json.dumps(launch.options)),
         ]
+        if launch.dummy_weights:
+            arguments += ["--load-format", "dummy"]
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
         if launch.api_key:
@@ -40,12 +43,15 @@ class Vllm(EngineKind):
             "VLLM_HOST_IP": "127.0.0.1",
         }
 
-    def request(self, prompt: list[int], tokens: int, stream: bool = False) -> dict[str, Any]:
+    def request(
+        self, prompt: list[int], tokens: int, stream: bool = False, temperature: float = 0.0, seed: int = 0
+    ) -> dict[str, Any]:
         return {
             "model": "model",
             "prompt": prompt,
             "max_tokens": tokens,
-            "temperature": 0,
+            "temperature": temperature,
+            "seed": seed,
             "ignore_eos": True,
             "return_token_ids": True,
             "stream": stream,

@@ -1,4 +1,4 @@
-"""An engine's server as a process of the tests."""
+"""An engine's server as a child process, for the demo, the benchmarks and the tests."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)  # of --rl-memory
     api_key: str = ""
     host: str = "127.0.0.1"
+    dummy_weights: bool = False  # made by the engine, for a model folder without weights
+    kv_bytes: int = 128 << 20
+    max_running: int = 4
 
 
 class EngineKind(ABC):
-    """What differs between engines, for the tests only."""
+    """What differs between engines when they are started and asked over HTTP."""
 
     name: str
     generation_route: str
@@ -53,8 +56,10 @@ class EngineKind(ABC):
     def environment(self, launch: Launch) -> dict[str, str]: ...
 
     @abstractmethod
-    def request(self, prompt: list[int], tokens: int, stream: bool = False) -> dict[str, Any]:
-        """The body of a greedy generation request that does not stop early."""
+    def request(
+        self, prompt: list[int], tokens: int, stream: bool = False, temperature: float = 0.0, seed: int = 0
+    ) -> dict[str, Any]:
+        """The body of a generation request that does not stop early; greedy at temperature 0."""
 
     @abstractmethod
     def tokens(self, answer: dict[str, Any]) -> list[int]:
@@ -136,12 +141,18 @@ class Server:
                 continue
         return total
 
-    def post(self, prompt: list[int], tokens: int = 8) -> httpx.Response:
-        return self.http.post(self.kind.generation_route, json=self.kind.request(prompt, tokens))
+    def post(self, prompt: list[int], tokens: int = 8, **sampling: Any) -> httpx.Response:
+        return self.http.post(self.kind.generation_route, json=self.kind.request(prompt, tokens, **sampling))
 
-    def generate(self, prompt: list[int], tokens: int = 8) -> list[int]:
-        response = self.post(prompt, tokens)
-        assert response.status_code == 200, response.text
+    def generate(self, prompt: list[int], tokens: int = 8, **sampling: Any) -> list[int]:
+        """The generated token ids.
+
+        Raises:
+            RuntimeError: the engine refused or failed.
+        """
+        response = self.post(prompt, tokens, **sampling)
+        if response.status_code != 200:
+            raise RuntimeError(f"the engine answered {response.status_code}: {response.text}")
         return self.kind.tokens(response.json())
 
     @contextmanager

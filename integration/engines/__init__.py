@@ -1,0 +1,8 @@
+"""How each engine is started on the CPU, asked over HTTP, and looked at from outside."""
+
+from __future__ import annotations
+
+from integration.engines.base import EngineKind
+from integration.engines.vllm import Vllm
+
+ENGINES: dict[str, type[EngineKind]] = {"vllm": Vllm}

@@ -1,0 +1,184 @@
+"""The controller over ranks in this process: order, replies, and what is left after errors."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from helpers import FakeRank, LocalRanks
+
+from rl_memory_plugins import commands
+from rl_memory_plugins.board import BoardReader, StatusBoard
+from rl_memory_plugins.commands import decode_reply, encode_command
+from rl_memory_plugins.controller import STEPS, Controller
+from rl_memory_plugins.errors import (
+    DrainTimeoutError,
+    EngineFaultError,
+    InvalidRequestError,
+    StateConflictError,
+    from_record,
+)
+from rl_memory_plugins.tags import PauseMode
+
+
+class Engine:
+    """Records what the controller asks for; drains when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.hold_drain = False
+        self.drains: list[Future[None]] = []
+
+    def drain(self, mode: PauseMode) -> Future[None]:
+        self.calls.append(f"drain:{mode}")
+        done: Future[None] = Future()
+        if not self.hold_drain:
+            done.set_result(None)
+        self.drains.append(done)
+        return done
+
+    def resume(self, *, lift_pause: bool) -> None:
+        self.calls.append("resume")
+
+    def reset_caches(self) -> None:
+        self.calls.append("reset_caches")
+
+    def show(self, asleep_tags: list[str], weight_version: str) -> None:
+        self.shown = (asleep_tags, weight_version)
+
+
+class World:
+    def __init__(self) -> None:
+        self.ranks = [FakeRank(0), FakeRank(1)]
+        self.engine = Engine()
+        self.board = StatusBoard()
+        self.controller = Controller(LocalRanks([rank.agent for rank in self.ranks]), self.engine, self.board)
+        self.reader = BoardReader(self.board.path)
+
+    def run(self, command: commands.AnyCommand) -> Any:
+        reply = decode_reply(self.controller.execute(encode_command(command)).result(timeout=1))
+        if reply.error is not None:
+            raise from_record(reply.error)
+        return reply.result
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    world.board.close()
+
+
+def test_a_sleep_drains_resets_and_releases(world: World) -> None:
+    report = world.run(commands.Sleep(level=2))
+    assert world.engine.calls == ["drain:abort", "reset_caches"]
+    assert {change["rank"] for change in report["changes"]} == {0, 1}
+    assert set(report["seconds"]) == set(STEPS["sleep"])
+    assert world.reader.read().asleep_tags() == ["cuda_graph", "kv_cache", "weights"]
+    assert world.engine.shown[0] == ["cuda_graph", "kv_cache", "weights"]
+
+
+def test_the_engine_resumes_only_when_all_is_resident_and_valid(world: World) -> None:
+    world.run(commands.Sleep(level=1))
+    world.run(commands.WakeUp(tags=["weights"]))
+    assert "resume" not in world.engine.calls
+    world.run(commands.WakeUp())
+    assert world.engine.calls[-1] == "resume"
+
+
+def test_stale_weights_keep_the_engine_closed(world: World) -> None:
+    world.run(commands.Sleep(level=2))
+    world.run(commands.WakeUp())
+    assert "resume" not in world.engine.calls
+    assert world.controller.refusal().details["reason"] == "stale"
+
+
+def test_the_board_shows_the_state_before_the_reply_is_sent(world: World) -> None:
+    seen = []
+    reply = world.controller.execute(encode_command(commands.Sleep(level=1)))
+    reply.add_done_callback(lambda _: seen.append(world.reader.read().busy))
+    assert seen == [""]
+
+
+def test_admission_is_closed_while_a_sleep_waits(world: World) -> None:
+    world.engine.hold_drain = True
+    reply = world.controller.execute(encode_command(commands.Sleep(mode="wait")))
+    assert not reply.done()
+    assert world.controller.refusal().details["reason"] == "asleep"
+    with pytest.raises(StateConflictError):
+        world.run(commands.WakeUp())
+    world.engine.drains[0].set_result(None)
+    assert reply.done()
+
+
+def test_an_abort_overtakes_a_wait(world: World) -> None:
+    world.engine.hold_drain = True
+    waiting = world.controller.execute(encode_command(commands.Sleep(mode="wait")))
+    aborting = world.controller.execute(encode_command(commands.Sleep(mode="abort")))
+    for drain in world.engine.drains:
+        drain.set_result(None)
+    assert decode_reply(waiting.result()).error is None
+    assert decode_reply(aborting.result()).result["changes"] == []
+    assert world.reader.read().busy == ""
+
+
+def test_a_cancelled_drain_reopens(world: World) -> None:
+    world.engine.hold_drain = True
+    waiting = world.controller.execute(encode_command(commands.Sleep(mode="wait")))
+    assert world.run(commands.CancelDrain()) == {"cancelled": ["sleep"]}
+    assert decode_reply(waiting.result()).error["error"] == DrainTimeoutError.__name__
+    assert world.engine.calls[-1] == "resume"
+    world.engine.drains[0].set_result(None)  # the engine becomes idle later; nothing happens any more
+    assert world.controller.refusal() is None
+
+
+def test_a_drain_that_fails_is_an_error_and_reopens(world: World) -> None:
+    world.engine.hold_drain = True
+    reply = world.controller.execute(encode_command(commands.Sleep()))
+    world.engine.drains[0].set_exception(RuntimeError("the scheduler broke"))
+    assert decode_reply(reply.result()).error["error"] == EngineFaultError.__name__
+    assert world.engine.calls[-1] == "resume"
+
+
+def test_level_0_pauses_until_all_is_awake(world: World) -> None:
+    world.run(commands.Sleep(level=0))
+    assert world.reader.read().paused
+    assert world.controller.refusal().details["reason"] == "paused"
+    world.run(commands.Sleep(level=1, tags=["kv_cache"]))
+    world.run(commands.WakeUp(tags=["weights"]))
+    assert world.reader.read().paused
+    world.run(commands.WakeUp(tags=["kv_cache"]))
+    assert not world.reader.read().paused
+
+
+def test_held_operations_wait_for_a_decision(world: World) -> None:
+    assert world.run(commands.Sleep(level=1, hold=True)) == {"held": True}
+    assert world.reader.read().asleep_tags() == []
+    assert world.controller.refusal() is not None
+    with pytest.raises(StateConflictError):
+        world.run(commands.WakeUp())
+    assert world.run(commands.Decide(commit=True))["changes"]
+    assert world.reader.read().asleep_tags() == ["cuda_graph", "kv_cache", "weights"]
+
+
+def test_a_held_operation_that_is_not_agreed_on_is_undone(world: World) -> None:
+    world.run(commands.Sleep(level=1, hold=True))
+    world.run(commands.Decide(commit=False))
+    assert world.reader.read().asleep_tags() == []
+    assert world.engine.calls[-1] == "resume"
+    with pytest.raises(StateConflictError):
+        world.run(commands.Decide(commit=True))
+
+
+def test_an_update_of_sleeping_weights_is_refused_before_anything_happens(world: World) -> None:
+    world.run(commands.Sleep(level=2))
+    calls = list(world.engine.calls)
+    with pytest.raises(StateConflictError):
+        world.run(commands.UpdateWeights(endpoints={"*": "/x"}, token="t"))
+    assert world.engine.calls == calls
+
+
+def test_noise_is_answered(world: World) -> None:
+    reply = decode_reply(world.controller.execute(b"\xc1noise").result())
+    assert reply.error["error"] == InvalidRequestError.__name__
