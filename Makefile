@@ -36,7 +36,8 @@ test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
 
 test-patches: env-vllm env-sglang
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/patches --sglang-python $(abspath $(SGLANG_ENV)/bin/python)
+	RL_MEMORY_SGLANG_PYTHON=$(abspath $(SGLANG_ENV)/bin/python) \
+		$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/patches
 
 test-vllm: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm

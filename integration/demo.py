@@ -30,7 +30,7 @@ from integration.trainer_process import TrainerProcess
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 SEED = 20
-LEARNING_RATE = 3.0
+LEARNING_RATE = 0.3
 TRAINING_STEPS = 4
 
 

@@ -28,13 +28,14 @@ class Trainer:
 
     def load(self) -> None:
         """Take the parameters back into memory."""
-        state = self._torch.load(self._file)
-        self._model.load_state_dict(state, assign=True)
+        for name, tensor in self._torch.load(self._file).items():
+            self._model.get_parameter(name).data = tensor
 
     def offload(self) -> None:
         """Write the parameters to disk and free their memory."""
-        self._torch.save(self._model.state_dict(), self._file)
-        self._model = self._model.to("meta")
+        self._torch.save(dict(self._model.named_parameters()), self._file)
+        for parameter in self._model.parameters():
+            parameter.data = parameter.new_empty(0)
 
     def train(self, prompts: list[list[int]], answers: list[list[int]], target: int, lr: float, steps: int) -> float:
         """REINFORCE with a baseline: tokens that are `target` get reward 1, others 0. Returns the mean reward."""
@@ -49,13 +50,13 @@ class Trainer:
         for _ in range(steps):
             logits = model(ids).logits[:, start - 1 : -1]
             chosen = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None]).squeeze(-1)
-            loss = -(advantages * chosen).sum() / len(ids)
+            loss = -(advantages * chosen).sum() / rewards.sum().clamp(min=1)
             model.zero_grad()
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= lr / float(norm.clamp(max=1.0)) * parameter.grad
+                    parameter -= lr * parameter.grad / (norm + 1e-8)
         model.zero_grad(set_to_none=True)
         for parameter in model.parameters():
             parameter.requires_grad_(False)

@@ -11,23 +11,24 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NoReturn
 
-import httpx
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import rl_memory_plugins
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, from_record
+from rl_memory_plugins import patch_cli
+from rl_memory_plugins.client import EngineClient
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.records import EngineStatus, RankStatus, Report
 
 PLUGIN = "rl_memory"  # the name of our entry points
 FLAG = "--rl-memory"
-ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself has at the root
 
 app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 serve = typer.Typer(no_args_is_help=True, help="Start an engine's server with the plugin enabled.")
 app.add_typer(serve, name="serve")
+app.add_typer(patch_cli.app, name="patch")
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -163,39 +164,8 @@ def print_version() -> None:
 def _call(
     method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Call a control route and give its answer.
-
-    Waits as long as the server does: it has its own deadlines, and a transition goes on without its client.
-
-    Raises:
-        RLMemoryError: the server's own error, rebuilt; or a server that has no such route or is not there.
-    """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        response = httpx.request(
-            method,
-            url.rstrip("/") + ROUTES + route,
-            json=body,
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=10),
-            trust_env=False,  # a proxy has no business between this machine and its engine
-        )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise RLMemoryError(f"cannot reach {url}: {error}") from None
-    try:
-        answer = response.json()
-    except ValueError:
-        answer = None
-    if response.is_success and isinstance(answer, dict):
-        return answer
-    failure = answer.get("error") if isinstance(answer, dict) else None
-    if isinstance(failure, dict) and {"code", "message", "details"} <= failure.keys():
-        raise from_record(
-            {"error": failure["code"], "message": failure["message"], "details": failure["details"]}
-        )
-    if response.status_code == 404:
-        raise UnsupportedError(f"{url} has no control routes: was its engine started with {FLAG}?")
-    raise RLMemoryError(f"{url} answered {response.status_code}: {response.text[:500]}")
+    with EngineClient(url, api_key) as engine:
+        return engine.call(method, route, body)
 
 
 @contextmanager

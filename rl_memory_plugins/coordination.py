@@ -50,5 +50,5 @@ def raise_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
     assert failed[0].error is not None
     error = from_record(failed[0].error)
     error.details.setdefault("rank", failed[0].rank)
-    error.details["failed_ranks"] = [reply.rank for reply in failed]
+    error.details.setdefault("failed_ranks", [reply.rank for reply in failed])
     raise error

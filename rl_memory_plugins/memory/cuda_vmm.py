@@ -30,6 +30,7 @@ from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, Unsupp
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
+from rl_memory_plugins.memory.segments import Segments
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ TORCH_SYMBOLS = (
     "_C._cuda_customAllocator",
     "cuda.MemPool",
     "cuda.MemPool.id",
-    "cuda.MemPool.snapshot",
     "cuda.use_mem_pool",
     "cuda.memory._snapshot",
 )
@@ -82,6 +82,7 @@ class CudaVmmAllocator:
         self._idle_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
         self._retired_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
         self._graph_pools: dict[Tag, torch.cuda.MemPool] = {}
+        self._segments = Segments(index)
         self._regions = RegionStack()
         self._region_lock = threading.Lock()  # guards the count below
         self._open_regions = 0
@@ -164,12 +165,12 @@ class CudaVmmAllocator:
         """The addresses of those blocks in the pools that hold no tensor; none for CUDA graphs."""
         if tag is Tag.CUDA_GRAPH:
             return set()
-        segments = [segment for pool in list(pools) for segment in pool.snapshot()]
+        segments = self._segments.of(list(pools))
         with self._lock:
             return {
-                segment["address"]
+                segment.address
                 for segment in segments
-                if not segment["active_size"] and segment["address"] in self._mappings[tag]
+                if not segment.active_bytes and segment.address in self._mappings[tag]
             }
 
     def _drop_empty_pools(self, tag: Tag) -> None:
@@ -183,25 +184,23 @@ class CudaVmmAllocator:
                 return
             with self._lock:
                 retired, self._retired_pools[tag] = self._retired_pools[tag], []
-            kept, addresses = [], []
+            kept, gone = [], []
             while retired:
                 pool = retired.pop()
-                ranges = [(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
+                segments = self._segments.of([pool])
                 with self._lock:
-                    empty = not any(address in self._mappings[tag] for address, _ in ranges)
+                    empty = not any(segment.address in self._mappings[tag] for segment in segments)
                 if empty:
-                    addresses += ranges
+                    gone += segments
                 else:
                     kept.append(pool)
                 del pool  # torch frees its segments; there is no memory behind them, so that does nothing
             with self._lock:
                 self._retired_pools[tag] += kept
-            if not addresses:
-                return
-            known = {segment["address"] for segment in torch.cuda.memory_snapshot()}
-            for address, nbytes in addresses:
-                if address not in known:
-                    self._driver.free_address(address, nbytes)
+            known = self._segments.read() if gone else set()
+            for segment in gone:
+                if segment.address not in known:
+                    self._driver.free_address(segment.address, segment.nbytes)
 
     def _malloc_for(self, tag: Tag) -> Callable[[int, int, int | None], int | None]:
         mappings, lock, driver, index = self._mappings[tag], self._lock, self._driver, self.index

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 
@@ -106,13 +105,12 @@ def touch(address: int, nbytes: int, threads: int) -> None:
     step = max(-(-nbytes // (threads * 4) // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
     starts = range(address, address + nbytes, step)
 
-    def populate(start: int) -> None:
-        length = min(step, address + nbytes - start)
-        if _libc.madvise(start, length, _MADV_POPULATE_WRITE):  # an older kernel: write to the pages instead
-            ctypes.memset(start, 0, length)
+    def write(start: int) -> None:
+        # twice as fast as madvise(MADV_POPULATE_WRITE) on huge pages; ctypes releases the GIL
+        ctypes.memset(start, 0, min(step, address + nbytes - start))
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(populate, starts))
+        list(pool.map(write, starts))
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:

@@ -25,6 +25,7 @@ from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
+from rl_memory_plugins.memory.segments import Segments
 from rl_memory_plugins.tags import Tag
 
 #: What is used of torch_memory_saver that it does not document: checked at start-up.
@@ -59,6 +60,7 @@ class TorchSaverAllocator:
         self._saver = _start_saver(index)
         self.hook_mode: str = self._saver._impl._hook_mode
         self._number = next(_numbers)
+        self._segments = Segments(index)
         self._regions = RegionStack()
         self._locks = {tag: threading.RLock() for tag in Tag}  # its pools admit one thread at a time
         self._generation = dict.fromkeys(Tag, 0)
@@ -86,11 +88,12 @@ class TorchSaverAllocator:
         return self._blocks_of(self._saver_tags(tag))
 
     def _blocks_of(self, names: list[str]) -> list[Block]:
-        blocks = []
-        for key, pool in list(self._saver._impl._mem_pools.items()):
-            if (key[0] if isinstance(key, tuple) else key) in names:
-                blocks += [Block(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
-        return sorted(blocks)
+        pools = [
+            pool
+            for key, pool in list(self._saver._impl._mem_pools.items())
+            if (key[0] if isinstance(key, tuple) else key) in names
+        ]
+        return sorted(Block(segment.address, segment.nbytes) for segment in self._segments.of(pools))
 
     def release(self, tag: Tag) -> int:
         self.device.synchronize()  # it does not do so itself

@@ -1,0 +1,109 @@
+"""The documentation names every option, error, route and file, as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from fake_control import FakeControl
+
+from rl_memory_plugins import errors
+from rl_memory_plugins.config import ENV_PREFIX, RLMemoryConfig
+from rl_memory_plugins.controller import STEPS
+from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.router import build_router
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+ERRORS = {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
+
+
+def rows(path: Path) -> list[list[str]]:
+    """The cells of all table rows of a page."""
+    lines = (line for line in path.read_text().splitlines() if line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("option", RLMemoryConfig.model_fields)
+def test_each_option_has_a_row_with_its_default_and_variable_and_a_section(option, monkeypatch):
+    monkeypatch.delenv(ENV_PREFIX + option.upper(), raising=False)
+    found = [row for row in rows(DOCS / "options.md") if row[0] == f"`{option}`"]
+    assert len(found) == 1
+    _, default, variable = found[0]
+    assert variable == f"`{ENV_PREFIX}{option.upper()}`"
+    named = {} if default == "unset" else {option: default.strip("`")}
+    assert getattr(RLMemoryConfig.parse(named), option) == RLMemoryConfig.model_fields[option].default
+    assert f"\n### `{option}`\n" in (DOCS / "options.md").read_text()
+
+
+def test_no_option_is_documented_that_does_not_exist():
+    sections = re.findall(r"^### `(\w+)`$", (DOCS / "options.md").read_text(), re.MULTILINE)
+    assert sections == list(RLMemoryConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_each_error_has_a_row_with_its_status(name):
+    [row] = [row for row in rows(DOCS / "errors.md") if row[0] == f"`{name}`"]
+    assert row[1] == str(ERRORS[name].status)
+
+
+@pytest.mark.parametrize("name", [name for name in ERRORS if name != "OutOfMemoryError"])  # only a base
+def test_each_error_has_a_remedy(name):
+    assert f"\n### `{name}`\n" in (DOCS / "errors.md").read_text()
+
+
+def test_the_readme_lists_all_errors_with_their_statuses():
+    listed = {
+        row[1].strip("`"): row[0]
+        for row in rows(REPOSITORY / "README.md")
+        if row[0].isdigit() and len(row) == 4
+    }
+    listed = {name: status for name, status in listed.items() if name in ERRORS}
+    expected = {name: str(error.status) for name, error in ERRORS.items()}
+    for base in ("RLMemoryError", "OutOfMemoryError"):
+        del expected[base]
+    assert listed == expected
+
+
+def test_each_route_is_in_the_readme_and_has_a_section():
+    router = build_router(FakeControl(), ControlAuth(), prefixes=[""])
+    routes = {f"{method} {route.path}" for route in router.routes for method in route.methods}
+    sections = re.findall(r"^## `((?:GET|POST) .*)`$", (DOCS / "http.md").read_text(), re.MULTILINE)
+    assert set(sections) == routes
+    in_readme = {
+        row[0].strip("`") for row in rows(REPOSITORY / "README.md") if row[0].startswith(("`GET", "`POST"))
+    }
+    assert in_readme == routes
+
+
+@pytest.mark.parametrize("transition", STEPS)
+def test_each_step_of_a_report_is_listed(transition):
+    [row] = [row for row in rows(DOCS / "contract.md") if row[0] == f"`{transition}`" and "`total`" in row[-1]]
+    assert tuple(re.findall(r"`(\w+)`", row[1])) == STEPS[transition]
+
+
+def test_files_that_the_pages_name_exist():
+    package = REPOSITORY / "rl_memory_plugins"
+    pages = [*DOCS.glob("*.md"), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+    for page in pages:
+        if page.name == "compatibility.md":  # names files of the engines
+            continue
+        for name in re.findall(r"`([\w./]+/[\w.]+\.py)`", page.read_text()):
+            assert (package / name).exists() or (REPOSITORY / name).exists(), f"{page.name}: {name}"
+    for row in rows(DOCS / "architecture.md"):
+        for name in re.findall(r"`(\w+\.py)`", row[-1]):
+            assert (package / name).exists(), name
+
+
+def test_json_examples_are_json():
+    for page in DOCS.glob("*.md"):
+        for example in re.findall(r"^```json\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            json.loads(example)
+
+
+def test_each_page_is_in_the_navigation():
+    navigation = (REPOSITORY / "mkdocs.yml").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.name in navigation
