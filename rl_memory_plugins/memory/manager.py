@@ -61,7 +61,7 @@ class MemoryManager:
         self.device = allocator.device
         self.content = Content.VALID
         self.notes = list(notes)
-        self._arena = arena
+        self.arena = arena
         self._discardable = discardable
         self._poison = poison
         self._zero_on_wake = frozenset(zero_on_wake)
@@ -103,7 +103,7 @@ class MemoryManager:
             content_epoch=self._epoch,
             device_free_bytes=free,
             device_total_bytes=total,
-            host_arena_bytes=self._arena.held_bytes,
+            host_arena_bytes=self.arena.held_bytes,
             notes=tuple(self.notes),
         )
 
@@ -146,7 +146,7 @@ class MemoryManager:
             return
         if existing is not None:  # out of date: its memory serves the new copy
             self._backups.pop(tag).free()
-        backup = prepared.backups[tag] = Backup(self._arena, kept)
+        backup = prepared.backups[tag] = Backup(self.arena, kept)
         backup.save(self.device, self._epoch)
 
     def _kept_blocks(self, level: Level, tag: Tag) -> list[Block]:

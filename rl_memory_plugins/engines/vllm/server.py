@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.commands import UpdateWeights
+from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm.client import AsyncFace, face_of
 from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.hooking import Hooks
@@ -99,7 +100,7 @@ class RLMemoryEndpoints:
         from rl_memory_plugins.server.router import build_router
 
         auth = ControlAuth(_keys(app.state.args))
-        router = build_router(self._control, auth)
+        router = build_router(self._control, auth, update_timeout_s=_update_timeout_s())
         # In front, because vLLM 0.26 lets a core route win over a plugin's on the same path.
         app.router.routes[:0] = router.routes
         app.add_middleware(AdmissionGate, status=self._control.status_now, is_generation=posts_to(GENERATION))
@@ -110,6 +111,12 @@ class RLMemoryEndpoints:
             if face is not None:
                 await face.status()
                 self._control.face = face
+
+
+def _update_timeout_s() -> float:
+    """The routes are made before the engine's configuration is at hand; the flag is."""
+    config = RLMemoryConfig.from_environment() or RLMemoryConfig.parse(None)
+    return config.update_timeout_s
 
 
 def _keys(args: Any) -> list[str]:

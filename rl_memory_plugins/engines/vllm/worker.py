@@ -81,9 +81,31 @@ class VllmWorker:
 
     @contextlib.contextmanager
     def _load_weights_region(self) -> Iterator[None]:
+        self._capture_graphs_in_a_region()
         with self.manager.allocator.region(Tag.WEIGHTS):
             yield
         self._foreign_loads = ForeignLoads(self.manager, self.model)
+
+    def _capture_graphs_in_a_region(self) -> None:
+        """Have vLLM capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
+        pool_id = getattr(self.manager.allocator, "pool_id", None)
+        parallel = self._worker.parallel_config
+        if pool_id is None:
+            reason = f"the {self.manager.allocator.name} allocator has no graph pool"
+        elif parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce:
+            reason = "custom all-reduce registers graph memory with other ranks; start with --disable-custom-all-reduce"
+        else:
+            from vllm.platforms import current_platform
+
+            type(current_platform)._global_graph_pool = pool_id(Tag.CUDA_GRAPH)
+            return
+        self.manager.notes.append(f"CUDA graphs stay resident: {reason}")
+
+    def _prepare_host_memory(self) -> None:
+        """Make the memory of the first preserving sleep now, in the background, where making it takes long."""
+        arena = self.manager.arena
+        if hasattr(arena, "prepare"):
+            arena.prepare([sum(block.nbytes for block in self.manager.allocator.blocks(Tag.WEIGHTS))])
 
     @property
     def manager(self) -> MemoryManager:
@@ -115,6 +137,7 @@ class VllmWorker:
                 check_finite=self._config.check_finite,
             )
             self._agent = RankAgent(self.manager, receiver, after_wake=self._after_wake)
+            self._prepare_host_memory()
         return self._agent
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,0 +1,243 @@
+"""Sleep and wake on a GPU: each engine by itself and with the plugin, in the same run.
+
+    python -m integration.bench_gpu --engine vllm --model 7b --out results.json
+
+Needs the engine and one NVIDIA GPU. Model folders are written without weights; the engines start with dummy ones.
+Each subject runs in a process of its own, one after the other, on an otherwise idle GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from integration.models import SHAPES, write_model
+
+PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
+SUBJECTS = ("native", "plugin")
+
+
+class Bench:
+    """Runs one subject and collects its figures."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.figures: dict[str, list[float]] = {}
+        self.units: dict[str, str] = {}
+
+    def add(self, metric: str, value: float, unit: str = "s") -> None:
+        self.figures.setdefault(metric, []).append(value)
+        self.units[metric] = unit
+
+    def timed(self, metric: str, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        self.add(metric, time.perf_counter() - start)
+        return result
+
+    def run(self, cycles: int, drift_cycles: int) -> None:
+        engine = self._engine
+        tokens = engine.generate(PROMPTS, 32)
+        engine.settle()
+        self.timed("sleep_l1_first_s", lambda: engine.sleep(1))
+        self.add("gpu_left_mib", gpu_used_mib() - self.idle_mib, "MiB")
+        self.add("host_held_mib", host_held_mib(), "MiB")
+        self._wake()
+        identical = engine.generate(PROMPTS, 32) == tokens
+        for _ in range(cycles):
+            for _ in range(2):  # touching twice is as if never
+                engine.touch()
+                self.timed("sleep_l1_later_s", lambda: engine.sleep(1))
+                self._wake()
+            self.timed("sleep_l1_clean_s", lambda: engine.sleep(1))
+            self._wake()
+            identical = identical and engine.generate(PROMPTS, 32) == tokens
+        self._throughput()
+        used = gpu_used_mib()
+        for _ in range(drift_cycles):
+            engine.sleep(1)
+            engine.wake_all()
+        if drift_cycles:
+            self.add("drift_mib_200", gpu_used_mib() - used, "MiB")
+            identical = identical and engine.generate(PROMPTS, 32) == tokens
+        self.add("tokens_identical", float(identical), "bool")
+        for _ in range(cycles):  # last, since nothing may be asked of weights that were discarded
+            self.timed("sleep_l2_s", lambda: engine.sleep(2))
+            self.timed("wake_l2_s", engine.wake_all)
+
+    idle_mib = 0.0
+
+    def _wake(self) -> None:
+        self.timed("wake_weights_s", lambda: self._engine.wake(["weights"]))
+        self.timed("wake_kv_s", self._engine.wake_all)
+
+    def _throughput(self) -> None:
+        self._engine.generate(PROMPTS, 128)
+        for _ in range(5):
+            start = time.perf_counter()
+            answers = self._engine.generate(PROMPTS, 128)
+            self.add("decode_tok_s", sum(map(len, answers)) / (time.perf_counter() - start), "tokens/s")
+        for _ in range(7):
+            self.timed("ttft_s", lambda: self._engine.generate([PROMPTS[0] * 64], 1))
+
+
+class VllmSubject:
+    """vLLM's offline engine, by itself or with the plugin."""
+
+    distributions = ("vllm",)
+
+    def __init__(self, model: Path, plugin: bool, memory: float) -> None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `touch` is sent to the worker
+        import vllm
+
+        self._vllm = vllm
+        self._plugin = plugin
+        switch = {"additional_config": {"rl_memory": {}}} if plugin else {"enable_sleep_mode": True}
+        self._llm = vllm.LLM(
+            str(model),
+            load_format="dummy",
+            gpu_memory_utilization=memory,
+            max_model_len=4096,
+            max_num_seqs=64,
+            enable_prefix_caching=False,
+            **switch,
+        )
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        sampling = self._vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(o.outputs[0].token_ids) for o in self._llm.generate(requests, sampling, use_tqdm=False)]
+
+    def sleep(self, level: int) -> None:
+        self._llm.sleep(level=level)
+
+    def wake(self, tags: list[str]) -> None:
+        self._llm.wake_up(tags=tags)
+
+    def wake_all(self) -> None:
+        self._llm.wake_up()
+
+    def touch(self) -> None:
+        """Change a little of the weights, so that a backup of them is out of date; twice is as if never."""
+        self._llm.apply_model(_negate_one_element)
+
+    def settle(self) -> None:
+        """Wait until the host memory that is made in the background of the start is there."""
+        deadline = time.monotonic() + 60
+        while self._plugin and time.monotonic() < deadline:
+            self._llm.wake_up()  # does nothing but look
+            rank = self._llm.memory_status()[0].ranks[0]
+            if rank.host_arena_bytes >= rank.tags["weights"].bytes:
+                return
+            time.sleep(1)
+
+
+def _negate_one_element(model: Any) -> None:
+    parameter = next(model.parameters())
+    parameter.data.view(-1)[0].neg_()
+
+
+ENGINES: dict[str, Any] = {"vllm": VllmSubject}
+
+
+def gpu_used_mib() -> float:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return float(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 2**20
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def host_held_mib() -> float:
+    """Resident memory of this process and its children."""
+    import psutil
+
+    root = psutil.Process()
+    return sum(process.memory_info().rss for process in [root, *root.children(recursive=True)]) / 2**20
+
+
+def gpu_name() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+
+
+def run_subject(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    from importlib.metadata import version
+
+    kind = ENGINES[arguments.engine]
+    idle = gpu_used_mib()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype="bfloat16")
+        start = time.perf_counter()
+        engine = kind(model, arguments.subject == "plugin", arguments.memory)
+        bench = Bench(engine)
+        bench.idle_mib = idle
+        bench.add("startup_s", time.perf_counter() - start)
+        bench.run(arguments.cycles, arguments.drift_cycles)
+    import torch
+
+    common = {
+        "engine": arguments.engine,
+        "engine_version": version(kind.distributions[0]),
+        "torch": torch.__version__,
+        "gpu": gpu_name(),
+        "model": arguments.model,
+        "subject": arguments.subject,
+        "commit": arguments.commit,
+        "command": "python -m integration.bench_gpu " + " ".join(sys.argv[1:]),
+    }
+    return [
+        {
+            **common,
+            "metric": metric,
+            "unit": bench.units[metric],
+            "median": statistics.median(values),
+            "min": min(values),
+            "max": max(values),
+            "n": len(values),
+        }
+        for metric, values in bench.figures.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="7b")
+    parser.add_argument("--subject", choices=SUBJECTS, default=None, help="both, one after the other, if not given")
+    parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that the engine takes")
+    parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--drift-cycles", type=int, default=0)
+    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
+    parser.add_argument("--timeout", type=float, default=400)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if arguments.subject is not None:
+        records = run_subject(arguments)
+        existing = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+        arguments.out.write_text(json.dumps(existing + records, indent=1))
+        return
+    for subject in SUBJECTS:
+        command = [sys.executable, "-m", "integration.bench_gpu", *sys.argv[1:], "--subject", subject]
+        subprocess.run(command, check=True, timeout=arguments.timeout)
+    for record in json.loads(arguments.out.read_text()):
+        print(f"{record['subject']:7} {record['metric']:20} {record['median']:10.4f} {record['unit']}")
+
+
+if __name__ == "__main__":
+    main()
