@@ -17,7 +17,7 @@ register()
 
 
 class Engine(sglang.Engine):  # type: ignore[misc]
-    """`sglang.Engine`. `rl_memory` is `True` for the defaults, or options as `config.RLMemoryConfig.parse` takes them."""
+    """`sglang.Engine`. `rl_memory` is `True` for the defaults, or options (`config.RLMemoryConfig.parse`)."""
 
     def __init__(self, *, rl_memory: Any = True, **kwargs: Any) -> None:
         super().__init__(rl_memory=rl_memory, **kwargs)

@@ -13,10 +13,11 @@ __all__ = ["LLM", "AsyncEngineArgs", "EngineArgs"]
 
 
 def _with_config(rl_memory: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    if rl_memory is None or rl_memory is False:
+    if rl_memory is None:
         return arguments
     additional = dict(arguments.get("additional_config") or {})
-    additional[CONFIG_KEY] = RLMemoryConfig.parse(rl_memory).to_dict()
+    # `False` is passed on: it wins over the environment.
+    additional[CONFIG_KEY] = False if rl_memory is False else RLMemoryConfig.parse(rl_memory).to_dict()
     return {**arguments, "additional_config": additional}
 
 

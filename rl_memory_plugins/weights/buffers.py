@@ -1,8 +1,12 @@
-"""The memory that buckets travel in: slots that the trainer fills and the receivers read.
+"""The memory that weights travel in: the trainer's ends, and the receivers' ends, which `attach` makes.
 
-One kind so far, `shm`: anonymous shared memory (`memfd_create`) that is passed as a file descriptor over the
-session's socket. It has no name, so nothing is left behind when a process is killed, and it works between
-containers that share nothing but the socket.
+- `cuda_direct`: the trainer's own tensors, opened by the receivers. Nothing is staged.
+- `cuda_ipc`: slots in one allocation on the receiver's GPU, which the trainer packs and the receiver reads.
+- `shm_pinned`: slots in anonymous shared memory (`memfd_create`), page-locked by the receiver, and by the trainer
+  where it sends from a GPU. It is passed as a file descriptor over the session's socket and has no name, so
+  nothing is left behind when a process is killed, and it works between containers that share nothing but the
+  socket and deny CUDA IPC.
+- `shm`: the same, not page-locked. What CPU engines use.
 """
 
 from __future__ import annotations
@@ -16,42 +20,70 @@ from typing import Any, Protocol
 import torch
 
 from rl_memory_plugins.errors import HostMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.weights import cuda_ipc
+from rl_memory_plugins.weights.cuda_ipc import Allocation, Mappings
+from rl_memory_plugins.weights.host_copy import HostCopier
+from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+
+TRANSPORTS = ("cuda_direct", "cuda_ipc", "shm_pinned", "shm")
+"""From the fastest to the one that always works."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_BOUNCE_BYTES = 32 << 20
 
 
 class StagingBuffer(Protocol):
     """The trainer's end."""
 
-    def slot(self, index: int) -> torch.Tensor:
-        """The bytes of a slot: uint8, `[slot_bytes]`."""
+    def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
+        """Place one tensor; returns where the receivers find it."""
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
         """What `attach` needs: a description for the message, and descriptors to send beside it."""
 
     def publish(self) -> None:
-        """Wait until what was written to the slots can be read by the other processes."""
+        """Wait until what was put can be read by the other processes."""
 
     def close(self) -> None: ...
 
 
 class AttachedBuffer(Protocol):
-    """A receiver's end. Tensors of a slot must not outlive `close`."""
+    """A receiver's end. Tensors in its memory must not outlive `close`.
 
-    def slot(self, index: int) -> torch.Tensor: ...
+    Attributes:
+        transport: One of `TRANSPORTS`.
+        reused: Whether the trainer writes a slot again once it is acknowledged.
+    """
+
+    transport: str
+    reused: bool
+
+    def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
+        """The bytes that `entry.offset` counts in: uint8, of one dimension."""
 
     def close(self) -> None: ...
+
+
+# -- shared memory on the host --------------------------------------------------------------------------------
 
 
 class ShmStaging:
     """Shared memory for `slots` slots. Pages come into being when they are written first.
 
+    Args:
+        pinned: The receivers page-lock it.
+
     Raises:
         HostMemoryError: the memory cannot be had.
     """
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
-        self._description = {"kind": "shm", "slot_bytes": slot_bytes, "slots": slots}
+    def __init__(self, slot_bytes: int, slots: int, *, pinned: bool = False) -> None:
+        kind = "shm_pinned" if pinned else "shm"
+        self._description = {"kind": kind, "slot_bytes": slot_bytes, "slots": slots}
+        self._copier = HostCopier()
+        self._pinned = pinned
+        self._registered: list[cuda_ipc.Gpu] = []
+        self._streams: dict[int, Any] = {}
         self._fd = os.memfd_create("rl-memory-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, slot_bytes * slots)
@@ -67,21 +99,61 @@ class ShmStaging:
     def slot(self, index: int) -> torch.Tensor:
         return self._slots[index]
 
+    def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
+        target = typed(self._slots[slot], entry.offset, entry.nbytes, spec.dtype, spec.shape)
+        with torch.no_grad():
+            if tensor.is_cuda:
+                target.copy_(tensor, non_blocking=self._lock_pages(tensor.device.index))
+            elif tensor.device.type == "cpu" and tensor.is_contiguous():
+                self._copier.copy(target, tensor)
+            else:
+                target.copy_(tensor)
+        return entry
+
     def export(self) -> tuple[dict[str, Any], list[int]]:
         return self._description, [self._fd]
 
     def publish(self) -> None:
-        """Copies to host memory have been synchronous."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def close(self) -> None:
+        self.publish()
+        for gpu in self._registered:
+            gpu.unregister(self._slots[0].data_ptr())
+        self._registered = []
         self._slots = []
+        self._copier.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
+    def _lock_pages(self, index: int) -> bool:
+        """Whether copies from the GPU may run in the background."""
+        if self._pinned and not self._registered:
+            from rl_memory_plugins.memory.pinned import touch
+
+            gpu = cuda_ipc.local_gpu(cuda_ipc.gpu_name(index))
+            address, nbytes = _range(self._slots)
+            touch(address, nbytes, 8)  # registering makes pages too, with one thread
+            try:
+                gpu.register(address, nbytes)
+            except UnsupportedError:
+                self._pinned = False
+                return False
+            self._registered = [gpu]
+        if self._pinned:
+            self._streams[index] = torch.cuda.current_stream(index)
+        return self._pinned
+
 
 class ShmAttached:
-    def __init__(self, description: dict[str, Any], fds: Sequence[int]) -> None:
+    """See `attach`."""
+
+    reused = True
+
+    def __init__(self, description: dict[str, Any], fds: Sequence[int], device: str) -> None:
+        self.transport = str(description["kind"])
         slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
         if len(fds) != 1 or os.fstat(fds[0]).st_size != slot_bytes * slots or slot_bytes < 1:
             raise WeightUpdateError("the trainer's shared memory is not what its description says")
@@ -89,11 +161,23 @@ class ShmAttached:
         if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise WeightUpdateError("the trainer's shared memory is not sealed against a change of its size")
         self._slots = _map(fds[0], slot_bytes, slots)
+        self._gpu: cuda_ipc.Gpu | None = None
+        if self.transport == "shm_pinned":
+            gpu = cuda_ipc.local_gpu(device)
+            gpu.register(*_range(self._slots))
+            self._gpu = gpu
 
     def slot(self, index: int) -> torch.Tensor:
         return self._slots[index]
 
+    def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
+        return self._slots[slot]
+
     def close(self) -> None:
+        if self._gpu is not None:
+            self._gpu.synchronize()
+            self._gpu.unregister(self._slots[0].data_ptr())
+            self._gpu = None
         self._slots = []
 
 
@@ -103,17 +187,276 @@ def _map(fd: int, slot_bytes: int, slots: int) -> list[torch.Tensor]:
     return list(torch.frombuffer(mapping, dtype=torch.uint8).split(slot_bytes))
 
 
-def attach(description: dict[str, Any], fds: Sequence[int]) -> AttachedBuffer:
-    """Open the trainer's buffer. `fds` stay the caller's to close.
+def _range(slots: Sequence[torch.Tensor]) -> tuple[int, int]:
+    return slots[0].data_ptr(), sum(len(slot) for slot in slots)
+
+
+# -- GPU memory -------------------------------------------------------------------------------------------------
+
+
+class CudaStaging:
+    """Slots in one allocation on a receiver's GPU, outside torch's allocator and all pausable regions.
+
+    Tensors are packed on the current stream of that GPU. Those on another GPU come by a peer copy; pinned host
+    memory is read by the GPU; pageable host memory goes through a pinned bounce buffer, with several threads.
+
+    Args:
+        device: The GPU's name.
+        stable: Host tensors stay as they are until `publish`.
 
     Raises:
-        UnsupportedError: a kind this version does not know.
+        UnsupportedError: this process does not see the GPU, or its memory cannot be exported.
+        DeviceMemoryError: there is not enough memory.
     """
-    if description.get("kind") != "shm":
-        raise UnsupportedError(
-            f"buffers of kind {description.get('kind')!r} are not supported", allowed=["shm"]
+
+    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
+        self._gpu = cuda_ipc.local_gpu(device)
+        self._stable = stable
+        self._bounce: _Bounce | None = None
+        self._stream: Any = None
+        self._address = self._gpu.allocate(slot_bytes * slots)
+        allocation = self._gpu.find(self._address)
+        if allocation is None:
+            self.close()
+            raise UnsupportedError(f"memory of {device} cannot be exported by CUDA IPC", device=device)
+        self._slots = list(self._gpu.view(self._address, slot_bytes * slots).split(slot_bytes))
+        self._description = {
+            "kind": "cuda_ipc",
+            "device": device,
+            "process": cuda_ipc.process_id(),
+            "allocations": [allocation],
+            "slot_bytes": slot_bytes,
+            "slots": slots,
+        }
+
+    def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
+        memory = self._slots[slot]
+        if memory.is_cuda:
+            self._stream = torch.cuda.current_stream(memory.device)
+        with torch.no_grad():
+            if tensor.is_cuda or not memory.is_cuda:
+                typed(memory, entry.offset, entry.nbytes, spec.dtype, spec.shape).copy_(
+                    tensor, non_blocking=True
+                )
+                return entry
+            tensor = tensor.contiguous()
+            if tensor.is_pinned():
+                typed(memory, entry.offset, entry.nbytes, spec.dtype, spec.shape).copy_(
+                    tensor, non_blocking=True
+                )
+                if not self._stable:
+                    self._stream.synchronize()
+            elif entry.nbytes:
+                self._bounce = self._bounce or _Bounce()
+                self._bounce.copy(memory[entry.offset : entry.offset + entry.nbytes], tensor, self._stream)
+        return entry
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return self._description, []
+
+    def publish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        if self._address:
+            self.publish()
+            self._slots = []
+            if self._bounce is not None:
+                self._bounce.close()
+                self._bounce = None
+            self._gpu.free(self._address)
+            self._address = 0
+
+
+class _Bounce:
+    """Host memory to a GPU by way of two pinned buffers: one is filled while the other is being read."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._read = [torch.cuda.Event(), torch.cuda.Event()]
+        self._copier = HostCopier()
+        self._current, self._used = 0, 0
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Enqueue the copy; `source` may be changed on return."""
+        source = source.reshape(-1).view(torch.uint8)
+        start = 0
+        while start < len(source):
+            if self._used == _BOUNCE_BYTES:
+                self._read[self._current].record(stream)
+                self._current, self._used = 1 - self._current, 0
+                self._read[self._current].synchronize()
+            step = min(len(source) - start, _BOUNCE_BYTES - self._used)
+            piece = self._buffers[self._current][self._used : self._used + step]
+            self._copier.copy(piece, source[start : start + step])
+            destination[start : start + step].copy_(piece, non_blocking=True)
+            self._used += step
+            start += step
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+class CudaAttached:
+    """See `attach`."""
+
+    transport = "cuda_ipc"
+    reused = True
+
+    def __init__(self, description: dict[str, Any], device: str) -> None:
+        cuda_ipc.require_device(description, device)
+        self._mappings = Mappings()
+        slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
+        allocations = _allocations(description)
+        if len(allocations) != 1 or slot_bytes < 1 or allocations[0].nbytes < slot_bytes * slots:
+            raise WeightUpdateError("the trainer's staging memory is not what its description says")
+        (memory,) = self._mappings.open(
+            cuda_ipc.local_gpu(device), str(description["process"]), allocations
         )
-    return ShmAttached(description, fds)
+        self._slots = list(memory[: slot_bytes * slots].split(slot_bytes))
+
+    def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
+        return self._slots[slot]
+
+    def close(self) -> None:
+        self._slots = []
+        self._mappings.close()
+
+
+class DirectExport:
+    """The trainer's tensors as they are.
+
+    They must not be changed, moved or freed until the update is over; with `keep` not before `release_mapped`
+    either.
+
+    Args:
+        tensors: In the manifest's order.
+        keep: Receivers leave the allocations open for the next update.
+        max_allocations: Beyond so many it is not worth the time to open them.
+
+    Raises:
+        UnsupportedError: some cannot be exported; says why.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], device: str, *, keep: bool, max_allocations: int | None = None
+    ) -> None:
+        gpu = cuda_ipc.local_gpu(device)
+        self._gpu = gpu
+        allocations: dict[int, Allocation] = {}
+        indices: dict[int, int] = {}
+        self._places: list[tuple[int, int]] = []  # allocation, and bytes from its start
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        for tensor, address in zip(tensors, self._addresses, strict=True):
+            if not tensor.is_contiguous():
+                raise UnsupportedError("a tensor is not contiguous")
+            if not tensor.numel():
+                self._places.append((0, 0))
+                continue
+            found = gpu.find(address)
+            if found is None:
+                raise UnsupportedError("the tensors lie in memory that CUDA IPC cannot export")
+            indices.setdefault(found.address, len(indices))
+            allocations[found.address] = found
+            self._places.append((indices[found.address], address - found.address))
+        if max_allocations is not None and len(allocations) > max_allocations:
+            raise UnsupportedError(
+                f"{len(allocations)} allocations take longer to open than to stage; `keep_mapped` opens them once"
+            )
+        self._description = {
+            "kind": "cuda_direct",
+            "device": device,
+            "process": cuda_ipc.process_id(),
+            "allocations": list(allocations.values()),
+            "keep": keep,
+        }
+
+    def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
+        if tensor.data_ptr() != self._addresses[entry.index]:
+            raise WeightUpdateError(f"{spec.name} has moved since the update began", name=spec.name)
+        allocation, offset = self._places[entry.index]
+        return BucketEntry(entry.index, offset, entry.nbytes, allocation)
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        self._gpu.synchronize()  # whatever stream still writes them
+        return self._description, []
+
+    def publish(self) -> None:
+        """Nothing was written."""
+
+    def close(self) -> None:
+        """Nothing was made."""
+
+
+class DirectAttached:
+    """See `attach`.
+
+    Attributes:
+        keep: Whether the trainer allows the allocations to stay open.
+        kept: Set once the update is complete: `close` leaves the mappings alone then.
+    """
+
+    transport = "cuda_direct"
+    reused = False
+
+    def __init__(self, description: dict[str, Any], device: str, mappings: Mappings) -> None:
+        cuda_ipc.require_device(description, device)
+        self.keep = bool(description["keep"])
+        self.kept = False
+        self._mappings = mappings
+        self._allocations = mappings.open(
+            cuda_ipc.local_gpu(device), str(description["process"]), _allocations(description)
+        )
+
+    def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
+        if not entry.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if not 0 <= entry.allocation < len(self._allocations):
+            raise WeightUpdateError(f"the trainer names allocation {entry.allocation}, which it did not offer")
+        return self._allocations[entry.allocation]
+
+    def close(self) -> None:
+        self._allocations = []
+        if not self.kept:
+            self._mappings.close()
+
+
+def _allocations(description: dict[str, Any]) -> list[Allocation]:
+    allocations = [Allocation(*one) for one in description["allocations"]]
+    if any(not isinstance(one.handle, bytes) or len(one.handle) != 64 or one.nbytes < 1 for one in allocations):
+        raise WeightUpdateError("the trainer's handles are not CUDA IPC handles")
+    return allocations
+
+
+def attach(
+    description: dict[str, Any],
+    fds: Sequence[int],
+    *,
+    device: str = "cpu",
+    mappings: Mappings | None = None,
+) -> AttachedBuffer:
+    """Open the trainer's buffer. `fds` stay the caller's to close.
+
+    Args:
+        device: The receiver's (`Device.name`).
+        mappings: Where allocations may stay open after the buffer is closed.
+
+    Raises:
+        UnsupportedError: a kind this version does not know, or one that cannot be opened here.
+        WeightUpdateError: memory of another device, or a description that is not true.
+    """
+    kind = description.get("kind")
+    try:
+        if kind in ("shm", "shm_pinned"):
+            return ShmAttached(description, fds, device)
+        if kind == "cuda_ipc":
+            return CudaAttached(description, device)
+        if kind == "cuda_direct":
+            return DirectAttached(description, device, Mappings() if mappings is None else mappings)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightUpdateError(f"the trainer's buffer is described badly: {error!r}") from None
+    raise UnsupportedError(f"buffers of kind {kind!r} are not supported", allowed=list(TRANSPORTS))
 
 
 def typed(slot: torch.Tensor, offset: int, nbytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:

@@ -1,15 +1,19 @@
 """Weight loads that others make: trainers that call the model's own `load_weights` keep working.
 
-Such a load cannot be announced by a manifest. It is complete once every parameter has been loaded since the
-weights became stale; then the content is valid again, as after one of our own updates.
+Such a load cannot be announced by a manifest. It is complete once every byte of every parameter has been written
+since the weights became stale; then the content is valid again, as after one of our own updates. What a loader
+returns does not count: it names a fused parameter after the first of its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.weights.regions import Coverage
+from rl_memory_plugins.weights.written import recording
 
 if TYPE_CHECKING:
     import torch
@@ -19,27 +23,49 @@ class ForeignLoads:
     """Watches `model.load_weights`, by wrapping it on the instance.
 
     Args:
-        manager: Told when the loads seen so far amount to a complete update.
-        model: Its `load_weights` takes (name, tensor) pairs and returns the names of the parameters it loaded.
+        manager: Told of every load, and when the loads so far amount to a complete update.
+        model: Its `load_weights` takes (name, tensor) pairs.
     """
 
     def __init__(self, manager: MemoryManager, model: torch.nn.Module) -> None:
         self._manager = manager
         self._model = model
-        self._loaded: set[str] = set()
+        self._written = Coverage()
         self._epoch = manager.epoch
         self.original: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = model.load_weights  # type: ignore[assignment]
         model.load_weights = self._load_weights  # type: ignore[assignment]
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        with self.watch():
+            return self.original(weights, *args, **kwargs)  # type: ignore[call-arg]
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """The body writes weights.
+
+        Raises:
+            StateConflictError: the weights are asleep.
+        """
         self._manager.require_writable()
         if self._epoch != self._manager.epoch:  # discarded or updated by other means since the last load
-            self._loaded.clear()
-        names = self.original(weights, *args, **kwargs)  # type: ignore[call-arg]
-        self._loaded.update(names or ())
-        missing = {name for name, _ in self._model.named_parameters()} - self._loaded
-        self._manager.note_foreign_load(complete=not missing)
-        self._epoch = self._manager.epoch
-        if not missing:
-            self._loaded.clear()
-        return names
+            self._written = Coverage()
+        try:
+            with recording(self._written):
+                yield
+        finally:  # what was written before an error is there too
+            complete = self._is_complete()
+            self._manager.note_foreign_load(complete)
+            self._epoch = self._manager.epoch
+            if complete:
+                self._written = Coverage()
+
+    def tear(self) -> None:
+        """A load left memory undefined."""
+        self._manager.begin_writing()
+        self._manager.finish_writing(complete=False)
+
+    def _is_complete(self) -> bool:
+        return all(
+            not parameter.is_meta and self._written.fraction(parameter) == 1
+            for parameter in self._model.parameters()
+        )

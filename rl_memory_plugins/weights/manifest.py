@@ -52,11 +52,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Where in a slot one tensor lies."""
+    """Where one tensor lies: in a slot, or where nothing is staged in one of the trainer's allocations."""
 
     index: int  # into `Manifest.tensors`
-    offset: int  # bytes from the start of the slot
+    offset: int  # bytes from the start of the slot or allocation
     nbytes: int
+    allocation: int = 0  # without staging, into the allocations of the offer
 
 
 class Mismatch(msgspec.Struct, frozen=True, omit_defaults=True):

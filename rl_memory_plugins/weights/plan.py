@@ -39,15 +39,47 @@ class LoadPlan:
 
     def apply(self, name: str, source: torch.Tensor) -> None:
         """Load one tensor that is not opaque. `source` is contiguous and has the manifest's shape and dtype."""
-        start = source.storage_offset()
-        # Inference tensors may be written in inference mode only, and others may be there too.
-        with torch.inference_mode():
-            for step in self.steps.get(name, ()):
-                if isinstance(step, CopyStep):
-                    view = source.as_strided(step.size, step.stride, start + step.offset)
-                    step.destination.copy_(view)
-                else:
+        copy_views(self.copies(name, source, source.storage_offset()))
+
+    def copies(self, name: str, memory: torch.Tensor, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What loading one tensor copies, as (destination, view of the source); fills what it fills at once.
+
+        Args:
+            name: Not opaque.
+            memory: Of the tensor's dtype; holds it, contiguous, from element `start` of its storage.
+        """
+        pairs = []
+        for step in self.steps.get(name, ()):
+            if isinstance(step, CopyStep):
+                pairs.append(
+                    (step.destination, memory.as_strided(step.size, step.stride, start + step.offset))
+                )
+            else:
+                # Inference tensors may be written in inference mode only, and others may be there too.
+                with torch.inference_mode():
                     step.destination.fill_(step.value)
+        return pairs
+
+
+SMALL_BYTES = 1 << 20
+"""Up to this size copies on a GPU go many to a kernel: one kernel each costs more than the bytes."""
+
+
+def copy_views(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor to the first, in order where destinations overlap. Does not wait for the device."""
+    small: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    with torch.inference_mode():
+        for destination, source in pairs:
+            if not source.is_cuda or source.nbytes > SMALL_BYTES:
+                destination.copy_(source, non_blocking=True)
+            else:
+                small[destination.data_ptr()] = (destination, source)
+        if small:
+            torch._foreach_copy_(
+                [destination for destination, _ in small.values()],
+                [source for _, source in small.values()],
+                non_blocking=True,
+            )
 
 
 def trace(

@@ -59,6 +59,9 @@ class WeightSender:
         timeout_s: How long to wait for a receiver at any one point.
         directory: Where the private directory for the socket is made; the engine must see it under the same
             path, which must be short (a socket's path has at most 107 bytes).
+        token: What receivers must show; several senders of one update share it.
+        settle_unused: Several senders of one update agree here, once each has heard all its receivers: it is given
+            the names that none of them uses, and gives those that no receiver of any sender uses.
 
     Raises:
         InvalidRequestError: no receivers, or no socket in `directory`.
@@ -72,6 +75,8 @@ class WeightSender:
         slots: int = 2,
         timeout_s: float = 60.0,
         directory: str | os.PathLike[str] | None = None,
+        token: str | None = None,
+        settle_unused: Callable[[list[str]], list[str]] = list,
     ) -> None:
         self._awaited = None if isinstance(receivers, int) else list(receivers)
         self._count = receivers if isinstance(receivers, int) else len(receivers)
@@ -80,7 +85,8 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._slots = slots
         self._timeout_s = timeout_s
-        self.token = secrets.token_urlsafe(32)
+        self.token = token or secrets.token_urlsafe(32)
+        self._settle_unused = settle_unused
         self._receivers: list[_Receiver] = []
         self._cancelled: RLMemoryError | None = None
         self._wake, self._wakeable = socket.socketpair()
@@ -255,6 +261,8 @@ class WeightSender:
         mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
         # With pipeline or expert parallelism a name may be another rank's; one that no rank uses is an error.
         unknown = [name for name, count in ignored_by.items() if count == len(self._receivers)]
+        if not mismatches:
+            unknown = self._settle_unused(unknown)
         everywhere = tuple(sorted(receiver.rank for receiver in self._receivers))
         listed = {mismatch.name for mismatch in mismatches}
         mismatches += [
@@ -430,7 +438,7 @@ def push_weights(
         failures.append(error)
     thread.join(timeout_s)
     if failures:
-        raise max(failures, key=_specificity)
+        raise max(failures, key=specificity)
     if not answers:
         raise WeightUpdateError(
             f"the engine has the weights but did not answer within {timeout_s:g} s", reason="stalled"
@@ -438,7 +446,7 @@ def push_weights(
     return {**report, "engine": answers[0]}
 
 
-def _specificity(error: Exception) -> int:
+def specificity(error: Exception) -> int:
     """The sender's `ManifestError` covers all ranks; a `WeightUpdateError` may only say that a peer left."""
     if isinstance(error, ManifestError):
         return 3 if any("ranks" in mismatch for mismatch in error.details.get("mismatches", ())) else 2

@@ -25,6 +25,14 @@ class TensorSource(Protocol):
         """The tensors, each once. One is no longer used when the next is asked for."""
 
 
+@runtime_checkable
+class ResidentSource(TensorSource, Protocol):
+    """A source whose tensors all exist, and stay as they are during an update: they may be sent from their place."""
+
+    def resident(self) -> list[torch.Tensor] | None:
+        """The very tensors that `tensors()` gives, in its order; None if some are made on the way."""
+
+
 class ModuleSource:
     """A plain module's parameters and persistent buffers, or a mapping such as a state dict.
 
@@ -55,6 +63,10 @@ class ModuleSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.items():
             yield name, tensor.to(self._sent_as(tensor))
+
+    def resident(self) -> list[torch.Tensor] | None:
+        tensors = list(self._tensors.values())
+        return tensors if all(self._sent_as(tensor) == tensor.dtype for tensor in tensors) else None
 
     def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype

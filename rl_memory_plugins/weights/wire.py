@@ -6,6 +6,7 @@ descriptors travel beside a message's first byte. Every wait has a deadline.
     receiver                              trainer
     Hello(protocol, device, token)   →
                                      ←    Offer(manifest, buffer) + descriptors
+    Unopened(reason)                 →         … then another Offer, of another kind of buffer
     Accept(unused) | Reject(…)       →
                                      ←    Bucket(slot, entries)
     Ack(slot)                        →         … repeated; a slot is reused after its Ack
@@ -30,7 +31,7 @@ import msgspec
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
@@ -67,6 +68,12 @@ class Reject(Answer, frozen=True):
     mismatches: list[Mismatch]
 
 
+class Unopened(Message, frozen=True):
+    """The buffer that was offered cannot be used here."""
+
+    reason: str
+
+
 class Bucket(Message, frozen=True):
     slot: int
     entries: list[BucketEntry]
@@ -91,7 +98,7 @@ class Failure(Message, frozen=True):
 
 
 _decode = msgspec.msgpack.Decoder(
-    Hello | Offer | Accept | Reject | Bucket | Ack | Commit | Done | Failure
+    Hello | Offer | Unopened | Accept | Reject | Bucket | Ack | Commit | Done | Failure
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -254,6 +261,27 @@ class Connection:
         """Tell the peer why this side gives up; best effort."""
         with contextlib.suppress(Exception):
             self.send(Failure(error.to_record()), timeout_s)
+
+    def finish(self) -> None:
+        """Say that nothing more will be sent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until the peer has closed its end.
+
+        Raises:
+            WeightUpdateError: it did not in time.
+        """
+        deadline = Deadline(timeout_s)
+        try:
+            self._sock.settimeout(self._left(deadline))
+            while self._sock.recv(4096):
+                self._sock.settimeout(self._left(deadline))
+        except TimeoutError:
+            raise self.stalled("did not close the connection", timeout_s) from None
+        except OSError:
+            return
 
     def close(self) -> None:
         self._sock.close()

@@ -1,4 +1,4 @@
-"""Which memory a piece of code writes, whatever names or return values it has: for loaders that tell nothing."""
+"""Which memory a piece of code writes: for loaders that do not say what they loaded."""
 
 from __future__ import annotations
 

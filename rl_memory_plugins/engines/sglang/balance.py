@@ -1,4 +1,4 @@
-"""SGLang ends the start when free memory differs between tensor-parallel ranks. In colocated training it does."""
+"""SGLang ends the start when tensor-parallel ranks differ in free memory. In colocated training they do."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def diagnosis(ranks: list[dict[str, Any]], config: RLMemoryConfig) -> str:
     """One text that says what differs, who holds it, why that usually is, and what can be done.
 
     Args:
-        ranks: Of each rank: `rank`, `device`, `free` and `total` (GiB), `processes` (pairs of pid and GiB; None if
-            they cannot be read).
+        ranks: Of each rank: `rank`, `device`, `free` and `total` (GiB), `processes` (pairs of pid and GiB;
+            None if they cannot be read).
     """
     lines = [f"Free memory differs by more than {1 - THRESHOLD:.0%} between the tensor-parallel ranks:"]
     for rank in ranks:
@@ -60,12 +60,15 @@ def diagnosis(ranks: list[dict[str, Any]], config: RLMemoryConfig) -> str:
         if rank["processes"] is None:
             line += " (NVML does not say by whom)"
         elif rank["processes"]:
-            line += ", held by " + ", ".join(f"process {pid} ({size:.2f} GiB)" for pid, size in rank["processes"])
+            line += ", held by " + ", ".join(
+                f"process {pid} ({size:.2f} GiB)" for pid, size in rank["processes"]
+            )
         lines.append(line)
     lines.append(
-        "In colocated training this is usual: trainers load at different times, shards are uneven, and offloaded "
-        "parameters are released rank by rank. The KV cache is sized by the rank with the least free memory, so "
-        "the difference is lost to it. To even it out, offload the trainer and empty its cache on every rank first."
+        "In colocated training this is usual: trainers load at different times, shards are uneven, and "
+        "offloaded parameters are released rank by rank. The KV cache is sized by the rank with the least free "
+        "memory, so the difference is lost to it. To even it out, offload the trainer and empty its cache on "
+        "every rank first."
     )
     if is_strict(config):
         lines.append(f"The start ends here because of strict_tp_balance; {LEGACY_VARIABLE}=1 lets it go on.")
@@ -77,8 +80,8 @@ def diagnosis(ranks: list[dict[str, Any]], config: RLMemoryConfig) -> str:
 def _all_ranks(free: float) -> list[dict[str, Any]]:
     """Every rank's memory, in the order of ranks. All ranks call it together."""
     import torch
-    import torch.distributed as distributed
     from sglang.srt.distributed import get_tp_group
+    from torch import distributed
 
     mine: dict[str, Any] = {"rank": _tp_rank(), "free": free, "device": "the host", "processes": None}
     if torch.cuda.is_available():

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.board import BoardReader
 from rl_memory_plugins.commands import AnyCommand, decode_reply
@@ -132,12 +134,13 @@ class AsyncFace:
 
     async def weight_checksums(self) -> dict[str, Any]:
         """Checksums of the weights as they are; see `weights.checksums`."""
-        return merge_checksums((await operations.run_async(operations.checksums(), self._call))[0])
+        engines = await operations.run_async(operations.checksums(), self._call)
+        return msgspec.to_builtins(merge_checksums(engines[0]))  # type: ignore[no-any-return]
 
     async def checksums(self) -> dict[str, Any]:
         return await self.weight_checksums()
 
-    # -- SGLang's own calls -------------------------------------------------------------------------------------
+    # -- SGLang's own calls -----------------------------------------------------------------------------------
 
     async def native_release(self, tags: list[str] | None) -> None:
         """SGLang's own release. It is for an engine without requests, or whose requests are paused.

@@ -63,7 +63,7 @@ def install(hooks: Hooks) -> None:
 
 
 class NativeWrites:
-    """What SGLang's own updates write. They announce nothing, and the models' loaders do not say what they took.
+    """What SGLang's own updates write. They announce nothing, and loaders do not say what they took.
 
     Such updates are complete once every byte of every parameter has been written since the weights became
     stale; then the content is valid again, as after one of our own updates.
@@ -97,7 +97,7 @@ class NativeWrites:
         return now is not None and any(now.fraction(tensor) > 0 for tensor in self._parameters().values())
 
     def settle(self, *, success: bool) -> None:
-        """The update that was watched is over on all ranks, and some rank wrote. If it failed, bytes are mixed."""
+        """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
         now, self._now = self._now, None
         if not success:
             self._written = None
@@ -144,7 +144,7 @@ def _added(updater: Any) -> Any:
 
 
 def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]) -> Any:
-    """Run a handler on all ranks and answer alike on all: its own answer, or the first failing rank's message."""
+    """Run a handler on all ranks and answer alike on all: its own answer, or the failing ranks' messages."""
     try:
         output = call()
         mine = None if getattr(output, "success", True) else str(output.message)
@@ -155,7 +155,9 @@ def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]
         if ends_in_barrier:  # where the other ranks wait
             added.ranks.barrier()
     failures = [
-        f"rank {rank}: {message}" for rank, message in enumerate(added.ranks.gather(mine)) if message is not None
+        f"rank {rank}: {message}"
+        for rank, message in enumerate(added.ranks.gather(mine))
+        if message is not None
     ]
     if failures:
         return _output(name, success=False, message="; ".join(failures))
@@ -182,6 +184,9 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[[Callable[..., Any]],
                 output = refused or _agree(added, name, ends_in_barrier, call)
             if any(added.ranks.gather(added.writes.wrote)):
                 added.writes.settle(success=output.success)
+            elif output.success and getattr(recv_req, "selector", "all") != "draft":
+                # The models' loaders only log names that they do not know.
+                output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
             version = getattr(recv_req, "weight_version", None)
             added.controller.note_foreign_changes(version if output.success else None)
             return output

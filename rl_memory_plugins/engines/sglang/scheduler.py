@@ -1,4 +1,4 @@
-"""A scheduler's side: the controller over the tensor-parallel ranks, and refusal of requests while it is closed."""
+"""A scheduler's side: the controller over the tensor-parallel ranks, and the refusal of requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RankedGroup:
     """
 
     def __init__(self, agent: RankAgent, group: Any) -> None:
-        import torch.distributed as distributed
+        from torch import distributed
 
         self._distributed = distributed
         self._agent = agent
@@ -101,7 +101,7 @@ class SglangEngine:
     def drain(self, mode: PauseMode) -> Future[None]:
         if mode is PauseMode.WAIT and self._scheduler._engine_paused and not self._is_idle(PauseMode.WAIT):
             raise StateConflictError(
-                "the engine is paused, so its requests never finish: continue_generation() first, or abort or keep"
+                "the engine is paused, so its requests never finish: continue_generation(), abort or keep"
             )
         if mode is PauseMode.ABORT:
             from sglang.srt.managers.io_struct import AbortReq
@@ -190,10 +190,12 @@ class SglangScheduler:
     """What this package adds to one scheduler."""
 
     def __init__(self, scheduler: Any, memory: Memory, config: RLMemoryConfig) -> None:
+        from torch import distributed
+
         self._scheduler = scheduler
         self.config = config
         group = scheduler.weight_updater.tp_cpu_group
-        rank = __import__("torch").distributed.get_rank(group)
+        rank = distributed.get_rank(group)
         self.worker = SglangWorker(scheduler.tp_worker.model_runner.model, memory, config, rank)
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from rl_memory_plugins.engines.sglang.client import AsyncFace, face_of
 from rl_memory_plugins.hooking import Hooks
@@ -65,12 +65,15 @@ def attach(app: Any, face: AsyncFace, server_args: Any) -> None:
     # and without keys admits local clients only.
     keys = [server_args.admin_api_key or server_args.api_key or ""]
     router = build_router(face, ControlAuth(keys), update_timeout_s=face.update_timeout_s)
-    ours = [route for route in router.routes if route.path != SHARED_ROUTE]
-    [theirs] = [route for route in router.routes if route.path == SHARED_ROUTE]
-    shared = Route(SHARED_ROUTE, _shared(theirs.endpoint, app), methods=["POST"])
-    for route in (*ours, shared):
+    routes: list[Any] = [
+        Route(SHARED_ROUTE, _shared(route.endpoint, app), methods=["POST"])
+        if route.path == SHARED_ROUTE
+        else route
+        for route in cast("list[Any]", router.routes)
+    ]
+    for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
-    app.router.routes[:0] = [*ours, shared]
+    app.router.routes[:0] = routes
     app.add_middleware(AdmissionGate, status=face.status_now, is_generation=posts_to(GENERATION))
 
 

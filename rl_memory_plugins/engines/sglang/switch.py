@@ -2,16 +2,18 @@
 
 The plugin is called in every SGLang process, before the command line is parsed. Not enabled, it puts in only
 what it can be enabled through: the flag, and `Engine`'s keyword. Enabled, the options travel as
-`server_args._rl_memory`, which SGLang pickles to the schedulers; a variable, set only while the processes are
-being started, tells them to put in the hooks before the engine's classes are used.
+`server_args._rl_memory`, which SGLang pickles to the schedulers. These are started through a function of ours,
+which puts in the hooks before the engine's classes are used. A framework that makes `ServerArgs` itself and calls
+`launch_server` enables the plugin by `RL_MEMORY`, which all processes see.
 
-SGLang only logs what a plugin raises. So what must stop the start is raised where SGLang does not catch it: from
-the parsing of the arguments, from the launch, or as `SystemExit`.
+SGLang only logs what a plugin raises. So what must stop the start is raised where SGLang does not catch it:
+from the parsing of the arguments, from the launch, or as `SystemExit`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -21,7 +23,6 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 
-PLUGIN = "rl_memory"  # the name of the entry point
 CHILD_VARIABLE = "RLMEM_SGLANG"  # set by an enabled parent while it starts its children
 ATTRIBUTE = "_rl_memory"  # of ServerArgs: the options, or None if the engine is not enabled
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
@@ -62,12 +63,17 @@ def install() -> None:
 
 def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> Any:
     """Takes the place of SGLang's, which does not load plugins before 0.5.22. A child finds it by this name."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
     from sglang.srt.managers import data_parallel_controller
 
+    if launching():
+        install()
     return data_parallel_controller.run_data_parallel_controller_process(*args, **kwargs)
+
+
+def run_scheduler_process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In a scheduler's process: put in the hooks first, whether or not SGLang finds the plugin there."""
+    install()
+    return original(*args, **kwargs)
 
 
 def config_of(server_args: Any) -> RLMemoryConfig | None:
@@ -102,7 +108,7 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accept_keyword() -> None:
-    """`Engine(..., rl_memory=…)`. SGLang's registry would put a hooked class in every module, so it is assigned."""
+    """`Engine(..., rl_memory=…)`. Assigned, because SGLang's registry would hook the class in every module."""
     engine = hooks.require(f"{ENGINE}:Engine")
     if "server_args_class" in _original:
         return
@@ -142,6 +148,8 @@ def _launch_subprocesses(original: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_modes(cls, server_args)
         os.environ[CHILD_VARIABLE] = json.dumps(config.to_dict())
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # registrations do not survive an unmapped address
+        run_scheduler = kwargs["run_scheduler_process_func"]
+        kwargs["run_scheduler_process_func"] = functools.partial(run_scheduler_process, run_scheduler)
         try:
             return original(cls, server_args, *args, **kwargs)
         finally:
@@ -166,9 +174,6 @@ def _refuse_modes(engine_class: type, server_args: Any) -> None:
     def refuse(mode: str, why: str) -> UnsupportedError:
         return UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)
 
-    allowed = os.environ.get("SGLANG_PLUGINS")
-    if allowed is not None and PLUGIN not in [name.strip() for name in allowed.split(",")]:
-        raise refuse(f"SGLANG_PLUGINS={allowed}", f"it keeps the schedulers from loading the plugin; add {PLUGIN}")
     if server_args.tokenizer_worker_num > 1:
         raise refuse("--tokenizer-worker-num > 1", "its workers load no plugins")
     rust = getattr(envs, "SGLANG_RUST_SERVER", None)
@@ -180,11 +185,9 @@ def _refuse_modes(engine_class: type, server_args: Any) -> None:
         raise refuse("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
     if server_args.pp_size > 1:
         raise refuse(
-            "--pp-size > 1", "a stage forwards a request only after it has handled it, so the stages cannot agree"
+            "--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree"
         )
     if server_args.disaggregation_mode not in (None, "null"):
-        raise refuse("--disaggregation-mode", "transfers read the KV cache at times the scheduler does not decide")
+        raise refuse("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
     if not server_args.enable_memory_saver and server_args.device != "cpu":
-        raise refuse(
-            "enable_memory_saver=False", "SGLang sizes and registers memory by it; pass enable_memory_saver=True"
-        )
+        raise refuse("enable_memory_saver=False", "SGLang sizes and registers memory by it; pass True")

@@ -142,7 +142,7 @@ class SglangWorker:
         )
         receiver = WeightReceiver(
             self.manager,
-            load_weights=model.load_weights,  # type: ignore[arg-type]
+            load_weights=model.load_weights,
             parameters=self.parameters,
             ignorable=self._ignorable,
             allow_cast=config.allow_cast,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -63,7 +65,7 @@ class SyncFace:
     """The contract over a blocking engine (`LLM`, `LLMEngine`)."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
-        self._engine = engine
+        self._engine = weakref.proxy(engine)  # vLLM shuts its processes down when the engine's last reference goes
         self._boards: _Boards | None = None
 
     def _call(self, command: AnyCommand) -> list[Reply[Any]]:
@@ -86,13 +88,24 @@ class SyncFace:
 
     def sleep(self, level: object = 1, mode: object = "abort", tags: object = None) -> Report:
         """Release memory; see the contract. `mode` stands second, as in vLLM's own `sleep`."""
-        return self._run(operations.transition(operations.sleep(level, tags, mode), self.status()))  # type: ignore[no-any-return]
+        command = operations.sleep(level, tags, mode)
+        report: Report = self._run(operations.transition(command, self.status()))
+        _record_sleep(self._engine, 1, command.level)
+        return report
 
     def wake_up(self, tags: object = None) -> bool:
         """Take memory back. Returns whether nothing sleeps any more, as vLLM's own `wake_up` does."""
-        status = self.status()
-        self._run(operations.transition(operations.wake_up(without_scheduling(tags, status)), status))
+        self.wake_up_with_report(tags)
         return not admission.is_sleeping(self.status())
+
+    def wake_up_with_report(self, tags: object = None) -> Report:
+        """As `wake_up`, but returns the report."""
+        status = self.status()
+        command = operations.wake_up(without_scheduling(tags, status))
+        report: Report = self._run(operations.transition(command, status))
+        if not self.is_sleeping():
+            _record_sleep(self._engine, 0, 0)
+        return report
 
     def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Report:
         """Take weights from a trainer's sockets; blocks until they are in place. See `commands.UpdateWeights`."""
@@ -118,7 +131,7 @@ class AsyncFace:
     """The contract over `AsyncLLM`; it is also the router's control plane."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
-        self._engine = engine
+        self._engine = weakref.proxy(engine)
         self._drain_timeout_s = config.drain_timeout_s
         self._boards: _Boards | None = None
 
@@ -154,16 +167,23 @@ class AsyncFace:
 
     async def sleep(self, level: object = 1, mode: object = "abort", tags: object = None) -> Report:
         """Release memory; see the contract. `mode` stands second, as in vLLM's own `sleep`."""
-        return await self._run(operations.transition(operations.sleep(level, tags, mode), await self.status()))  # type: ignore[no-any-return]
+        command = operations.sleep(level, tags, mode)
+        report: Report = await self._run(operations.transition(command, await self.status()))
+        _record_sleep(self._engine, 1, command.level)
+        return report
 
     async def wake_up(self, tags: object = None) -> bool:
         await self.wake_up_with_report(tags)
         return not admission.is_sleeping(await self.status())
 
     async def wake_up_with_report(self, tags: object = None) -> Report:
+        """As `wake_up`, but returns the report."""
         status = await self.status()
         command = operations.wake_up(without_scheduling(tags, status))
-        return await self._run(operations.transition(command, status))  # type: ignore[no-any-return]
+        report: Report = await self._run(operations.transition(command, status))
+        if not await self.is_sleeping():
+            _record_sleep(self._engine, 0, 0)
+        return report
 
     async def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Report:
         """Take weights from a trainer's sockets. See `commands.UpdateWeights`."""
@@ -183,6 +203,12 @@ class AsyncFace:
 
     async def weight_checksums(self) -> dict[str, Any]:
         return merge_checksums((await operations.run_async(operations.checksums(), self._call))[0])
+
+
+def _record_sleep(engine: Any, asleep: int, level: int) -> None:
+    """Keep vLLM's own sleep metrics right."""
+    if engine.logger_manager is not None:
+        engine.logger_manager.record_sleep_state(asleep, level)
 
 
 def face_of(engine: Any, make: type[SyncFace] | type[AsyncFace]) -> Any:
@@ -224,7 +250,7 @@ def _llm_native(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return wrap
 
 
-_METHODS = ("memory_status", "update_weights_from_ipc", "weight_version", "weight_checksums")
+_METHODS = ("memory_status", "wake_up_with_report", "update_weights_from_ipc", "weight_version", "weight_checksums")
 
 
 def _add_methods(owner: type, make: Any, of: Callable[[Any], Any]) -> None:
@@ -263,19 +289,27 @@ def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     return stream
 
 
-async def _checked_stream(face: AsyncFace, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _checked_stream(face: AsyncFace, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
     _raise_if_closed(await face.status())
-    async for output in outputs:
-        reason = output.outputs[0].stop_reason if output.finished and hasattr(output, "outputs") else None
-        if isinstance(reason, str) and reason.startswith(REFUSED):  # the engine closed on the way
-            error = EngineAsleepError(
-                "the engine closed before the request arrived",
-                reason=reason.removeprefix(REFUSED),
-                retry_after_s=admission.RETRY_AFTER_SECONDS,
-            )
-            report_refusal(error)
-            raise error
-        yield output
+    async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
+        async for output in outputs:
+            reason = _stop_reason(output)
+            if reason.startswith(REFUSED):  # the engine closed on the way
+                error = EngineAsleepError(
+                    "the engine closed before the request arrived",
+                    reason=reason.removeprefix(REFUSED),
+                    retry_after_s=admission.RETRY_AFTER_SECONDS,
+                )
+                report_refusal(error)
+                raise error
+            yield output
+
+
+def _stop_reason(output: Any) -> str:
+    """Why a finished completion stopped, where that is a string; a pooling request's output has none."""
+    completions = output.outputs if output.finished else None
+    reason = completions[0].stop_reason if isinstance(completions, list) and completions else None
+    return reason if isinstance(reason, str) else ""
 
 
 def _raise_if_closed(status: list[EngineStatus]) -> None:

@@ -13,7 +13,7 @@ from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import raise_failures
 from rl_memory_plugins.engines.vllm.switch import config_of
-from rl_memory_plugins.errors import StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import EngineFaultError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.rank import encode_call
 from rl_memory_plugins.records import EngineStatus, Reply
@@ -31,10 +31,12 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{CORE}.wake_up", _native_wake_up)
     hooks.wrap(f"{CORE}.is_sleeping", _native_is_sleeping)
     hooks.wrap(f"{CORE}.resume_scheduler", _native_resume)
-    hooks.wrap("vllm.v1.engine.core:DPEngineCoreProc.resume_scheduler", _native_resume)
+    for path in (PROCESS, "vllm.v1.engine.core:DPEngineCoreProc"):
+        if "resume_scheduler" in vars(hooks.require(path)):  # it acts before it calls the one above
+            hooks.wrap(f"{path}.resume_scheduler", _native_resume)
     hooks.wrap(f"{CORE}.collective_rpc", _native_collective_rpc)
     hooks.wrap(f"{PROCESS}._reject_add_in_shutdown", _refuse_add)
-    for name in ("pause_scheduler", "_reset_caches"):
+    for name in ("pause_scheduler", "is_scheduler_paused", "reset_prefix_cache", "reset_encoder_cache"):
         hooks.require(f"{CORE}.{name}")
     core = hooks.require(CORE)
     if hasattr(core, "release_kv_cache_memory"):
@@ -83,7 +85,7 @@ class VllmEngine:
             self._core.resume_scheduler()
 
     def reset_caches(self) -> None:
-        self._core._reset_caches()
+        _reset_caches(self._core)
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
         # The data-parallel dummy batch looks at the executor, so it must know which tags are asleep.
@@ -93,6 +95,14 @@ class VllmEngine:
             executor.is_sleeping = bool(asleep_tags)
         if hasattr(self._core, "_weight_version"):
             self._core._weight_version = weight_version
+
+
+def _reset_caches(core: Any) -> None:
+    """Forget what was computed with the weights. Multimodal inputs were not, and clients hold the other half of
+    that cache: dropped on one side only, their next requests would fail."""
+    if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        raise EngineFaultError("vLLM could not reset its prefix cache, e.g. that of a KV connector")
+    core.reset_encoder_cache()
 
 
 def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,17 +224,68 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         controller = _controller(self)
         if controller is None:
             return original(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
-        if method in ("sleep", "wake_up"):
-            outcome = getattr(self, method)(*(args or ()), **(kwargs or {}))
-            if isinstance(outcome, Future):
-                raise StateConflictError(f"{method} has to wait for running requests: call it on the engine")
-            return [None] * len(controller.status.ranks)
+        if method in ("sleep", "wake_up", "discard"):
+            outcome = _memory_rpc(self, method)(*(args or ()), **(kwargs or {}))
+            nothing = [None] * len(controller.status.ranks)
+            return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
+        epochs = [rank.content_epoch for rank in controller.status.ranks]
         try:
-            return original(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+            if len(epochs) == 1:
+                return original(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+            return _guarded_rpc(self, original, method, timeout, args, kwargs)
         finally:
             controller.note_foreign_changes()
+            if [rank.content_epoch for rank in controller.status.ranks] != epochs:
+                _reset_caches(self)
 
     return collective_rpc
+
+
+def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:
+    """A worker's memory method, on the engine."""
+    if method != "discard":
+        return getattr(core, method)  # type: ignore[no-any-return]
+
+    def discard(tags: Any) -> Any:
+        return _obey(_controller(core), operations.sleep(2, tags, PauseMode.KEEP.value))  # type: ignore[arg-type]
+
+    return discard
+
+
+def _then(outcome: Future[Any], result: Any) -> Future[Any]:
+    """A future of `result`, once `outcome` has succeeded."""
+    answer: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    outcome.add_done_callback(settle)
+    return answer
+
+
+def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Call a method that may fail on many ranks.
+
+    vLLM stops at the first rank that raises and leaves the other ranks' replies in their queues, where they
+    become the answers to later calls. So every rank answers, and the first failure is raised here.
+    """
+    from rl_memory_plugins.engines.vllm.worker import call_guarded
+
+    if not isinstance(method, str):
+        import cloudpickle
+
+        method = cloudpickle.dumps(method)
+    replies = rpc(core, call_guarded, timeout, (method, tuple(args or ()), kwargs or {}), None)
+    for failed, reply in replies:
+        if failed:
+            raise RuntimeError(
+                f"Worker failed with error '{reply}', please check the stack trace above for the root cause"
+            )
+    return [reply for _, reply in replies]
 
 
 def _refuse_add(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,6 +76,8 @@ def _add_flag(original: Callable[..., Any]) -> Callable[..., Any]:
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         value = _requested(self)
+        if isinstance(self.additional_config, dict):  # the engine sees no trace of a `False`
+            self.additional_config = {k: v for k, v in self.additional_config.items() if k != CONFIG_KEY}
         if value is None:
             return original(self, *args, **kwargs)
         self.additional_config = dict(self.additional_config or {})

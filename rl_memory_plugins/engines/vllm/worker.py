@@ -30,6 +30,10 @@ TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
 
 def install(hooks: Hooks) -> None:
     hooks.wrap("vllm.v1.worker.worker_base:WorkerBase.__init__", _init)
+    hooks.wrap("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", _keep_weights_in_parameters)
+    hooks.wrap(
+        "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing", _finish_layerwise_load
+    )
     hooks.require("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context")
     base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
     base.rl_memory_rank_call = _rank_call
@@ -50,6 +54,22 @@ def _rank_call(worker: Any, payload: bytes) -> bytes:
     return worker.rl_memory.agent.handle(payload)  # type: ignore[no-any-return]
 
 
+def call_guarded(worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """Run a worker's method by its name, or a pickled function of the worker.
+
+    Returns: whether it failed, and its result or what failed.
+    """
+    try:
+        if isinstance(method, bytes):
+            import cloudpickle
+
+            return False, cloudpickle.loads(method)(worker, *args, **kwargs)
+        return False, getattr(worker, method)(*args, **kwargs)
+    except Exception as error:
+        logger.exception("%s failed on this rank", method if isinstance(method, str) else "a function")
+        return True, str(error)
+
+
 class VllmWorker:
     """One worker's regions, manager, receiver and agent. They are made when the weights are loaded."""
 
@@ -67,8 +87,6 @@ class VllmWorker:
         worker._maybe_get_memory_pool_context = self.pool
         for name in ("sleep", "wake_up", "discard"):
             setattr(worker, name, self._refuse_native(name))
-        if worker.vllm_config.device_config.device_type == "cpu":
-            _keep_cpu_weights_in_parameters()
 
     def pool(self, tag: str) -> AbstractContextManager[None]:
         """Takes the place of `Worker._maybe_get_memory_pool_context`."""
@@ -82,7 +100,7 @@ class VllmWorker:
     @contextlib.contextmanager
     def _load_weights_region(self) -> Iterator[None]:
         self._capture_graphs_in_a_region()
-        with self.manager.allocator.region(Tag.WEIGHTS):
+        with self.manager.allocator.region(Tag.WEIGHTS), _plain_linear():
             yield
         self._foreign_loads = ForeignLoads(self.manager, self.model)
 
@@ -105,7 +123,8 @@ class VllmWorker:
         """Make the memory of the first preserving sleep now, in the background, where making it takes long."""
         arena = self.manager.arena
         if hasattr(arena, "prepare"):
-            arena.prepare([sum(block.nbytes for block in self.manager.allocator.blocks(Tag.WEIGHTS))])
+            blocks = self.manager.allocator.blocks
+            arena.prepare([sum(block.nbytes for block in blocks(tag)) for tag in (Tag.WEIGHTS, Tag.CUDA_GRAPH)])
 
     @property
     def manager(self) -> MemoryManager:
@@ -179,6 +198,40 @@ class VllmWorker:
         return refuse
 
 
+def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]:
+    """The end of vLLM's own reload, which writes the layers that it was not given whole."""
+
+    def finalize_layerwise_processing(model: Any, *args: Any, **kwargs: Any) -> None:
+        loads = getattr(getattr(model, "load_weights", None), "__self__", None)
+        if not isinstance(loads, ForeignLoads):
+            return original(model, *args, **kwargs)
+        torn = any(_is_torn(layer) for layer in model.modules())
+        with loads.watch():
+            original(model, *args, **kwargs)
+        if torn:
+            loads.tear()
+        return None
+
+    return finalize_layerwise_processing
+
+
+def _is_torn(layer: Any) -> bool:
+    """Whether vLLM is about to fill parts of a layer, which it was not given, with undefined memory."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    info = get_layerwise_info(layer)
+    if not info.can_load() or not 0 < info.load_numel < info.load_numel_total:
+        return False
+    if isinstance(layer, VocabParallelEmbedding):  # padded, and no checkpoint holds the padding
+        rows = layer.num_embeddings_per_partition
+        padding = rows - layer.shard_indices.num_org_elements
+        return bool(info.load_numel_total - info.load_numel > padding * (info.load_numel_total // rows))
+    # Experts and quantised layers may be padded as well, in ways that only they know.
+    return type(getattr(layer, "quant_method", None)) in (type(None), UnquantizedLinearMethod)
+
+
 def _flatten(caches: Any) -> Iterator[torch.Tensor]:
     if isinstance(caches, dict):
         caches = caches.values()
@@ -189,14 +242,29 @@ def _flatten(caches: Any) -> Iterator[torch.Tensor]:
             yield from _flatten(cache)
 
 
-def _keep_cpu_weights_in_parameters() -> None:
+_linear_is_plain = False
+
+
+@contextlib.contextmanager
+def _plain_linear() -> Iterator[None]:
+    global _linear_is_plain
+    _linear_is_plain = True
+    try:
+        yield
+    finally:
+        _linear_is_plain = False
+
+
+def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., None]:
     """vLLM's CPU build packs linear weights into copies that closures hold and that nothing can release or
-    update. With the plugin on, a linear layer multiplies by its parameter."""
-    from vllm.model_executor.layers import utils
+    update. In an enabled engine a linear layer multiplies by its parameter, from its first load on."""
 
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        import torch
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        from torch.nn.functional import linear
 
-        layer.cpu_linear = torch.nn.functional.linear
+        if _linear_is_plain or getattr(layer, "cpu_linear", None) is linear:
+            layer.cpu_linear = linear
+        else:
+            original(layer, remove_weight)
 
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    return dispatch_cpu_unquantized_gemm

@@ -1,4 +1,4 @@
-"""How to start a real SGLang on a machine without CUDA: the environment and the arguments. It imports no SGLang."""
+"""How to start a real SGLang on a machine without CUDA: the environment and the arguments."""
 
 import importlib.util
 import os
@@ -17,11 +17,11 @@ def environment(python_path=(), ranks=1):
         "PYTHONPATH": os.pathsep.join(path),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_NCCL_SO_PATH": "none",  # else the NCCL that is installed wants a GPU with more than one rank
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+        "OMP_NUM_THREADS": "2" if ranks == 1 else "1",
+        "OMP_WAIT_POLICY": "passive",
     }
-    if ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    if ranks > 1:  # SGLang insists on one entry a rank; without its kernels it binds nothing
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)
     return {**os.environ, **variables}
 
 
@@ -37,7 +37,9 @@ def only_models(python_site, *names):
         folder = Path(next(iter(spec.submodule_search_locations)))
     else:
         folder = Path(python_site, "sglang")
-    modules = {module.name for module in pkgutil.iter_modules([str(folder / "srt" / "models")]) if not module.ispkg}
+    modules = {
+        module.name for module in pkgutil.iter_modules([str(folder / "srt" / "models")]) if not module.ispkg
+    }
     return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(modules - set(names)))}
 
 

@@ -1,7 +1,7 @@
 """A stand-in for SGLang's kernel package on machines without CUDA. Put its parent folder first on PYTHONPATH.
 
-Any attribute and any submodule imports, and calling one raises NotImplementedError. The engine then runs PyTorch's
-own operators. It is a test aid and is never installed.
+Any attribute and any submodule imports, and calling one raises NotImplementedError. The engine then runs
+PyTorch's own operators. It is a test aid and is never installed.
 """
 
 import importlib.abc

@@ -1,0 +1,97 @@
+"""FullyShardedDataParallel, the first FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_memory_plugins.trainer.offload import borrowed
+from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
+from rl_memory_plugins.weights.manifest import TensorSpec
+
+
+class _Own(NamedTuple):
+    """One parameter of a unit; its module holds it while the unit is whole."""
+
+    name: str  # the checkpoint's
+    module: torch.nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+
+
+class FSDP1Source:
+    """A model wrapped by `FullyShardedDataParallel`: one wrapped unit is whole at a time, never the model.
+
+    All ranks must iterate, in step. A unit whose flat parameter is offloaded is loaded for its turn only.
+    Parameters that FSDP does not manage, and persistent buffers, are sent as they are.
+
+    Args:
+        model: The root, with `use_orig_params` or without.
+        dtype, rename: See `Outgoing`.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, *, dtype: torch.dtype | None = None, rename: Rename | None = None
+    ) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        self._model = model
+        self._outgoing = Outgoing(dtype, rename)
+        self._units: list[tuple[Any, list[_Own]]] = []
+        names = {module: prefix for prefix, module in reversed(list(model.named_modules()))}
+        for unit in FullyShardedDataParallel.fsdp_modules(model):
+            flat = getattr(unit._handle, "flat_param", None)
+            if flat is None:  # a unit without parameters of its own
+                continue
+            own = []
+            for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+                name = self._outgoing.name(f"{names[info.module]}.{info.param_name}".lstrip("."))
+                if name is not None:
+                    own.append(_Own(name, info.module, info.param_name, tuple(shape)))
+            self._units.append((unit, own))
+
+    def specs(self) -> list[TensorSpec]:
+        specs = [
+            self._outgoing.spec(one.name, unit._handle.flat_param.dtype, one.shape)
+            for unit, own in self._units
+            for one in own
+        ]
+        return specs + [
+            self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._unmanaged()
+        ]
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        for unit, own in self._units:
+            flat = unit._handle.flat_param
+            with (
+                borrowed([flat]),
+                FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False),
+            ):
+                for one in own:
+                    yield one.name, self._outgoing.cast(getattr(one.module, one.attribute))
+        for name, tensor in self._unmanaged():
+            yield name, self._outgoing.cast(tensor)
+
+    def _unmanaged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        managed = {
+            (id(info.module), info.param_name)
+            for unit, _ in self._units
+            for info in (*unit._handle.flat_param._param_infos, *unit._handle.flat_param._shared_param_infos)
+        }
+        for prefix, module in self._model.named_modules():
+            persistent = {
+                name: buffer
+                for name, buffer in module._buffers.items()
+                if name not in module._non_persistent_buffers_set
+            }
+            for name, tensor in (*module._parameters.items(), *persistent.items()):
+                if tensor is None or (id(module), name) in managed or name == "_flat_param":
+                    continue
+                sent = self._outgoing.name(f"{prefix}.{name}".lstrip("."))
+                if sent is not None:
+                    yield sent, tensor

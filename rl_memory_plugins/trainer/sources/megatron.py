@@ -1,0 +1,218 @@
+"""Parameters sharded by hand, as Megatron does: tensor-parallel shards, fused projections, pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional, Protocol
+
+import torch
+
+from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer.offload import host_view
+from rl_memory_plugins.trainer.sources.outgoing import Outgoing
+from rl_memory_plugins.weights.manifest import TensorSpec
+
+
+class Layout(Protocol):
+    """How the checkpoint's tensors lie in the shards of one parameter."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the tensor-parallel ranks hold different parts."""
+
+    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+        """The shapes of the checkpoint's tensors, from the shape of one rank's shard."""
+
+    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The checkpoint's tensors, from all ranks' shards in their order; they may be views."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every tensor-parallel rank holds the whole: norms, routers."""
+
+    sharded = False
+
+    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+        return [tuple(shard)]
+
+    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        return shards
+
+
+@dataclass(frozen=True)
+class Split:
+    """Cut along `dim`: 0 for column-parallel layers and vocabularies, 1 for row-parallel layers.
+
+    `size` is the true extent where the last rank's shard is padded, as vocabularies are.
+    """
+
+    dim: int
+    size: int | None = None
+    sharded = True
+
+    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+        extent = shard[self.dim] * ranks if self.size is None else self.size
+        return [(*shard[: self.dim], extent, *shard[self.dim + 1 :])]
+
+    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        whole = torch.cat(shards, self.dim)
+        return [whole if self.size is None else whole.narrow(self.dim, 0, self.size)]
+
+
+@dataclass(frozen=True)
+class FusedQKV:
+    """Attention's weight or bias as Megatron keeps it: for each key-value head its queries, its key, its value.
+
+    `[kv_heads * (heads / kv_heads + 2) * head_dim, ...]`, cut between key-value heads. Gives q, k and v.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sharded = True
+
+    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+        rest = tuple(shard[1:])
+        return [(count * self.head_dim, *rest) for count in (self.heads, self.kv_heads, self.kv_heads)]
+
+    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        rest = shards[0].shape[1:]
+        queries = self.heads // self.kv_heads
+        groups = torch.cat(shards).view(self.kv_heads, queries + 2, self.head_dim, *rest)
+        parts = (groups[:, :queries], groups[:, queries], groups[:, queries + 1])
+        return [part.reshape(-1, *rest) for part in parts]
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """A gated MLP's first weight: every rank's shard is its part of gate, then its part of up. Gives both."""
+
+    sharded = True
+
+    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+        return [(shard[0] // 2 * ranks, *shard[1:])] * 2
+
+    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
+
+
+NameMap = Callable[[str], Optional[tuple[Sequence[str], Layout]]]
+"""Gives the checkpoint's names and the layout for a parameter's name on this rank; `None` leaves it out."""
+
+
+class _Entry(NamedTuple):
+    """One parameter, as every rank knows it."""
+
+    owner: int  # rank within the pipeline group
+    local: str  # the owner's name for it
+    names: tuple[str, ...]
+    layout: Layout
+    shard: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MegatronSource:
+    """Shards gathered over the tensor-parallel group, then broadcast from the stage that owns them.
+
+    Made on all ranks together, and iterated by all in step. At any moment there exist one parameter's shards and
+    what is made of them.
+
+    Args:
+        parameters: This rank's shards by their local names, or the module that holds them. They may be offloaded.
+        name_map: See `NameMap`. It translates a stage's own layer numbers to the checkpoint's.
+        tp_group: The process group of tensor-parallel ranks; `None` where there is one only.
+        pp_group: The group of the ranks that hold other parameters: pipeline stages, and expert-parallel ranks
+            where there are any. A name that several hold is taken from the first. `None` where there is one only.
+        dtype: What floating-point tensors are sent as. Shards are cast before they are gathered.
+        device: Where shards are gathered; by default the current GPU if the process uses one.
+
+    Raises:
+        InvalidRequestError: a layout does not give as many tensors as it has names.
+    """
+
+    def __init__(
+        self,
+        parameters: torch.nn.Module | Mapping[str, torch.Tensor],
+        name_map: NameMap,
+        *,
+        tp_group: Any = None,
+        pp_group: Any = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._parameters = parameters
+        self._outgoing = Outgoing(dtype)
+        self._tp_group, self._pp_group = tp_group, pp_group
+        self._tp_size = dist.get_world_size(tp_group) if tp_group is not None else 1
+        self._stage = dist.get_rank(pp_group) if pp_group is not None else 0
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+        self._entries = self._plan(name_map)
+
+    def specs(self) -> list[TensorSpec]:
+        return [
+            self._outgoing.spec(name, entry.dtype, shape)
+            for entry in self._entries
+            for name, shape in zip(entry.names, entry.layout.shapes(entry.shard, self._tp_size), strict=True)
+        ]
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = self._named()
+        for entry in self._entries:
+            if entry.owner == self._stage:
+                tensors = self._gather(parameters[entry.local], entry.layout)
+            else:
+                dtype = self._outgoing.sent_as(entry.dtype)
+                tensors = [
+                    torch.empty(shape, dtype=dtype, device=self._device)
+                    for shape in entry.layout.shapes(entry.shard, self._tp_size)
+                ]
+            for name in entry.names:
+                yield name, self._share(tensors.pop(0), entry.owner)
+
+    def _share(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+        """From the owner to all stages; on the others `tensor` is only room for it."""
+        if self._pp_group is None:
+            return tensor
+        tensor = tensor.contiguous()
+        self._dist.broadcast(tensor, self._dist.get_global_rank(self._pp_group, owner), self._pp_group)
+        return tensor
+
+    def _gather(self, parameter: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+        shard = self._outgoing.cast(host_view(parameter.detach())).to(self._device).contiguous()
+        shards = [shard]
+        if layout.sharded and self._tp_size > 1:
+            shards = [torch.empty_like(shard) for _ in range(self._tp_size)]
+            self._dist.all_gather(shards, shard, group=self._tp_group)
+        return layout.merge(shards)
+
+    def _named(self) -> Mapping[str, torch.Tensor]:
+        if isinstance(self._parameters, torch.nn.Module):
+            return dict(self._parameters.named_parameters())
+        return self._parameters
+
+    def _plan(self, name_map: NameMap) -> list[_Entry]:
+        """All stages' parameters in the order of the stages: the same list on every rank."""
+        own = []
+        for local, tensor in self._named().items():
+            mapped = name_map(local)
+            if mapped is not None:
+                names, layout = mapped
+                if len(layout.shapes(tensor.shape, self._tp_size)) != len(names):
+                    raise InvalidRequestError(f"{local}: {layout} does not give {list(names)}", name=local)
+                own.append(_Entry(self._stage, local, tuple(names), layout, tuple(tensor.shape), tensor.dtype))
+        stages = [own]
+        if self._pp_group is not None:
+            stages = [[] for _ in range(self._dist.get_world_size(self._pp_group))]
+            self._dist.all_gather_object(stages, own, group=self._pp_group)
+        planned: dict[tuple[str, ...], _Entry] = {}
+        for stage in stages:
+            for entry in stage:
+                planned.setdefault(entry.names, entry)
+        return list(planned.values())

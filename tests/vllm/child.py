@@ -1,0 +1,89 @@
+"""An engine in a process of its own, with module-level functions of the tests run on it there."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+START_TIMEOUT_S = 240
+CALL_TIMEOUT_S = 180
+
+
+class Child:
+    """A process that makes an object and keeps it; functions and objects travel by pickle.
+
+    Args:
+        make: Gives the object; may be a coroutine function.
+        environment: Variables that are set before anything is imported.
+    """
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any, environment: dict[str, str]) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, inside = context.Pipe()
+        former = dict(os.environ)
+        os.environ.update(environment)
+        try:
+            self._process = context.Process(target=_serve, args=(inside, make, arguments))
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(former)
+        inside.close()
+        self._receive(START_TIMEOUT_S)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(object, *arguments)` over there."""
+        self._pipe.send((function, arguments))
+        return self._receive(CALL_TIMEOUT_S)
+
+    def processes(self) -> list[psutil.Process]:
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def stop(self) -> None:
+        processes = self.processes() if self._process.is_alive() else []
+        self._pipe.close()  # the child leaves its loop
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        for process in alive:
+            process.kill()
+        self._process.join(10)
+
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"the child did not answer within {timeout_s} s")
+        result, error = self._pipe.recv()
+        if error:
+            raise AssertionError(f"in the child:\n{error}")
+        return result
+
+
+def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    loop = asyncio.new_event_loop()
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        if not inspect.iscoroutinefunction(function):
+            return function(*arguments)
+        return loop.run_until_complete(function(*arguments))
+
+    try:
+        kept = run(make, *arguments)
+        pipe.send((None, ""))
+        while True:
+            function, arguments = pipe.recv()
+            try:
+                pipe.send((run(function, kept, *arguments), ""))
+            except Exception:
+                pipe.send((None, traceback.format_exc()))
+    except EOFError:
+        os._exit(0)  # an engine's own threads may keep a process alive
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+        raise

@@ -1,0 +1,91 @@
+"""Tests of the vLLM adapter beside the common suite, each on a real vLLM. Engines start once for each module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration.engines.base import REPOSITORY, Launch
+from integration.engines.vllm import Vllm
+from integration.models import SHAPES, new_model, write_model
+
+PROMPT = [5, 6, 7, 8]
+SEED, OTHER_SEED = 1, 2
+
+
+def environment(folder: Path, tp: int = 1, **extra: str) -> dict[str, str]:
+    return {
+        **Vllm().environment(Launch(folder, tp=tp)),
+        "PYTHONPATH": os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), str(REPOSITORY)) if path),
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        **extra,
+    }
+
+
+def engine_options(folder: Path, **options: Any) -> dict[str, Any]:
+    """Arguments of `LLM` and `EngineArgs` for a small engine."""
+    return {
+        "model": str(folder),
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        **options,
+    }
+
+
+def greedy(model: torch.nn.Module, prompt: list[int] = PROMPT, tokens: int = 8) -> list[int]:
+    """What transformers itself answers."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny", SHAPES["tiny"], seed=SEED)
+
+
+@pytest.fixture(scope="session")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    return write_model(tmp_path_factory.mktemp("model") / "tiny-other", SHAPES["tiny"], seed=OTHER_SEED)
+
+
+@pytest.fixture(scope="session")
+def first_tokens(model_folder: Path) -> list[int]:
+    return greedy(new_model(model_folder, SEED))
+
+
+@pytest.fixture(scope="session")
+def other_tokens(model_folder: Path) -> list[int]:
+    return greedy(new_model(model_folder, OTHER_SEED))
+
+
+@pytest.fixture(scope="session")
+def python(model_folder: Path) -> Callable[..., str]:
+    """Runs a script in a new process and returns what it printed; `FOLDER` in it is the model's folder."""
+
+    def run(script: str, *arguments: str, expect: int = 0, **extra: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", f"FOLDER = {str(model_folder)!r}\n" + textwrap.dedent(script), *arguments],
+            env={**os.environ, **environment(model_folder), **extra},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout + done.stderr if expect else done.stdout
+
+    return run

@@ -1,0 +1,148 @@
+"""What the adapter needs of vLLM, checked in vLLM's sources without importing them.
+
+    python -m tests.vllm.symbols PATH_OF_A_VLLM_PACKAGE…
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+#: "module:Class.method", or with a signature's parameters that are given by name or position.
+SYMBOLS: dict[str, tuple[str, ...]] = {
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args": ("parser",),
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
+    "vllm.plugins:load_endpoint_plugins": ("supported_tasks",),
+    "vllm.plugins:load_general_plugins": (),
+    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": ("self", "app"),
+    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": ("self", "engine_client", "state", "args"),
+    # the worker
+    "vllm.v1.worker.worker_base:WorkerBase.__init__": ("self", "vllm_config", "local_rank", "rank"),
+    "vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context": ("self", "tag"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": ("self",),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model": ("self",),
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"),
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing": ("model", "model_config"),
+    "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod": (),
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
+    "vllm.config:set_current_vllm_config": (),
+    "vllm.v1.serial_utils:run_method": ("obj", "method", "args", "kwargs"),
+    # the engine core
+    "vllm.v1.engine.core:EngineCore._initialize_kv_caches": ("self", "vllm_config"),
+    "vllm.v1.engine.core:EngineCore.sleep": ("self", "level", "mode"),
+    "vllm.v1.engine.core:EngineCore.wake_up": ("self", "tags"),
+    "vllm.v1.engine.core:EngineCore.is_sleeping": ("self",),
+    "vllm.v1.engine.core:EngineCore.pause_scheduler": ("self", "mode", "clear_cache"),
+    "vllm.v1.engine.core:EngineCore.resume_scheduler": ("self",),
+    "vllm.v1.engine.core:EngineCore.is_scheduler_paused": ("self",),
+    "vllm.v1.engine.core:EngineCore.reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+    "vllm.v1.engine.core:EngineCore.reset_encoder_cache": ("self",),
+    "vllm.v1.engine.core:EngineCore.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+    "vllm.v1.engine.core:EngineCoreProc._reject_add_in_shutdown": ("self", "request"),
+    "vllm.v1.engine.core:DPEngineCoreProc.resume_scheduler": ("self",),
+    "vllm.v1.engine:EngineCoreOutput.finish_reason": (),
+    "vllm.v1.engine:EngineCoreOutput.stop_reason": (),
+    "vllm.v1.engine:EngineCoreOutputs.finished_requests": (),
+    "vllm.v1.engine:FinishReason.ABORT": (),
+    "vllm.v1.executor.abstract:Executor.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+    # the client
+    "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async": ("self", "method", "engine"),
+    "vllm.v1.engine.core_client:SyncMPClient.call_utility": ("self", "method"),
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": ("self",),
+    "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("self", "level", "mode"),
+    "vllm.v1.engine.llm_engine:LLMEngine.wake_up": ("self", "tags"),
+    "vllm.v1.engine.llm_engine:LLMEngine.is_sleeping": ("self",),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": ("self",),
+    "vllm.v1.engine.async_llm:AsyncLLM.encode": ("self",),
+    "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("self", "level", "mode"),
+    "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("self", "tags"),
+    "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping": ("self",),
+    "vllm.entrypoints.llm:LLM.sleep": ("self", "level", "mode"),
+    "vllm.entrypoints.llm:LLM.wake_up": ("self", "tags"),
+}
+#: Text that must stand somewhere in a module: attributes that are set and not declared.
+TEXTS = {
+    "vllm.config.parallel": ("data_parallel_index: int",),
+    "vllm.config.device": ("device_type",),
+    "vllm.v1.engine.core": ("self.output_queue", "self.input_queue", "client_index", "self.model_executor"),
+    "vllm.v1.engine.core_client": ("self.engine_core = EngineCore(", "self.core_engines"),
+    "vllm.v1.engine.async_llm": ("self.vllm_config", "self.engine_core", "self.logger_manager"),
+    "vllm.v1.engine.llm_engine": ("self.vllm_config", "self.engine_core", "self.logger_manager"),
+    "vllm.v1.metrics.loggers": ("def record_sleep_state(self, sleep",),
+    "vllm.v1.executor.abstract": ("self.sleeping_tags",),
+    "vllm.v1.worker.gpu_model_runner": ("self.kv_caches",),
+    "vllm.v1.worker.gpu.model_runner": ("self.kv_caches",),
+    "vllm.v1.worker.gpu_worker": ('_maybe_get_memory_pool_context(tag="weights")', 'pool_context(tag="kv_cache")'),
+    "vllm.model_executor.layers.linear": ("import dispatch_cpu_unquantized_gemm",),  # inside the function
+    "vllm.model_executor.model_loader.reload.types": ("load_numel:", "load_numel_total:", "def can_load"),
+}
+
+
+def missing(package: Path) -> list[str]:
+    """The symbols, parameters and texts that the package does not have."""
+    found = [symbol for symbol, parameters in SYMBOLS.items() if not _has(package, symbol, parameters)]
+    for module, texts in TEXTS.items():
+        file = _file(package, module)
+        text = file.read_text() if file is not None else ""
+        found += [f"{module}: {wanted}" for wanted in texts if wanted not in text]
+    return found
+
+
+def installed() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _has(package: Path, symbol: str, parameters: tuple[str, ...]) -> bool:
+    module, _, attributes = symbol.partition(":")
+    node = _find(package, module, attributes.split("."))
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        return all(name in names for name in parameters)
+    return node is not None
+
+
+def _find(package: Path, module: str, names: list[str]) -> ast.AST | None:
+    file = _file(package, module)
+    if file is None:
+        return None
+    scope: ast.AST = ast.parse(file.read_text())
+    for position, name in enumerate(names):
+        found = _member(scope, name)
+        if isinstance(found, ast.ImportFrom) and position == 0:
+            source = found.module or ""
+            if found.level:
+                base = module if file.name == "__init__.py" else module.rpartition(".")[0]
+                source = ".".join([*base.split(".")[: len(base.split(".")) - found.level + 1], source])
+            return _find(package, source, names)
+        if found is None:
+            return None
+        scope = found
+    return scope
+
+
+def _member(scope: ast.AST, name: str) -> ast.AST | None:
+    for node in getattr(scope, "body", ()):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return node
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ())
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return node
+    return None
+
+
+def _file(package: Path, module: str) -> Path | None:
+    path = package.joinpath(*module.split(".")[1:])
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((candidate for candidate in candidates if candidate.exists()), None)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(argument, missing(Path(argument)) or "has everything")
