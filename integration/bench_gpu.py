@@ -25,6 +25,7 @@ from typing import Any
 from integration.models import SHAPES, write_model
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
+ASLEEP_S = 0.5  # a trainer's turn; the driver scrubs freed memory meanwhile, and whoever wakes at once waits for it
 SUBJECTS = ("plugin", "native")
 
 
@@ -74,11 +75,13 @@ class Bench:
         self.add("tokens_identical", float(identical), "bool")
         for _ in range(cycles):  # last, since nothing may be asked of weights that were discarded
             self.timed("sleep_l2_s", lambda: engine.sleep(2))
+            time.sleep(ASLEEP_S)
             self.timed("wake_l2_s", engine.wake_all)
 
     idle_mib = 0.0
 
     def _wake(self) -> None:
+        time.sleep(ASLEEP_S)
         self.timed("wake_weights_s", lambda: self._engine.wake(["weights"]))
         self.timed("wake_kv_s", self._engine.wake_rest)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import sglang
+from sglang.srt.entrypoints import engine
 
 from rl_memory_plugins.engines.sglang import register
 
@@ -16,7 +16,7 @@ __all__ = ["Engine", "server_args"]
 register()
 
 
-class Engine(sglang.Engine):  # type: ignore[misc]
+class Engine(engine.Engine):  # type: ignore[misc]
     """`sglang.Engine`. `rl_memory` is `True` for the defaults, or options (`config.RLMemoryConfig.parse`)."""
 
     def __init__(self, *, rl_memory: Any = True, **kwargs: Any) -> None:
@@ -25,4 +25,4 @@ class Engine(sglang.Engine):  # type: ignore[misc]
 
 def server_args(*, rl_memory: Any = True, **kwargs: Any) -> Any:
     """`sglang.srt.server_args.ServerArgs` for `launch_server`, with `rl_memory` as for `Engine`."""
-    return sglang.Engine.server_args_class(rl_memory=rl_memory, **kwargs)
+    return engine.Engine.server_args_class(rl_memory=rl_memory, **kwargs)

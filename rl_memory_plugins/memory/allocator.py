@@ -6,7 +6,7 @@ Four allocators pass one test suite (`tests/unit/memory/test_allocators.py`): `c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -59,8 +59,14 @@ class Device(Protocol):
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
-        """Copy each device block to the host address beside it; returns when all bytes have arrived."""
+    def copy_to_host(
+        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
+    ) -> None:
+        """Copy each device block to the host address beside it; returns when all bytes have arrived.
+
+        Args:
+            meanwhile: Called once, while the copies are under way where the device can do so.
+        """
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         """Copy to each device block from the host address beside it; returns when all bytes have arrived."""
@@ -76,6 +82,8 @@ class Allocator(Protocol):
     """Pausable regions of memory, by tag."""
 
     name: str
+    maps_zeroed: bool
+    """Whether memory reads as zeros when it has just been mapped."""
 
     @property
     def device(self) -> Device:

@@ -180,7 +180,8 @@ class Backup:
     of those made behind its back, by an engine's or a trainer's own code.
     """
 
-    def __init__(self, arena: HostArena, blocks: Sequence[Block]) -> None:
+    def __init__(self, arena: HostArena, blocks: Sequence[Block], *, identified: bool = True) -> None:
+        self.identified = identified
         self._arena = arena
         self.blocks = list(blocks)
         self.nbytes = sum(block.nbytes for block in blocks)
@@ -200,9 +201,15 @@ class Backup:
 
     def save(self, device: Device, epoch: int) -> None:
         """Copy the blocks out; returns when all bytes have arrived."""
-        device.copy_to_host(self._pairs())
+        self._fingerprint = None
+
+        def identify() -> None:
+            self._fingerprint = device.fingerprint(self.blocks)
+
+        # A few large blocks are worth identifying; what is left of blocks around discarded parts is a little
+        # in many pieces, and sooner copied again than compared.
+        device.copy_to_host(self._pairs(), identify if self.identified else None)
         self.epoch = epoch
-        self._fingerprint = device.fingerprint(self.blocks)
 
     def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
         """Copy the bytes back, all or those that lie in `blocks`; returns how many, when all have arrived."""
@@ -213,7 +220,8 @@ class Backup:
     def is_clean(self, device: Device, blocks: Sequence[Block], epoch: int) -> bool:
         """Whether it holds exactly what the (resident) blocks hold now."""
         return (
-            self.epoch == epoch
+            self.identified
+            and self.epoch == epoch
             and self.blocks == list(blocks)
             and self._fingerprint == device.fingerprint(self.blocks)
         )

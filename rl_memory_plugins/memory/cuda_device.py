@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
 class CudaDevice:
     """A GPU of this process.
 
-    Copies, fills and fingerprints run on a stream of their own, which begins after the work that the calling
+    Copies and fills run on a stream of their own, fingerprints on another; each begins after the work that the calling
     thread's current stream holds. It has the lowest priority there is (torch's 0, which streams have unless
     they ask for a higher one), so a background backup does not hold up an engine's kernels; the copies
     themselves occupy a copy engine and no multiprocessor.
@@ -27,6 +27,7 @@ class CudaDevice:
         self.index = index
         self.name = gpu_name(index)
         self._stream = torch.cuda.Stream(device=index, priority=0)
+        self._hashing = torch.cuda.Stream(device=index, priority=0)  # beside a copy that is under way
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
@@ -35,35 +36,39 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.index)
         return int(free), int(total)
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
-        with self._ordered_stream():
+    def copy_to_host(
+        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
+    ) -> None:
+        with self._ordered_stream(self._stream):
             for block, address in pairs:
                 memory_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
+        if meanwhile is not None:
+            meanwhile()
         self._stream.synchronize()
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
-        with self._ordered_stream():
+        with self._ordered_stream(self._stream):
             for block, address in pairs:
                 self.view(block).copy_(memory_view(address, block.nbytes), non_blocking=True)
         self._stream.synchronize()
 
     def fill(self, blocks: Sequence[Block], byte: int) -> None:
-        with self._ordered_stream():
+        with self._ordered_stream(self._stream):
             for block in blocks:
                 self.view(block).fill_(byte)
         self._stream.synchronize()
 
     def fingerprint(self, blocks: Sequence[Block]) -> int:
-        with self._ordered_stream():
+        with self._ordered_stream(self._hashing):
             return fingerprint([self.view(block) for block in blocks])
 
     def view(self, block: Block) -> Any:
         """The block's bytes as a tensor of uint8 that owns nothing."""
         return memory_view(block.address, block.nbytes, f"cuda:{self.index}")
 
-    def _ordered_stream(self) -> Any:
-        self._stream.wait_stream(torch.cuda.current_stream(self.index))
-        return torch.cuda.stream(self._stream)
+    def _ordered_stream(self, stream: torch.cuda.Stream) -> Any:
+        stream.wait_stream(torch.cuda.current_stream(self.index))
+        return torch.cuda.stream(stream)
 
 
 def gpu_name(index: int) -> str:

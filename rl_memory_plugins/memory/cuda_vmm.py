@@ -70,6 +70,7 @@ class CudaVmmAllocator:
     """
 
     name = "vmm"
+    maps_zeroed = True  # the driver scrubs what it hands out; tests/gpu checks it
 
     def __init__(self, index: int, margin_bytes: int = 0) -> None:
         require_torch_symbols()

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError
@@ -57,11 +57,15 @@ class FakeDevice:
     def memory_info(self) -> tuple[int, int]:
         return self.capacity - self.used, self.capacity
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+    def copy_to_host(
+        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
+    ) -> None:
         self._enter("copy_to_host")
         for block, host in pairs:
             self._require_mapped(block)
             ctypes.memmove(host, block.address, block.nbytes)
+        if meanwhile is not None:
+            meanwhile()
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         self._enter("copy_from_host")
@@ -112,6 +116,7 @@ class FakeAllocator:
     """Pausable regions on a `FakeDevice`. Released memory reads as garbage."""
 
     name = "fake"
+    maps_zeroed = False  # it hands out garbage
 
     def __init__(self, device: FakeDevice | None = None) -> None:
         self.device = device or FakeDevice()

@@ -23,6 +23,7 @@ class FaultyAllocator:
         self._directory = directory
         self._rank = rank
         self.name = inner.name
+        self.maps_zeroed = inner.maps_zeroed
         self.device = inner.device
 
     def region(self, tag: Tag) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,13 @@ class HostDevice:
     def memory_info(self) -> tuple[int, int]:
         return host_memory_info()
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+    def copy_to_host(
+        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
+    ) -> None:
         for block, host in pairs:
             ctypes.memmove(host, block.address, block.nbytes)
+        if meanwhile is not None:
+            meanwhile()
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         for block, host in pairs:
@@ -97,6 +101,7 @@ class HostAllocator:
     """
 
     name = "host"
+    maps_zeroed = True  # the kernel hands out zeroed pages
 
     def __init__(self, rank: int = 0, margin_bytes: int = 0) -> None:
         self.device = HostDevice(rank)

@@ -146,7 +146,9 @@ class MemoryManager:
             return
         if existing is not None:  # out of date: its memory serves the new copy
             self._backups.pop(tag).free()
-        backup = prepared.backups[tag] = Backup(self.arena, kept)
+        backup = prepared.backups[tag] = Backup(
+            self.arena, kept, identified=kept == self.allocator.blocks(tag)
+        )
         backup.save(self.device, self._epoch)
 
     def _kept_blocks(self, level: Level, tag: Tag) -> list[Block]:
@@ -277,7 +279,7 @@ class MemoryManager:
             blocks = intersect(self.allocator.blocks(tag), undefined)
             if self._poison:
                 self.device.fill(blocks, POISON_BYTE)
-            if tag in self._zero_on_wake:
+            if tag in self._zero_on_wake and (self._poison or not self.allocator.maps_zeroed):
                 self.device.fill(blocks, 0)
             backup = self._backups.get(tag)
             copied = backup.restore(self.device, blocks) if backup is not None else 0

@@ -52,6 +52,7 @@ class TorchSaverAllocator:
     """
 
     name = "tms"
+    maps_zeroed = True  # as for cuda_vmm
 
     def __init__(self, index: int, margin_bytes: int = 0) -> None:
         self.index = index

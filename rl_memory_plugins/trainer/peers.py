@@ -16,8 +16,8 @@ class Peers:
     Made on all ranks together.
 
     Args:
-        group: All ranks that hold parts of the model; by default the whole world. Agreements go over Gloo, so that
-            they wait for no GPU: a group of another backend gets a Gloo twin.
+        group: All ranks that hold parts of the model; by default the whole world. Agreements go over Gloo, so
+            that they wait for no GPU: a group of another backend gets a Gloo twin.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -31,22 +31,48 @@ class Peers:
                 ranks = None if group is None else dist.get_process_group_ranks(group)
                 self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
 
-    def agree(self, run: Callable[[], T], key: Callable[[Exception], Any] = lambda _: 0) -> list[T]:
-        """Run on every rank; all ranks' results, in their order.
+    def agree(self, run: Callable[[], T]) -> list[T]:
+        """Run on every rank, and give the results of all, in their order; it fails on all if it fails on one.
 
         Raises:
-            Exception: `run` raised on some rank: the same error on every rank, of several the one with the largest
-                `key`. Where it is another rank's, it is an `RLMemoryError` with `details["trainer_rank"]`.
+            Exception: see `share`.
         """
         try:
-            return self.gather(run(), key=key)
-        except _Gathered as gathered:
-            raise gathered.error from gathered.error.__cause__
+            value = run()
         except Exception as error:
-            return self._fail(error, key)
+            return self.share(None, error)
+        return self.share(value)
 
-    def gather(self, value: T, *, key: Callable[[Exception], Any] = lambda _: 0) -> list[T]:
-        raise NotImplementedError
+    def share(
+        self, value: Any, error: Exception | None = None, severity: Callable[[Exception], int] = lambda _: 0
+    ) -> list[Any]:
+        """All ranks' values, in their order.
 
-    def _fail(self, error: Exception, key: Callable[[Exception], Any]) -> Any:
-        raise NotImplementedError
+        Raises:
+            Exception: some rank brought an error: on every rank the most severe one, of the first rank that has
+                it. A rank's own error is raised as it is, another's as an `RLMemoryError` with
+                `details["trainer_rank"]`.
+        """
+        mine = None if error is None else (severity(error), _record(error))
+        if self.size == 1:
+            everyone: list[Any] = [(value, mine)]
+        else:
+            import torch.distributed as dist
+
+            everyone = [None] * self.size
+            dist.all_gather_object(everyone, (value, mine), group=self._group)
+        failed = [rank for rank, (_, failure) in enumerate(everyone) if failure is not None]
+        if not failed:
+            return [one for one, _ in everyone]
+        worst = max(failed, key=lambda rank: (everyone[rank][1][0], -rank))
+        if worst == self.rank and error is not None:
+            raise error
+        other = from_record(everyone[worst][1][1])
+        other.details.setdefault("trainer_rank", worst)
+        raise other
+
+
+def _record(error: Exception) -> dict[str, Any]:
+    if isinstance(error, RLMemoryError):
+        return error.to_record()
+    return RLMemoryError(f"{type(error).__name__}: {error}", type=type(error).__name__).to_record()

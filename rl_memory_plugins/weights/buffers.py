@@ -2,10 +2,10 @@
 
 - `cuda_direct`: the trainer's own tensors, opened by the receivers. Nothing is staged.
 - `cuda_ipc`: slots in one allocation on the receiver's GPU, which the trainer packs and the receiver reads.
-- `shm_pinned`: slots in anonymous shared memory (`memfd_create`), page-locked by the receiver, and by the trainer
-  where it sends from a GPU. It is passed as a file descriptor over the session's socket and has no name, so
-  nothing is left behind when a process is killed, and it works between containers that share nothing but the
-  socket and deny CUDA IPC.
+- `shm_pinned`: slots in anonymous shared memory (`memfd_create`), page-locked by the receiver, and by the
+  trainer where it sends from a GPU. It is passed as a file descriptor over the session's socket and has no
+  name, so nothing is left behind when a process is killed, and it works between containers that share nothing
+  but the socket and deny CUDA IPC.
 - `shm`: the same, not page-locked. What CPU engines use.
 """
 
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from rl_memory_plugins.errors import HostMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.cuda_ipc import Allocation, Mappings
 from rl_memory_plugins.weights.host_copy import HostCopier
@@ -133,7 +134,7 @@ class ShmStaging:
         if self._pinned and not self._registered:
             from rl_memory_plugins.memory.pinned import touch
 
-            gpu = cuda_ipc.local_gpu(cuda_ipc.gpu_name(index))
+            gpu = cuda_ipc.local_gpu(gpu_name(index))
             address, nbytes = _range(self._slots)
             touch(address, nbytes, 8)  # registering makes pages too, with one thread
             try:
@@ -191,7 +192,7 @@ def _range(slots: Sequence[torch.Tensor]) -> tuple[int, int]:
     return slots[0].data_ptr(), sum(len(slot) for slot in slots)
 
 
-# -- GPU memory -------------------------------------------------------------------------------------------------
+# -- GPU memory ---------------------------------------------------------------------------------------------
 
 
 class CudaStaging:
@@ -311,9 +312,7 @@ class CudaAttached:
         allocations = _allocations(description)
         if len(allocations) != 1 or slot_bytes < 1 or allocations[0].nbytes < slot_bytes * slots:
             raise WeightUpdateError("the trainer's staging memory is not what its description says")
-        (memory,) = self._mappings.open(
-            cuda_ipc.local_gpu(device), str(description["process"]), allocations
-        )
+        (memory,) = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)
         self._slots = list(memory[: slot_bytes * slots].split(slot_bytes))
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
@@ -362,7 +361,7 @@ class DirectExport:
             self._places.append((indices[found.address], address - found.address))
         if max_allocations is not None and len(allocations) > max_allocations:
             raise UnsupportedError(
-                f"{len(allocations)} allocations take longer to open than to stage; `keep_mapped` opens them once"
+                f"{len(allocations)} allocations take longer to open than to stage; keep_mapped opens them once"
             )
         self._description = {
             "kind": "cuda_direct",

@@ -147,7 +147,8 @@ class CudaGpu:
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
-        return memory_view(address, nbytes, f"cuda:{self.index}")  # type: ignore[no-any-return]
+        view: torch.Tensor = memory_view(address, nbytes, f"cuda:{self.index}")
+        return view
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
@@ -210,9 +211,9 @@ def local_gpu(name: str) -> Gpu:
 class Mappings:
     """Allocations of another process, opened in this one; each handle once.
 
-    What is open may be kept from one update to the next, as long as the trainer holds the connection that it was
-    kept with: memory that its owner frees or dies with stays in use while anybody has it open. Not for use by
-    two sessions at a time.
+    What is open may be kept from one update to the next, as long as the trainer holds the connection that it
+    was kept with: memory that its owner frees or dies with stays in use while anybody has it open. Not for use
+    by two sessions at a time.
     """
 
     def __init__(self) -> None:

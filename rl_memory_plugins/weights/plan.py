@@ -5,6 +5,7 @@ Making the plan is the validation of the manifest; the plan then loads later upd
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,12 @@ import torch
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, manifest_error
 from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
+
+Write = tuple[torch.Tensor, Any]
+"""A destination, and the tensor that is copied or the value that is filled there."""
+
+SMALL_BYTES = 1 << 20
+"""Up to this size copies on a GPU go many to a kernel: one kernel each costs more than the bytes."""
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
@@ -36,50 +43,56 @@ class LoadPlan:
         self.steps = steps
         self.opaque = opaque
         self.unused = unused
+        # Otherwise the order of writes matters.
+        self._disjoint = _are_disjoint(step for of_name in steps.values() for step in of_name)
 
     def apply(self, name: str, source: torch.Tensor) -> None:
         """Load one tensor that is not opaque. `source` is contiguous and has the manifest's shape and dtype."""
-        copy_views(self.copies(name, source, source.storage_offset()))
+        self.run(self.writes(name, source, source.storage_offset()))
 
-    def copies(self, name: str, memory: torch.Tensor, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What loading one tensor copies, as (destination, view of the source); fills what it fills at once.
+    def writes(self, name: str, memory: torch.Tensor, start: int) -> list[Write]:
+        """What loading one tensor writes, and views of what it copies there.
 
         Args:
             name: Not opaque.
             memory: Of the tensor's dtype; holds it, contiguous, from element `start` of its storage.
         """
-        pairs = []
-        for step in self.steps.get(name, ()):
-            if isinstance(step, CopyStep):
-                pairs.append(
-                    (step.destination, memory.as_strided(step.size, step.stride, start + step.offset))
-                )
-            else:
-                # Inference tensors may be written in inference mode only, and others may be there too.
-                with torch.inference_mode():
-                    step.destination.fill_(step.value)
-        return pairs
+        return [
+            (step.destination, memory.as_strided(step.size, step.stride, start + step.offset))
+            if isinstance(step, CopyStep)
+            else (step.destination, step.value)
+            for step in self.steps.get(name, ())
+        ]
+
+    def run(self, writes: Iterable[Write]) -> None:
+        """Do writes of any number of tensors. Does not wait for the device."""
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        # Inference tensors may be written in inference mode only, and others may be there too.
+        with torch.inference_mode():
+            for destination, value in writes:
+                if not isinstance(value, torch.Tensor):
+                    destination.fill_(value)
+                elif self._disjoint and value.is_cuda and value.nbytes <= SMALL_BYTES:
+                    destinations.append(destination)
+                    sources.append(value)
+                else:
+                    destination.copy_(value, non_blocking=True)
+            if destinations:
+                torch._foreach_copy_(destinations, sources, non_blocking=True)
 
 
-SMALL_BYTES = 1 << 20
-"""Up to this size copies on a GPU go many to a kernel: one kernel each costs more than the bytes."""
+def _are_disjoint(steps: Iterable[Step]) -> bool:
+    """Whether no two steps write the same memory, as far as their lowest and highest addresses tell."""
+    ranges = sorted(
+        (step.destination.data_ptr(), _end(step.destination)) for step in steps if step.destination.numel()
+    )
+    return all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
 
 
-def copy_views(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor to the first, in order where destinations overlap. Does not wait for the device."""
-    small: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    with torch.inference_mode():
-        for destination, source in pairs:
-            if not source.is_cuda or source.nbytes > SMALL_BYTES:
-                destination.copy_(source, non_blocking=True)
-            else:
-                small[destination.data_ptr()] = (destination, source)
-        if small:
-            torch._foreach_copy_(
-                [destination for destination, _ in small.values()],
-                [source for _, source in small.values()],
-                non_blocking=True,
-            )
+def _end(tensor: torch.Tensor) -> int:
+    last = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 
 def trace(

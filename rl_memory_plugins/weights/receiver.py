@@ -12,13 +12,20 @@ from typing import Any
 import msgspec
 import torch
 
-from rl_memory_plugins.errors import InvalidRequestError, ManifestError, StateConflictError, WeightUpdateError
+from rl_memory_plugins.errors import (
+    InvalidRequestError,
+    ManifestError,
+    StateConflictError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import checksums, wire
-from rl_memory_plugins.weights.buffers import AttachedBuffer, attach, typed
-from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec
-from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
+from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, attach, typed
+from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
+from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
+from rl_memory_plugins.weights.plan import Loader, LoadPlan, Write, signature, trace
 
 MAX_PLANS = 4
 """Plans kept, one for each manifest that a trainer alternates between (complete, LoRA, …)."""
@@ -65,6 +72,7 @@ class WeightReceiver:
         self._plans: dict[str, LoadPlan] = {}
         self._signature: tuple[Any, ...] = ()
         self._complete_plan: LoadPlan | None = None  # of the latest complete update
+        self._mappings = Mappings()
 
     def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
         """Take one update from the trainer.
@@ -72,7 +80,7 @@ class WeightReceiver:
         No wait for the trainer is longer than `timeout_s`. On any error before the first bucket nothing has
         changed; after it the weights' content is `updating` until the controller's `finish_update`.
 
-        Returns: bytes, tensors (replayed and opaque), and seconds by step.
+        Returns: bytes, tensors (replayed and opaque), transport (`buffers.TRANSPORTS`), and seconds by step.
 
         Raises:
             ManifestError: the tensors do not fit; lists every mismatch.
@@ -94,7 +102,14 @@ class WeightReceiver:
                 raise
             raise known from error
         finally:
-            connection.close()
+            if session.lease is None:
+                connection.close()
+            else:
+                self._mappings.keep(session.lease)
+
+    def close(self) -> None:
+        """Close what is still open of a trainer's memory."""
+        self._mappings.close()
 
     def _connect(self, endpoints: dict[str, str], timeout_s: float) -> wire.Connection:
         device = self._manager.device.name
@@ -174,6 +189,11 @@ class _Session:
         self._next = 0  # index of the tensor that must come next
         self._bytes = 0
         self._committed = False
+        self._transport = ""
+        index = local_gpus().get(self._manager.device.name)
+        self._device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        self._flat: dict[tuple[int, str], torch.Tensor] = {}  # the buffer's memory as elements
+        self.lease: wire.Connection | None = None  # keeps the trainer's memory open after the session
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -188,11 +208,8 @@ class _Session:
         with self.timed("connect"):
             hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank)
             connection.send(hello, timeout_s)
-            offer, fds = connection.receive_with_fds(wire.Offer, timeout_s=timeout_s)
-            try:
-                buffer = attach(offer.buffer, fds)
-            finally:
-                wire.close_fds(fds)
+            offer, buffer = self._attach(connection)
+        self._transport = buffer.transport
         try:
             plan = self._validate(connection, offer.manifest)
             arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
@@ -206,14 +223,36 @@ class _Session:
                 raise WeightUpdateError("the engine's loader hid that the update broke off", rank=manager.rank)
             with self.timed("load"):
                 manager.device.synchronize()
+            if isinstance(buffer, DirectAttached) and buffer.keep:
+                buffer.kept = True
         finally:
+            self._flat.clear()
             buffer.close()
         self._receiver.drop_outdated_plans()  # the engine's loader may have made new tensors
         if not plan.partial and plan.digest in self._receiver._plans:
             self._receiver._complete_plan = plan
         report = self._report(plan)
         connection.send(wire.Done(report), timeout_s)
+        if isinstance(buffer, DirectAttached) and buffer.kept:
+            self.lease = connection
         return report
+
+    def _attach(self, connection: wire.Connection) -> tuple[wire.Offer, AttachedBuffer]:
+        """Take the first of the trainer's buffers that can be opened here."""
+        while True:
+            offer, fds = connection.receive_with_fds(wire.Offer, timeout_s=self._timeout_s)
+            try:
+                buffer = attach(
+                    offer.buffer,
+                    fds,
+                    device=self._manager.device.name,
+                    mappings=self._receiver._mappings,
+                )
+                return offer, buffer
+            except UnsupportedError as error:
+                connection.send(wire.Unopened(str(error)), self._timeout_s)
+            finally:
+                wire.close_fds(fds)
 
     def _validate(self, connection: wire.Connection, manifest: Manifest) -> LoadPlan:
         if manifest.partial and self._manager.content is not Content.VALID:
@@ -237,6 +276,7 @@ class _Session:
         self, connection: wire.Connection, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Take buckets until the commit: replay what the plan knows, yield copies of what is opaque."""
+        manager = self._manager
         while True:
             with self.timed("wait"):
                 message = connection.receive(wire.Bucket, wire.Commit, timeout_s=self._timeout_s)
@@ -245,22 +285,27 @@ class _Session:
             if not 0 <= message.slot < manifest.slots:
                 raise WeightUpdateError(f"the trainer names slot {message.slot} of {manifest.slots}")
             if self._next == 0:
-                self._manager.begin_writing()
-            slot = buffer.slot(message.slot)
+                manager.begin_writing()
+            writes: list[Write] = []
             for entry in message.entries:
-                spec = self._take(entry, manifest, len(slot))
                 with self.timed("load"):
-                    tensor = typed(slot, entry.offset, entry.nbytes, spec.dtype, spec.shape)
+                    memory = buffer.memory(message.slot, entry)
+                    spec = self._take(entry, manifest, len(memory))
                     if self._receiver._check_finite:
-                        _require_finite(spec.name, tensor)
+                        _require_finite(spec.name, _tensor(memory, entry, spec))
                     if spec.name not in plan.opaque:
-                        plan.apply(spec.name, tensor)
+                        writes += self._writes(plan, spec, memory, entry)
                         continue
-                    tensor = tensor.clone()  # the slot is written again while the loader may still hold it
+                    plan.run(writes)
+                    writes.clear()
+                    # the memory is written again while the loader may still hold the tensor
+                    tensor = _tensor(memory, entry, spec).to(self._device, copy=True)
                 with self.timed("load"):
                     yield spec.name, tensor
             with self.timed("load"):
-                self._manager.device.synchronize()
+                plan.run(writes)
+                if buffer.reused:
+                    manager.device.synchronize()
             connection.send(wire.Ack(message.slot), self._timeout_s)
         if self._next != len(manifest.tensors):
             missing = [spec.name for spec in manifest.tensors[self._next :]]
@@ -281,7 +326,7 @@ class _Session:
         if (
             entry.nbytes != spec.nbytes
             or not 0 <= entry.offset <= slot_bytes - entry.nbytes
-            or entry.offset % 8
+            or entry.offset % ITEMSIZE[spec.dtype]
         ):
             raise WeightUpdateError(
                 f"{spec.name} does not lie in the slot as the trainer says",
@@ -292,6 +337,22 @@ class _Session:
         self._bytes += entry.nbytes
         return spec
 
+    def _writes(
+        self, plan: LoadPlan, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry
+    ) -> list[Write]:
+        itemsize = ITEMSIZE[spec.dtype]
+        key = (memory.data_ptr(), spec.dtype)
+        if key not in self._flat:  # for thousands of tensors one view each is worth saving
+            whole = memory[: len(memory) // itemsize * itemsize]
+            self._flat[key] = whole.view(getattr(torch, spec.dtype))
+        flat = self._flat[key]
+        writes = plan.writes(spec.name, flat, flat.storage_offset() + entry.offset // itemsize)
+        if memory.is_cuda or all(_is_plain(*write) for write in writes):
+            return writes
+        # The host would gather or cast what it sends; the GPU does that faster.
+        tensor = _tensor(memory, entry, spec).to(writes[0][0].device, non_blocking=True)
+        return plan.writes(spec.name, tensor, 0)
+
     def _report(self, plan: LoadPlan) -> dict[str, Any]:
         return {
             "rank": self._manager.rank,
@@ -301,8 +362,22 @@ class _Session:
             "replayed": len(plan.steps),
             "opaque": len(plan.opaque),
             "partial": plan.partial,
+            "transport": self._transport,
             "seconds": dict(self._seconds),
         }
+
+
+def _tensor(memory: torch.Tensor, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:
+    return typed(memory, entry.offset, entry.nbytes, spec.dtype, spec.shape)
+
+
+def _is_plain(destination: torch.Tensor, source: Any) -> bool:
+    """Whether this is a fill, a copy within the host's memory, or one that a copy engine does as it is."""
+    return (
+        not isinstance(source, torch.Tensor)
+        or not destination.is_cuda
+        or (source.dtype == destination.dtype and source.is_contiguous() and destination.is_contiguous())
+    )
 
 
 def _require_finite(name: str, tensor: torch.Tensor) -> None:

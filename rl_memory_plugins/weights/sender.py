@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,15 +24,23 @@ from rl_memory_plugins.errors import (
     AuthenticationError,
     InvalidRequestError,
     ManifestError,
+    OutOfMemoryError,
     RLMemoryError,
+    UnsupportedError,
     WeightUpdateError,
 )
-from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.buffers import ShmStaging, StagingBuffer, typed
+from rl_memory_plugins.weights import cuda_ipc, wire
+from rl_memory_plugins.weights.buffers import TRANSPORTS, CudaStaging, DirectExport, ShmStaging, StagingBuffer
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
-from rl_memory_plugins.weights.source import TensorSource, as_source
+from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_source
 
 DEFAULT_BUCKET_BYTES = 256 << 20
+
+DIRECT_BUCKET_BYTES = 1 << 30
+"""Where nothing is staged, a bucket is only what is announced and acknowledged at a time."""
+
+MAX_TRANSIENT_ALLOCATIONS = 32
+"""With more, staging takes less time than to open and close all of them for one update."""
 
 
 class _Receiver:
@@ -43,8 +51,20 @@ class _Receiver:
         self.rank = hello.rank
         self.device = hello.device
         self.unacknowledged: list[int] = []
+        self.ways: list[str] = []  # transports that may still serve it, the best first
+        self.refused: list[dict[str, str]] = []
+        self.lane: _Lane | None = None
         connection.peer = f"rank {hello.rank} on {hello.device}"
         connection.details = {"rank": hello.rank, "device": hello.device}
+
+
+class _Lane:
+    """One buffer, and the receivers that it serves."""
+
+    def __init__(self, transport: str, buffer: StagingBuffer) -> None:
+        self.transport = transport
+        self.buffer = buffer
+        self.receivers: list[_Receiver] = []
 
 
 class WeightSender:
@@ -62,9 +82,17 @@ class WeightSender:
         token: What receivers must show; several senders of one update share it.
         settle_unused: Several senders of one update agree here, once each has heard all its receivers: it is given
             the names that none of them uses, and gives those that no receiver of any sender uses.
+        transport: One of `buffers.TRANSPORTS`, or `auto`: for each receiver the first of them that works. What
+            needs CUDA is tried only if this process uses CUDA already.
+        keep_mapped: The tensors stay where they are until the next update or `cuda_ipc.release_mapped`, so that
+            receivers may leave them open: opening takes longer than copying. Call `release_mapped` before they
+            are freed, moved or paused, or else their memory stays in use.
+
+    A receiver on a GPU that this process sees is served from a staging buffer on that GPU, one for each GPU;
+    other receivers share one in host memory.
 
     Raises:
-        InvalidRequestError: no receivers, or no socket in `directory`.
+        InvalidRequestError: no receivers, no such transport, or no socket in `directory`.
     """
 
     def __init__(
@@ -77,7 +105,19 @@ class WeightSender:
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
         settle_unused: Callable[[list[str]], list[str]] = list,
+        transport: str = "auto",
+        keep_mapped: bool = False,
     ) -> None:
+        if transport not in ("auto", *TRANSPORTS):
+            raise InvalidRequestError(
+                f"there is no transport {transport!r}",
+                field="transport",
+                got=transport,
+                allowed=["auto", *TRANSPORTS],
+            )
+        self._transport = transport
+        self._keep_mapped = keep_mapped
+        self._lanes: dict[tuple[str, str], _Lane] = {}
         self._awaited = None if isinstance(receivers, int) else list(receivers)
         self._count = receivers if isinstance(receivers, int) else len(receivers)
         if self._count < 1 or slots < 1 or bucket_bytes < 1:
@@ -138,15 +178,16 @@ class WeightSender:
             tensors: What to send.
             partial: The update changes some weights only, and the others are valid.
 
-        Returns: bytes, tensors, buckets, seconds by step, and the receivers' reports.
+        Returns: bytes, tensors, buckets, seconds by step, `transport` (the slowest of those in use),
+        `fallbacks` (device, transport, and why it was not used), and the receivers' reports.
 
         Raises:
             ManifestError: the tensors do not fit; mismatches of all ranks are merged. Nothing was changed.
             WeightUpdateError: a receiver stalled, is gone, or failed; or `tensors` broke off.
+            UnsupportedError: a receiver cannot be served by the transport that was asked for.
             RLMemoryError: whatever else a receiver reported.
         """
         seconds: dict[str, float] = {}
-        buffer: StagingBuffer | None = None
         try:
             source = as_source(tensors)
             manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
@@ -155,18 +196,19 @@ class WeightSender:
                 raise manifest_error(mismatches)
             with _timed(seconds, "connect"):
                 self._connect()
-            buffer = ShmStaging(manifest.slot_bytes(), self._slots)
-            with _timed(seconds, "validate"):
-                self._offer(manifest, buffer)
-            buckets = manifest.buckets()
-            self._stream(manifest, buckets, source, buffer, seconds)
+            self._offer(manifest, source, seconds)
+            buckets = self._buckets(manifest)
+            self._stream(manifest, buckets, source, seconds)
             with _timed(seconds, "commit"):
                 self._broadcast(wire.Commit())
                 done = self._gather(self._receivers, wire.Done)
+            self._hold_leases()
             return {
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
+                "transport": max((lane.transport for lane in self._in_use()), key=TRANSPORTS.index),
+                "fallbacks": [refusal for receiver, _ in done for refusal in receiver.refused],
                 "seconds": seconds,
                 "receivers": [message.report for _, message in done],
             }
@@ -178,8 +220,8 @@ class WeightSender:
                 raise
             raise known from error
         finally:
-            if buffer is not None:
-                buffer.close()
+            for lane in self._lanes.values():
+                lane.buffer.close()
             self.close()
 
     # -- the steps of a session -------------------------------------------------------------------------------
@@ -247,13 +289,94 @@ class WeightSender:
             left.remove(receiver.device)
         return left
 
-    def _offer(self, manifest: Manifest, buffer: StagingBuffer) -> None:
-        """Have all receivers check the manifest."""
-        description, fds = buffer.export()
-        self._broadcast(wire.Offer(manifest, description), fds)
+    def _offer(self, manifest: Manifest, source: TensorSource, seconds: dict[str, float]) -> None:
+        """Find a buffer for each receiver, and have all check the manifest."""
+        gpus = cuda_ipc.local_gpus(initialise=self._transport == "cuda_ipc")
+        resident = source.resident() if isinstance(source, ResidentSource) else None
+        home = _home(resident, gpus)
+        for receiver in self._receivers:
+            receiver.ways = ways(self._transport, receiver.device, gpus, home)
+        answers: list[tuple[_Receiver, wire.Answer]] = []
+        waiting = self._receivers
+        while waiting:
+            for receiver in waiting:
+                with _timed(seconds, "open"):
+                    lane = self._lane(receiver, manifest, resident)
+                    description, fds = lane.buffer.export()
+                receiver.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
+            with _timed(seconds, "validate"):
+                got = self._gather(waiting, wire.Answer, wire.Unopened)
+            waiting = []
+            for receiver, answer in got:
+                if isinstance(answer, wire.Answer):
+                    answers.append((receiver, answer))
+                elif isinstance(answer, wire.Unopened):
+                    self._refuse(receiver, answer.reason)
+                    waiting.append(receiver)
+        for receiver in self._receivers:
+            assert receiver.lane is not None
+            receiver.lane.receivers.append(receiver)
+        self._judge(answers)
+
+    def _lane(self, receiver: _Receiver, manifest: Manifest, resident: Sequence[torch.Tensor] | None) -> _Lane:
+        """The best buffer that may still serve the receiver: one that is there, or a new one.
+
+        Raises:
+            UnsupportedError: there is none.
+            OutOfMemoryError: there is no memory for the last one.
+        """
+        error: RLMemoryError | None = None
+        while receiver.ways:
+            way = receiver.ways[0]
+            key = (way, receiver.device if way.startswith("cuda") else "")
+            try:
+                if key not in self._lanes:
+                    self._lanes[key] = _Lane(way, self._buffer(way, receiver.device, manifest, resident))
+                receiver.lane = self._lanes[key]
+                return self._lanes[key]
+            except (UnsupportedError, OutOfMemoryError) as failure:
+                error = failure
+                self._refuse(receiver, str(failure))
+        if isinstance(error, OutOfMemoryError):
+            raise error
+        raise UnsupportedError(
+            f"no transport to {receiver.connection.peer}: "
+            + "; ".join(f"{refusal['transport']}: {refusal['reason']}" for refusal in receiver.refused),
+            device=receiver.device,
+            tried=receiver.refused,
+        )
+
+    def _refuse(self, receiver: _Receiver, reason: str) -> None:
+        transport = receiver.ways.pop(0)
+        receiver.refused.append({"device": receiver.device, "transport": transport, "reason": reason})
+
+    def _buffer(
+        self, way: str, device: str, manifest: Manifest, resident: Sequence[torch.Tensor] | None
+    ) -> StagingBuffer:
+        if way == "cuda_direct":
+            if resident is None:
+                raise UnsupportedError("the source makes its tensors one by one")
+            limit = None if self._keep_mapped or self._transport == way else MAX_TRANSIENT_ALLOCATIONS
+            return DirectExport(resident, device, keep=self._keep_mapped, max_allocations=limit)
+        if way == "cuda_ipc":
+            stable = resident is not None
+            return CudaStaging(device, manifest.slot_bytes(), self._slots, stable=stable)
+        return ShmStaging(manifest.slot_bytes(), self._slots, pinned=way == "shm_pinned")
+
+    def _in_use(self) -> list[_Lane]:
+        return [lane for lane in self._lanes.values() if lane.receivers]
+
+    def _buckets(self, manifest: Manifest) -> list[list[BucketEntry]]:
+        if all(lane.transport == "cuda_direct" for lane in self._in_use()):
+            nbytes = max(self._bucket_bytes, DIRECT_BUCKET_BYTES)
+            return msgspec.structs.replace(manifest, bucket_bytes=nbytes).buckets()
+        return manifest.buckets()
+
+    def _judge(self, answers: Sequence[tuple[_Receiver, wire.Answer]]) -> None:
+        """Raise what all ranks together have against the manifest."""
         merged: dict[Mismatch, list[int]] = {}
         ignored_by: dict[str, int] = {}
-        for receiver, answer in self._gather(self._receivers, wire.Accept, wire.Reject):
+        for receiver, answer in answers:
             for name in answer.unused:
                 ignored_by[name] = ignored_by.get(name, 0) + 1
             for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
@@ -278,7 +401,6 @@ class WeightSender:
         manifest: Manifest,
         buckets: list[list[BucketEntry]],
         source: TensorSource,
-        buffer: StagingBuffer,
         seconds: dict[str, float],
     ) -> None:
         """Pack buckets and announce them; while one is being loaded the next is packed."""
@@ -288,12 +410,11 @@ class WeightSender:
             with _timed(seconds, "wait"):
                 self._await_slot(slot)
             with _timed(seconds, "pack"):
-                for entry in entries:
-                    self._pack(manifest.tensors[entry.index], entry, tensors, buffer.slot(slot))
-                buffer.publish()
-            for receiver in self._receivers:
-                receiver.unacknowledged.append(slot)
-            self._broadcast(wire.Bucket(slot, entries))
+                placed = self._pack(slot, entries, manifest, tensors)
+            for lane, places in placed.items():
+                for receiver in lane.receivers:
+                    receiver.unacknowledged.append(slot)
+                    receiver.connection.send(wire.Bucket(slot, places), self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source gives {extra}, which its specs do not list", name=extra)
         with _timed(seconds, "wait"):
@@ -315,22 +436,31 @@ class WeightSender:
 
     def _pack(
         self,
-        spec: TensorSpec,
-        entry: BucketEntry,
+        slot: int,
+        entries: Sequence[BucketEntry],
+        manifest: Manifest,
         tensors: Iterator[tuple[str, torch.Tensor]],
-        slot: torch.Tensor,
-    ) -> None:
-        name, tensor = next(tensors, ("", None))
-        if tensor is None:
-            raise WeightUpdateError(f"the source ended before {spec.name}", name=spec.name)
-        if name != spec.name or tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
-            raise WeightUpdateError(
-                f"the source gives {name} {tensor.dtype} {list(tensor.shape)} where its specs say {spec.name} "
-                f"{spec.dtype} {list(spec.shape)}",
-                name=spec.name,
-            )
-        with torch.no_grad():
-            typed(slot, entry.offset, entry.nbytes, spec.dtype, spec.shape).copy_(tensor)
+    ) -> dict[_Lane, list[BucketEntry]]:
+        """Put the next tensors into all buffers; where each lane's receivers find them."""
+        placed: dict[_Lane, list[BucketEntry]] = {lane: [] for lane in self._in_use()}
+        for entry in entries:
+            spec = manifest.tensors[entry.index]
+            tensor = _next(spec, tensors)
+            for lane, places in placed.items():
+                places.append(lane.buffer.put(slot, entry, spec, tensor))
+        for lane in placed:
+            lane.buffer.publish()
+        return placed
+
+    def _hold_leases(self) -> None:
+        """Keep the connections by which receivers know that this process still has its memory."""
+        if not self._keep_mapped:
+            return
+        for lane in self._in_use():
+            if lane.transport == "cuda_direct":
+                for receiver in lane.receivers:
+                    self._receivers.remove(receiver)
+                    cuda_ipc.leases.hold(receiver.connection.peer_process(), receiver.connection)
 
     # -- waiting ------------------------------------------------------------------------------------------
 
@@ -372,6 +502,46 @@ class WeightSender:
         return [one for one in ready if one is not self._wakeable]
 
 
+def ways(wanted: str, device: str, local: Collection[str], home: str | None) -> list[str]:
+    """The transports to try for a receiver, the best first.
+
+    Args:
+        wanted: One of them, or `auto`.
+        device: The receiver's.
+        local: The GPUs that this process can use.
+        home: The one of them on which all tensors lie, if they do.
+    """
+    if wanted != "auto":
+        return [wanted]
+    if not device.startswith(("GPU-", "MIG-")):
+        return ["shm"]
+    found = ["cuda_direct"] if device == home else []
+    found += ["cuda_ipc"] if device in local else []
+    return [*found, "shm_pinned", "shm"]
+
+
+def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
+    devices = {tensor.device for tensor in tensors or ()}
+    indices = {device.index for device in devices if device.type == "cuda"}
+    if len(devices) != 1 or not indices:
+        return None
+    (index,) = indices
+    return next((name for name, ordinal in local.items() if ordinal == index), None)
+
+
+def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    name, tensor = next(tensors, ("", None))
+    if tensor is None:
+        raise WeightUpdateError(f"the source ended before {spec.name}", name=spec.name)
+    if name != spec.name or tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
+        raise WeightUpdateError(
+            f"the source gives {name} {tensor.dtype} {list(tensor.shape)} where its specs say {spec.name} "
+            f"{spec.dtype} {list(spec.shape)}",
+            name=spec.name,
+        )
+    return tensor
+
+
 @contextlib.contextmanager
 def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
     start = time.perf_counter()
@@ -393,6 +563,8 @@ def push_weights(
     slots: int = 2,
     timeout_s: float = 60.0,
     directory: str | os.PathLike[str] | None = None,
+    transport: str = "auto",
+    keep_mapped: bool = False,
 ) -> dict[str, Any]:
     """Update an engine's weights: the whole exchange in one call.
 
@@ -403,6 +575,7 @@ def push_weights(
         receivers: The devices of all ranks, or their number.
         weight_version: The engine's version of the weights after the update.
         mode: What happens to running requests meanwhile.
+        transport: How the bytes travel; see `WeightSender` for this and `keep_mapped`.
 
     Returns: the sender's report, with the engine's answer under `"engine"`.
 
@@ -410,7 +583,13 @@ def push_weights(
         RLMemoryError: the more specific one, where both sides fail.
     """
     sender = WeightSender(
-        receivers, bucket_bytes=bucket_bytes, slots=slots, timeout_s=timeout_s, directory=directory
+        receivers,
+        bucket_bytes=bucket_bytes,
+        slots=slots,
+        timeout_s=timeout_s,
+        directory=directory,
+        transport=transport,
+        keep_mapped=keep_mapped,
     )
     body = {
         "endpoints": sender.endpoints,

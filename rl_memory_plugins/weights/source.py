@@ -27,7 +27,7 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ResidentSource(TensorSource, Protocol):
-    """A source whose tensors all exist, and stay as they are during an update: they may be sent from their place."""
+    """A source whose tensors all exist, and stay as they are during an update: nothing need be staged."""
 
     def resident(self) -> list[torch.Tensor] | None:
         """The very tensors that `tensors()` gives, in its order; None if some are made on the way."""

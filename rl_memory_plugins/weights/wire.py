@@ -262,6 +262,11 @@ class Connection:
         with contextlib.suppress(Exception):
             self.send(Failure(error.to_record()), timeout_s)
 
+    def peer_process(self) -> str:
+        """Names the process at the other end and this connection's role there."""
+        pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return f"{pid}: {self.peer}"
+
     def finish(self) -> None:
         """Say that nothing more will be sent."""
         with contextlib.suppress(OSError):

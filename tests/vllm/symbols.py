@@ -63,6 +63,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.llm:LLM.sleep": ("self", "level", "mode"),
     "vllm.entrypoints.llm:LLM.wake_up": ("self", "tags"),
 }
+#: Not in every version, and replaced where they are there.
+OPTIONAL = ("vllm.v1.engine.core:EngineCore.release_kv_cache_memory", "vllm.v1.engine.core:EngineCoreProc.resume_scheduler")
 #: Text that must stand somewhere in a module: attributes that are set and not declared.
 TEXTS = {
     "vllm.config.parallel": ("data_parallel_index: int",),

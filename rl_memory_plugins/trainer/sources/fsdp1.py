@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from rl_memory_plugins.trainer.offload import borrowed
+from rl_memory_plugins.trainer.offloading import borrowed
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Own(NamedTuple):
@@ -62,7 +63,6 @@ class FSDP1Source:
             self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._unmanaged()
         ]
 
-    @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
-from rl_memory_plugins.trainer.offload import host_view
+from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing
 from rl_memory_plugins.weights.manifest import TensorSpec
 
@@ -99,7 +99,7 @@ class GateUp:
         return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
 
 
-NameMap = Callable[[str], Optional[tuple[Sequence[str], Layout]]]
+NameMap = Callable[[str], tuple[Sequence[str], Layout] | None]
 """Gives the checkpoint's names and the layout for a parameter's name on this rank; `None` leaves it out."""
 
 
@@ -117,15 +117,15 @@ class _Entry(NamedTuple):
 class MegatronSource:
     """Shards gathered over the tensor-parallel group, then broadcast from the stage that owns them.
 
-    Made on all ranks together, and iterated by all in step. At any moment there exist one parameter's shards and
-    what is made of them.
+    Made on all ranks together, and iterated by all in step. At any moment there exist one parameter's shards
+    and what is made of them.
 
     Args:
-        parameters: This rank's shards by their local names, or the module that holds them. They may be offloaded.
+        parameters: This rank's shards by their local names, or their module. They may be offloaded.
         name_map: See `NameMap`. It translates a stage's own layer numbers to the checkpoint's.
         tp_group: The process group of tensor-parallel ranks; `None` where there is one only.
         pp_group: The group of the ranks that hold other parameters: pipeline stages, and expert-parallel ranks
-            where there are any. A name that several hold is taken from the first. `None` where there is one only.
+            where there are any. A name that several hold is taken from the first. `None` where all hold all.
         dtype: What floating-point tensors are sent as. Shards are cast before they are gathered.
         device: Where shards are gathered; by default the current GPU if the process uses one.
 
@@ -161,7 +161,6 @@ class MegatronSource:
             for name, shape in zip(entry.names, entry.layout.shapes(entry.shard, self._tp_size), strict=True)
         ]
 
-    @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = self._named()
         for entry in self._entries:

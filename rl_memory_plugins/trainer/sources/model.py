@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.trainer.offload import host_view
+from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 
@@ -37,13 +37,21 @@ class ModelSource:
     def specs(self) -> list[TensorSpec]:
         return [self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._named()]
 
-    @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._named():
             if hasattr(tensor, "full_tensor"):
                 yield name, _gather(tensor, self._outgoing)
             else:
                 yield name, self._outgoing.cast(host_view(tensor.detach()))
+
+    def resident(self) -> list[torch.Tensor] | None:
+        """See `weights.source.ResidentSource`: none where some are gathered or cast."""
+        tensors = [tensor.detach() for _, tensor in self._named()]
+        if any(
+            hasattr(one, "full_tensor") or self._outgoing.sent_as(one.dtype) != one.dtype for one in tensors
+        ):
+            return None
+        return [host_view(one) for one in tensors]
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         model = self._model

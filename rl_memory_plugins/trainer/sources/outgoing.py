@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Optional
-
-import torch
+from typing import TYPE_CHECKING
 
 from rl_memory_plugins.weights.manifest import TensorSpec
 
-Rename = Callable[[str], Optional[str]]
+if TYPE_CHECKING:
+    import torch
+
+Rename = Callable[[str], str | None]
 """Gives the checkpoint's name for the trainer's; `None` leaves the tensor out."""
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")

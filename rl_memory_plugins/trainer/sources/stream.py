@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing
 from rl_memory_plugins.weights.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 class StreamSource:

@@ -1,8 +1,8 @@
-"""Moving a trainer's modules and optimisers to host memory and back, with the host memory kept between cycles.
+"""Moving modules and optimisers to host memory and back, with the host memory kept between cycles.
 
-A tensor is moved by its storage: the bytes are copied out and the storage is resized to nothing; loading resizes
-it again and copies the bytes in. Tensor objects, views and everything that refers to them stay as they are: FSDP's
-flat parameters and their shards, DTensors, tied weights, Megatron's parameter buffers, the optimiser's references.
+A tensor is moved by its storage: the bytes are copied out and the storage is resized to nothing; loading
+resizes it again and copies the bytes in. Tensor objects, views and all that refers to them stay as they are:
+FSDP's flat parameters and their shards, DTensors, tied weights, Megatron's buffers, the optimiser's references.
 Until it is loaded again such a tensor must not be computed with; `host_view` reads it where it is.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,9 +19,12 @@ from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
+from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
 
-Target = Union[torch.nn.Module, torch.optim.Optimizer, Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
+Target: TypeAlias = (
+    torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+)
 
 
 class Moved(NamedTuple):
@@ -72,11 +75,13 @@ class Offloader:
 
         Raises:
             HostMemoryError: not enough host memory; nothing was moved.
+            WeightUpdateError: an engine keeps this memory open and does not answer; nothing was moved.
         """
         start = time.perf_counter()
         storages = list(self._storages())
         if not storages:
             return Moved()
+        release_mapped()  # what engines keep open of this memory would stay in use
         arena = self._arena_for(storages[0].device)
         address = arena.acquire(sum(align(storage.nbytes()) for storage in storages))
         batch = []
@@ -105,17 +110,16 @@ class Offloader:
         if not self._batch:
             return Moved()
         batch = self._batch
-        for one in batch:
-            try:
+        try:
+            for one in batch:
                 one.storage.resize_(one.nbytes)
-            except torch.OutOfMemoryError as error:
-                for each in batch:
-                    each.storage.resize_(0)
-                raise DeviceMemoryError(
-                    f"no device memory to load {self.offloaded_bytes} bytes: {error}",
-                    needed_bytes=self.offloaded_bytes,
-                    device=str(one.storage.device),
-                ) from None
+        except torch.OutOfMemoryError as error:
+            for one in batch:
+                one.storage.resize_(0)
+            raise DeviceMemoryError(
+                f"no device memory to load {self.offloaded_bytes} bytes: {error}",
+                needed_bytes=self.offloaded_bytes,
+            ) from None
         for one in batch:
             _bytes_of(one.storage).copy_(one.host, non_blocking=True)
         _synchronize([one.storage for one in batch])
@@ -144,7 +148,12 @@ class Offloader:
                 local = _local(tensor)
                 storage = local.untyped_storage()
                 # A storage of size zero is away already, or FSDP has freed it.
-                if storage.nbytes() and storage._cdata not in seen and storage.resizable() and self._moves(local):
+                if (
+                    storage.nbytes()
+                    and storage._cdata not in seen
+                    and storage.resizable()
+                    and self._moves(local)
+                ):
                     seen.add(storage._cdata)
                     yield storage
 
@@ -233,8 +242,8 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class borrowed:  # noqa: N801 - a context manager, used like a function
-    """Some tensors' storages on the device for a moment, if they are offloaded; what is written to them is lost."""
+class borrowed:
+    """Offloaded tensors on the device for a moment; what is written to them is lost."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)

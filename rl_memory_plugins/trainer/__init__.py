@@ -1,0 +1,83 @@
+"""The trainer's side: hand devices over, send weights, offload. Needs torch and no engine.
+
+    engine = EngineClient("http://127.0.0.1:8000")
+    source = ModelSource(model, dtype=torch.bfloat16)
+    handoff = RolloutHandoff(engine, source, weights=[model], others=[optimizer])
+    with handoff.training():  # the engine sleeps
+        train_step(model, optimizer, batch)
+
+Names are imported when they are first used; importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_memory_plugins.client import EngineClient
+    from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache
+    from rl_memory_plugins.trainer.engines import Engine, EngineObject
+    from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
+    from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
+    from rl_memory_plugins.trainer.peers import Peers
+    from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
+    from rl_memory_plugins.trainer.sources.fsdp1 import FSDP1Source
+    from rl_memory_plugins.trainer.sources.megatron import FusedQKV, GateUp, MegatronSource, Replicated, Split
+    from rl_memory_plugins.trainer.sources.model import ModelSource
+    from rl_memory_plugins.trainer.sources.stream import StreamSource
+    from rl_memory_plugins.trainer.update import push_from_all
+
+__all__ = [
+    "AsyncRolloutHandoff",
+    "CacheClearing",
+    "CheckpointSource",
+    "Engine",
+    "EngineClient",
+    "EngineObject",
+    "FSDP1Source",
+    "FusedQKV",
+    "GateUp",
+    "HandoffReport",
+    "MegatronSource",
+    "ModelSource",
+    "Movable",
+    "Moved",
+    "Offloader",
+    "Peers",
+    "Replicated",
+    "RolloutHandoff",
+    "Split",
+    "StreamSource",
+    "aggressive_empty_cache",
+    "load",
+    "offload",
+    "push_from_all",
+]
+
+_MODULES = {
+    "rl_memory_plugins.client": ["EngineClient"],
+    f"{__name__}.cache": ["CacheClearing", "aggressive_empty_cache"],
+    f"{__name__}.engines": ["Engine", "EngineObject"],
+    f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
+    f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
+    f"{__name__}.peers": ["Peers"],
+    f"{__name__}.sources.checkpoint": ["CheckpointSource"],
+    f"{__name__}.sources.fsdp1": ["FSDP1Source"],
+    f"{__name__}.sources.megatron": ["FusedQKV", "GateUp", "MegatronSource", "Replicated", "Split"],
+    f"{__name__}.sources.model": ["ModelSource"],
+    f"{__name__}.sources.stream": ["StreamSource"],
+    f"{__name__}.update": ["push_from_all"],
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

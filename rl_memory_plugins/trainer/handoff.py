@@ -1,0 +1,232 @@
+"""Device memory between a trainer and its engines, in the order in which it always suffices.
+
+    sleep               the engines give their memory back; no request is admitted until the last step
+    load                the trainer's model and optimiser come back
+      … training …
+    offload_others      what training alone needs goes: optimiser, gradients, reference policy
+    load                the trainer's weights, if they were away
+    wake_weights        memory for the engines' weights
+    sync                the weights go over, bucket by bucket
+    offload             the trainer's weights go
+    wake_kv_cache       the rest of the engines' memory; requests are admitted again
+
+So the trainer's weights never lie beside the KV cache, nor the optimiser beside the engines' weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.trainer.cache import aggressive_empty_cache
+from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
+from rl_memory_plugins.trainer.gpu import on_this_gpu
+from rl_memory_plugins.trainer.offloading import Moved, Offloader
+from rl_memory_plugins.trainer.peers import Peers
+from rl_memory_plugins.trainer.update import push_from_all
+from rl_memory_plugins.weights.source import TensorSource
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+STEPS = ("sleep", "load", "offload_others", "wake_weights", "sync", "offload", "wake_kv_cache")
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """Something that can leave the device and come back; both do nothing where there is nothing to do."""
+
+    def offload(self) -> Moved: ...
+
+    def load(self) -> Moved: ...
+
+
+@dataclass
+class HandoffReport:
+    """What a handoff did, so far.
+
+    Attributes:
+        seconds: By step; 0.0 for each that did not run or had nothing to do.
+        moved_bytes: The trainer's bytes that were loaded or offloaded, by step.
+        update: See `push_from_all`.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    update: dict[str, Any] = field(default_factory=dict)
+
+
+class RolloutHandoff:
+    """Hands the devices from the engines to the trainer and back; see the module.
+
+        handoff = RolloutHandoff(EngineClient(url), ModelSource(model), weights=[model], others=[optimizer])
+        with handoff.training() as report:
+            train_step(model, optimizer)
+
+    Made on all of the trainer's processes together; each of its calls is made by all of them, and every step
+    succeeds on all or fails on all. After a failure later steps have not run and the engines are closed, but
+    for those that had been opened again when another one failed in `wake_kv_cache`. The error has
+    `details["step"]`, and its type is the failure's own. `training` and `sync` may simply be called again.
+
+    Args:
+        engines: Those that this process controls: `EngineClient`s or engines' own objects. Each engine is given
+            to one process, the others get an empty list.
+        source: What is sent: a `TensorSource`, a module or a mapping of tensors.
+        weights: What of the trainer is needed to send it: modules, `Movable`s.
+        others: What only training needs: optimisers, reference models.
+        from_host: Offload the weights before the engines' come back, and send them from host memory. At no time
+            are both on the device. `source` must be one that reads offloaded tensors: all of this package do.
+        level: At which the engines sleep; 1 keeps a copy of their weights, for updates that are partial.
+        mode: What happens to requests that run when the engines are put to sleep.
+        group: The trainer's process group; see `Peers`.
+        **update: Options of `push_from_all`, e.g. `bucket_bytes`, `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        engines: Engine | Any | Sequence[Engine | Any],
+        source: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
+        *,
+        weights: Sequence[Any] = (),
+        others: Sequence[Any] = (),
+        from_host: bool = False,
+        level: int = 2,
+        mode: str = "abort",
+        group: Any = None,
+        **update: Any,
+    ) -> None:
+        self.engines = as_engines(engines)
+        self._source = source
+        self._weights = [_movable(one) for one in weights]
+        self._others = [_movable(one) for one in others]
+        self._from_host = from_host
+        self._level = level
+        self._mode = mode
+        self._peers = Peers(group)
+        self._update = update
+        self._lock = threading.Lock()  # one handoff at a time, also where an awaiting task was cancelled
+
+    @contextmanager
+    def training(self, weight_version: str | None = None) -> Iterator[HandoffReport]:
+        """The engines sleep and the trainer is loaded; at the end the engines wake with the new weights.
+
+        If the body raises, the engines stay asleep and the trainer loaded.
+        """
+        report = self.release()
+        yield report
+        self.sync(weight_version, report)
+
+    def release(self) -> HandoffReport:
+        """The first half: put the engines to sleep, and load the trainer."""
+        report = HandoffReport()
+        with self._lock:
+            self._on_engines(report, "sleep", lambda engine: engine.sleep(level=self._level, mode=self._mode))
+            self._move(report, "load", [one.load for one in (*self._weights, *self._others)])
+        return report
+
+    def sync(self, weight_version: str | None = None, report: HandoffReport | None = None) -> HandoffReport:
+        """The second half: send the weights, and open the engines.
+
+        Args:
+            weight_version: The engines' version of the weights afterwards; by default they count.
+            report: One to add to.
+        """
+        report = report or HandoffReport()
+        with self._lock:
+            self._move(report, "offload_others", [one.offload for one in self._others])
+            if self._from_host:
+                self._move(report, "offload", [one.offload for one in self._weights])
+            else:
+                self._move(report, "load", [one.load for one in self._weights])
+            self._on_engines(report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
+            with self._step(report, "sync"):
+                report.update = push_from_all(
+                    self.engines, self._source, self._peers, weight_version=weight_version, **self._update
+                )
+            self._move(report, "offload", [one.offload for one in self._weights])
+            self._on_engines(report, "wake_kv_cache", lambda engine: engine.wake_up())
+        return report
+
+    def _on_engines(self, report: HandoffReport, step: str, call: Callable[[Engine], Any]) -> None:
+        with self._step(report, step):
+            self._peers.agree(lambda: on_all(self.engines, call))
+
+    def _move(self, report: HandoffReport, step: str, moves: Sequence[Callable[[], Moved]]) -> None:
+        """Load or offload; what is freed goes back to the driver."""
+
+        def run() -> None:
+            moved = [move() for move in moves]
+            total = sum(one.bytes for one in moved)
+            seconds = sum(one.seconds for one in moved)
+            if total and step != "load":
+                seconds += aggressive_empty_cache().seconds
+            report.seconds[step] += seconds
+            report.moved_bytes[step] = report.moved_bytes.get(step, 0) + total
+
+        with _named(step):
+            self._peers.agree(run)
+
+    @contextmanager
+    def _step(self, report: HandoffReport, step: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with _named(step):
+                yield
+        finally:
+            report.seconds[step] += time.perf_counter() - start
+
+
+class AsyncRolloutHandoff:
+    """`RolloutHandoff` on an event loop, also for engines whose methods are coroutines (`AsyncLLM`).
+
+    Takes what `RolloutHandoff` takes. The steps run in a thread; a task that is cancelled leaves its step to
+    end by itself, and the next call waits for it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._handoff = RolloutHandoff(*args, **kwargs)
+
+    @asynccontextmanager
+    async def training(self, weight_version: str | None = None) -> AsyncIterator[HandoffReport]:
+        report = await self.release()
+        yield report
+        await self.sync(weight_version, report)
+
+    async def release(self) -> HandoffReport:
+        return await self._run(self._handoff.release)
+
+    async def sync(
+        self, weight_version: str | None = None, report: HandoffReport | None = None
+    ) -> HandoffReport:
+        return await self._run(lambda: self._handoff.sync(weight_version, report))
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        for engine in self._handoff.engines:
+            if isinstance(engine, EngineObject):
+                engine.loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(on_this_gpu(call))
+
+
+def _movable(target: Any) -> Movable:
+    return target if isinstance(target, Movable) else Offloader(target)
+
+
+@contextmanager
+def _named(step: str) -> Iterator[None]:
+    """Have an error say in which step it was raised."""
+    try:
+        yield
+    except RLMemoryError as error:
+        error.details["step"] = step
+        raise
+    except Exception as error:
+        message = f"{step}: {type(error).__name__}: {error}"
+        raise RLMemoryError(message, step=step, type=type(error).__name__) from error

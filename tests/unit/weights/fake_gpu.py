@@ -1,0 +1,119 @@
+"""GPUs whose memory is the host's, and a trainer and an engine on them that take each other for two processes."""
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from toys import Rank, Receiving
+
+from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
+from rl_memory_plugins.memory.fingerprint import memory_view
+from rl_memory_plugins.weights import cuda_ipc, sender
+from rl_memory_plugins.weights.cuda_ipc import Allocation
+
+
+class FakeGpu:
+    """Implements `cuda_ipc.Gpu`. What `denied` names fails as a driver's refusal."""
+
+    def __init__(self, capacity=1 << 24):
+        self.capacity = capacity
+        self.denied = set()
+        self.memory = {}  # by address: the buffer and its serial
+        self.opened = []  # every handle that was opened, in order
+        self.mapped = []  # addresses that are open
+        self.registered = []
+        self._serials = 0
+
+    def allocate(self, nbytes):
+        if nbytes > self.capacity:
+            raise DeviceMemoryError("full", needed_bytes=nbytes, free_bytes=self.capacity, margin_bytes=0)
+        memory = ctypes.create_string_buffer(nbytes)
+        self._serials += 1
+        self.memory[ctypes.addressof(memory)] = memory, self._serials
+        return ctypes.addressof(memory)
+
+    def free(self, address):
+        assert address not in self.mapped, "freed while open"
+        del self.memory[address]
+
+    def find(self, address):
+        if "export" in self.denied:
+            return None
+        for base, (memory, serial) in self.memory.items():
+            if base <= address < base + len(memory):
+                return Allocation(base.to_bytes(64, "big"), base, len(memory), serial)
+        return None
+
+    def open(self, handle):
+        self._refuse("open")
+        address = int.from_bytes(handle, "big")
+        if address not in self.memory:
+            raise UnsupportedError("invalid handle")
+        assert address not in self.mapped, "opened twice"
+        self.opened.append(handle)
+        self.mapped.append(address)
+        return address
+
+    def close(self, address):
+        self.mapped.remove(address)
+
+    def register(self, address, nbytes):
+        self._refuse("register")
+        self.registered.append(address)
+
+    def unregister(self, address):
+        self.registered.remove(address)
+
+    def view(self, address, nbytes):
+        return memory_view(address, nbytes)
+
+    def synchronize(self):
+        pass
+
+    def _refuse(self, call):
+        if call in self.denied:
+            raise UnsupportedError(f"{call} is denied")
+
+    def place(self, tensors, *, per_allocation=1):
+        """Copies of the tensors in this GPU's memory, so many to an allocation."""
+        placed, items = {}, list(tensors.items())
+        for start in range(0, len(items), per_allocation):
+            group = items[start : start + per_allocation]
+            memory = self.allocate(sum(-(-tensor.nbytes // 256) * 256 for _, tensor in group))
+            for name, tensor in group:
+                view = self.view(memory, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                placed[name] = view.copy_(tensor)
+                memory += -(-tensor.nbytes // 256) * 256
+        return placed
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, both seen by the trainer; its tensors count as lying on the first."""
+    found = {"GPU-0": FakeGpu(), "GPU-1": FakeGpu()}
+
+    def local_gpu(name):
+        if name not in found:
+            raise UnsupportedError(f"{name} is not visible")
+        return found[name]
+
+    def process_id():
+        return "engine" if isinstance(threading.current_thread(), Receiving) else "trainer"
+
+    monkeypatch.setattr(cuda_ipc, "local_gpu", local_gpu)
+    monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-0": 0, "GPU-1": 1})
+    monkeypatch.setattr(cuda_ipc, "process_id", process_id)
+    monkeypatch.setattr(sender, "_home", lambda resident, local: "GPU-0" if resident else None)
+    yield found
+    cuda_ipc.release_mapped()
+
+
+def gpu_rank(model=None, rank=0, **options):
+    made = Rank(model, rank, **options)
+    made.manager.device.name = f"GPU-{rank}"
+    return made
+
+
+def same(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)

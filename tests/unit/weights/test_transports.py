@@ -1,0 +1,344 @@
+"""How the bytes travel: which way is chosen, what happens when it fails, and what is left open afterwards."""
+
+import time
+
+import pytest
+import torch
+from fake_gpu import gpu_rank, gpus  # noqa: F401 - a fixture
+from test_update import Source, counts
+from toys import Rank, Receiving, ToyModel, checkpoint, loaded
+
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.tags import Content
+from rl_memory_plugins.weights import buffers, cuda_ipc, sender
+from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
+from rl_memory_plugins.weights.host_copy import HostCopier
+from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+from rl_memory_plugins.weights.sender import WeightSender, ways
+
+
+def send(ranks, source, **options):
+    """The sender's report or error, and the receivers' threads, which have ended."""
+    options.setdefault("bucket_bytes", 256)
+    with WeightSender(len(ranks), timeout_s=10, **options) as endpoint:
+        threads = [Receiving(rank, endpoint) for rank in ranks]
+        try:
+            outcome = endpoint.send(source)
+        except RLMemoryError as error:
+            outcome = error
+    return outcome, [thread.join() for thread in threads]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "home", "expected"),
+    [
+        ("auto", "GPU-a", "GPU-a", ["cuda_direct", "cuda_ipc", "shm_pinned", "shm"]),
+        ("auto", "GPU-a", None, ["cuda_ipc", "shm_pinned", "shm"]),
+        ("auto", "GPU-b", "GPU-a", ["cuda_ipc", "shm_pinned", "shm"]),
+        ("auto", "MIG-c", "GPU-a", ["shm_pinned", "shm"]),
+        ("auto", "cpu:0", "GPU-a", ["shm"]),
+        ("cuda_ipc", "GPU-z", None, ["cuda_ipc"]),
+        ("shm", "GPU-a", "GPU-a", ["shm"]),
+    ],
+)
+def test_the_order_in_which_transports_are_tried(wanted, device, home, expected):
+    assert ways(wanted, device, {"GPU-a", "GPU-b"}, home) == expected
+
+
+def test_an_unknown_transport_is_refused_with_those_there_are():
+    with pytest.raises(InvalidRequestError) as error:
+        WeightSender(1, transport="pigeon")
+    assert error.value.details["allowed"] == ["auto", *buffers.TRANSPORTS]
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_tensors_are_read_where_they_lie(gpus, opaque):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=opaque))
+    for seed in (1, 2):
+        tensors = checkpoint(seed, opaque=opaque)
+        report, (thread,) = send([rank], gpu.place(tensors, per_allocation=3))
+        assert report["transport"] == thread.report["transport"] == "cuda_direct"
+        assert report["buckets"] == 1 and report["fallbacks"] == []
+        rank.model.assert_unchanged(loaded(tensors, opaque=opaque))
+        assert gpu.mapped == []
+
+
+def test_kept_allocations_are_opened_once_and_closed_for_the_trainer(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
+    placed = gpu.place(checkpoint(1, opaque=False))
+    for seed in range(5):
+        tensors = checkpoint(seed, opaque=False)
+        for name, tensor in tensors.items():
+            placed[name].copy_(tensor)
+        report, _ = send([rank], placed, keep_mapped=True)
+        assert report["transport"] == "cuda_direct"
+        rank.model.assert_unchanged(loaded(tensors, opaque=False))
+    assert len(gpu.opened) == len(gpu.mapped) == len(placed)
+    cuda_ipc.release_mapped()
+    assert gpu.mapped == []  # at once: the trainer frees its memory next
+    send([rank], placed, keep_mapped=True)
+    assert len(gpu.opened) == 2 * len(placed)
+
+
+def test_allocations_that_an_update_does_not_name_are_closed(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
+    placed = gpu.place(checkpoint(1, opaque=False))
+    send([rank], placed, keep_mapped=True)
+    moved = {**placed, **gpu.place({"q.weight": placed["q.weight"] + 1})}
+    send([rank], moved, keep_mapped=True)
+    assert len(gpu.opened) == len(placed) + 1 and len(gpu.mapped) == len(placed)
+    # the same address and handle, but another allocation: what is behind the old mapping is not what is sent
+    base = gpu.find(moved["q.weight"].data_ptr()).address
+    gpu.memory[base] = gpu.memory[base][0], 999
+    send([rank], moved, keep_mapped=True)
+    assert gpu.opened.count(base.to_bytes(64, "big")) == 2 and len(gpu.mapped) == len(placed)
+    send([rank], moved)
+    assert gpu.mapped == []
+    send([rank], moved, keep_mapped=True)
+    assert len(gpu.mapped) == len(placed)
+    rank.receiver.close()
+    assert gpu.mapped == []
+
+
+def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
+    send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
+    assert gpu.mapped
+    (connection,) = cuda_ipc.leases._connections.values()
+    connection.close()  # as the kernel does
+    wait_until(lambda: gpu.mapped == [])
+
+
+def test_a_failed_update_closes_what_was_kept(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False), check_finite=True)
+    placed = gpu.place(checkpoint(1, opaque=False))
+    send([rank], placed, keep_mapped=True)
+    placed["o.weight"].fill_(float("nan"))
+    outcome, (thread,) = send([rank], placed, keep_mapped=True)
+    assert outcome.details["name"] == thread.error.details["name"] == "o.weight"
+    assert gpu.mapped == []
+
+
+def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    monkeypatch.setattr(sender, "MAX_TRANSIENT_ALLOCATIONS", 3)
+    placed = gpu.place(checkpoint(1))
+    report, _ = send([rank], placed)
+    assert report["transport"] == "cuda_ipc"
+    assert [(one["transport"], "keep_mapped" in one["reason"]) for one in report["fallbacks"]] == [
+        ("cuda_direct", True)
+    ]
+    assert send([rank], placed, keep_mapped=True)[0]["transport"] == "cuda_direct"
+    assert send([rank], placed, transport="cuda_direct")[0]["transport"] == "cuda_direct"
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 256, 1 << 20])
+def test_staging_is_one_allocation_opened_once(gpus, bucket_bytes):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    for seed in range(3):
+        tensors = checkpoint(seed)
+        report, _ = send([rank], Source(tensors), bucket_bytes=bucket_bytes)
+        assert report["transport"] == "cuda_ipc"
+        rank.model.assert_unchanged(loaded(tensors))
+        assert len(gpu.opened) == seed + 1
+        assert not gpu.mapped and not gpu.memory
+
+
+def test_each_gpu_has_staging_of_its_own(gpus):  # noqa: F811
+    ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
+    tensors = checkpoint(3)
+    placed = gpus["GPU-0"].place(tensors)
+    report, threads = send(ranks, placed)
+    assert [thread.report["transport"] for thread in threads] == ["cuda_direct", "cuda_ipc"]
+    assert report["transport"] == "cuda_ipc"
+    assert len(gpus["GPU-1"].opened) == 1 and not gpus["GPU-1"].memory
+    for i, rank in enumerate(ranks):
+        rank.model.assert_unchanged(loaded(tensors, i, 2))
+
+
+@pytest.mark.parametrize(
+    ("denied", "transport", "refused"),
+    [
+        ({"export"}, "shm_pinned", ["cuda_direct", "cuda_ipc"]),
+        ({"open"}, "shm_pinned", ["cuda_direct", "cuda_ipc"]),
+        ({"open", "register"}, "shm", ["cuda_direct", "cuda_ipc", "shm_pinned"]),
+    ],
+)
+def test_what_is_denied_is_named_and_replaced(gpus, denied, transport, refused):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    tensors = checkpoint(4)
+    placed = gpu.place(tensors)
+    held = len(gpu.memory)
+    gpu.denied = denied
+    report, (thread,) = send([rank], placed)
+    assert report["transport"] == thread.report["transport"] == transport
+    assert [one["transport"] for one in report["fallbacks"]] == refused
+    assert all(one["reason"] and one["device"] == "GPU-0" for one in report["fallbacks"])
+    rank.model.assert_unchanged(loaded(tensors))
+    assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
+
+
+def test_no_memory_for_staging_is_no_reason_to_fail(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    gpu.capacity = 1
+    report, _ = send([rank], Source(checkpoint(4)))
+    assert report["transport"] == "shm_pinned"
+    assert [one["transport"] for one in report["fallbacks"]] == ["cuda_ipc"]
+
+
+def test_a_transport_that_is_asked_for_is_used_or_nothing_is(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    assert send([rank], Source(checkpoint(1)), transport="shm")[0]["transport"] == "shm"
+    assert send([rank], Source(checkpoint(1)), transport="shm_pinned")[0]["transport"] == "shm_pinned"
+    before = rank.model.snapshot()
+    gpu.denied = {"open"}
+    error, (thread,) = send([rank], checkpoint(2), transport="cuda_ipc")
+    assert isinstance(error, UnsupportedError) and "open is denied" in str(error)
+    assert [one["transport"] for one in error.details["tried"]] == ["cuda_ipc"]
+    assert isinstance(thread.error, UnsupportedError)
+    error, _ = send([rank], Source(checkpoint(2)), transport="cuda_direct")
+    assert isinstance(error, UnsupportedError) and "one by one" in str(error)
+    rank.model.assert_unchanged(before)
+    assert rank.manager.content is Content.VALID and not gpu.memory
+
+
+def test_a_cpu_engine_gets_shared_memory_whatever_the_trainer_has(gpus):  # noqa: F811
+    report, _ = send([Rank()], gpus["GPU-0"].place(checkpoint(1)))
+    assert report["transport"] == "shm" and report["fallbacks"] == []
+
+
+def test_a_handle_for_another_gpu_is_refused(gpus, monkeypatch):  # noqa: F811
+    rank = gpu_rank()
+    monkeypatch.setattr(
+        sender, "CudaStaging", lambda device, *arguments, **options: buffers.CudaStaging("GPU-1", *arguments)
+    )
+    before = rank.model.snapshot()
+    error, (thread,) = send([rank], Source(checkpoint(1)))
+    for one in (error, thread.error):
+        assert type(one) is WeightUpdateError
+        assert one.details["reason"] == "wrong device"
+        assert (one.details["device"], one.details["got"]) == ("GPU-0", "GPU-1")
+    rank.model.assert_unchanged(before)
+    assert rank.manager.content is Content.VALID and not gpus["GPU-1"].memory
+
+
+def test_a_tensor_that_moved_is_not_sent_from_its_old_place(gpus):  # noqa: F811
+    tensors = gpus["GPU-0"].place(checkpoint(1))
+    export = DirectExport(list(tensors.values()), "GPU-0", keep=False)
+    name = next(iter(tensors))
+    entry = BucketEntry(0, 0, tensors[name].nbytes)
+    spec = TensorSpec(name, "bfloat16", tuple(tensors[name].shape))
+    assert export.put(0, entry, spec, tensors[name]).nbytes == entry.nbytes
+    with pytest.raises(WeightUpdateError, match="has moved"):
+        export.put(0, entry, spec, tensors[name].clone())
+
+
+def test_scattered_or_foreign_tensors_are_staged(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    tensors = checkpoint(5)
+    scattered = {
+        **gpu.place(tensors),
+        "o.weight": gpu.place({"o": tensors["o.weight"].t().contiguous()})["o"].t(),
+    }
+    report, _ = send([rank], scattered)
+    assert report["transport"] == "cuda_ipc" and "contiguous" in report["fallbacks"][0]["reason"]
+    rank.model.assert_unchanged(loaded(tensors))
+    foreign = {**gpu.place(tensors), "o.weight": tensors["o.weight"]}  # as memory of expandable segments
+    report, _ = send([rank], foreign)
+    assert report["transport"] == "cuda_ipc" and "cannot export" in report["fallbacks"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slot_bytes": 1 << 40},
+        {"slot_bytes": 0},
+        {"slots": "two"},
+        {"allocations": []},
+        {"allocations": [[b"short", 0, 1, 1]]},
+        {"allocations": [["no bytes", 0, 1, 1]]},
+        {"allocations": [[b"x" * 64, 0]]},
+        {"process": None, "allocations": 3},
+    ],
+)
+def test_a_staging_buffer_that_is_described_badly_is_refused(gpus, change):  # noqa: F811
+    staging = buffers.CudaStaging("GPU-0", 4096, 2)
+    description, fds = staging.export()
+    with pytest.raises(WeightUpdateError):
+        buffers.attach({**description, **change}, fds, device="GPU-0")
+    missing = {key: value for key, value in description.items() if key not in change}
+    with pytest.raises(WeightUpdateError):
+        buffers.attach(missing, fds, device="GPU-0")
+    staging.close()
+
+
+@pytest.mark.parametrize("entry", [(0, 0, 8, 1), (0, 0, 8, -1), (0, 4096, 160, 0), (0, 1, 160, 0)])
+def test_entries_outside_what_was_offered_are_refused(gpus, monkeypatch, entry):  # noqa: F811
+    rank = gpu_rank()
+    monkeypatch.setattr(DirectExport, "put", lambda *arguments: BucketEntry(*entry))
+    error, (thread,) = send([rank], gpus["GPU-0"].place(checkpoint(1), per_allocation=100))
+    assert type(error) is type(thread.error) is WeightUpdateError
+    assert rank.manager.content is Content.FAILED and not gpus["GPU-0"].mapped
+
+
+def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):  # noqa: F811
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    placed = gpu.place(checkpoint(1))
+    held = len(gpu.memory)
+    broken = gpu_rank(load_opaque=lambda weights: next(iter(weights)))
+    for transport in buffers.TRANSPORTS:
+        send([rank], placed, transport=transport)
+    before = counts()
+    for number in range(50):
+        target = broken if number % 5 == 4 else rank
+        outcome, threads = send(
+            [target], placed, transport=buffers.TRANSPORTS[number % 4], keep_mapped=number % 2
+        )
+        assert isinstance(outcome, WeightUpdateError if target is broken else dict)
+        del outcome, threads
+    cuda_ipc.release_mapped()
+    assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
+    wait_until(lambda: counts() == before)
+
+
+def test_overlapping_destinations_are_written_in_order():
+    class Tied(torch.nn.Module):
+        """Two names of the checkpoint go to one parameter, the second to its end only."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                (self.weight.data if name == "first" else self.weight.data[4:]).copy_(tensor)
+
+    rank = Rank(Tied())
+    send([rank], {"first": torch.ones(8), "second": torch.full((4,), 2.0)})
+    assert rank.model.weight.tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (4 << 20) - 1, (4 << 20) + 1, (13 << 20) + 5])
+def test_copies_by_several_threads_are_whole(nbytes):
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    target = torch.zeros(nbytes + 1, dtype=torch.uint8)
+    copier = HostCopier(3)
+    copier.copy(target[:nbytes], source)
+    copier.close()
+    assert torch.equal(target[:nbytes], source) and int(target[nbytes]) == 0
+
+
+def test_shared_memory_takes_tensors_of_any_layout():
+    staging = ShmStaging(4096, 1)
+    tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
+    spec = TensorSpec("a", "float32", (4, 3))
+    staging.put(0, BucketEntry(0, 256, 48), spec, tensor.t())
+    assert torch.equal(buffers.typed(staging.slot(0), 256, 48, "float32", (4, 3)), tensor.t())
+    staging.close()

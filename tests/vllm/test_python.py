@@ -1,0 +1,467 @@
+"""The contract in Python: `LLM` with the engine core in its own process and in this one, and `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration.models import new_model
+from rl_memory_plugins import (
+    EngineAsleepError,
+    InvalidRequestError,
+    ManifestError,
+    StateConflictError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from rl_memory_plugins.weights.checksums import tensor_checksum
+from rl_memory_plugins.weights.sender import WeightSender, push_weights
+from tests.vllm.child import Child
+from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment, greedy
+
+NUMBERS = itertools.count()
+
+
+def make_llm(folder: Path, native: bool) -> Any:
+    if native:  # without this package's name: as any vLLM user writes it
+        import vllm
+
+        return vllm.LLM(**engine_options(folder), additional_config={"rl_memory": {"poison": True}})
+    from rl_memory_plugins.vllm import LLM
+
+    return LLM(rl_memory={"poison": True, "update_timeout_s": 5}, **engine_options(folder))
+
+
+@pytest.fixture(scope="module", params=["processes", "in-process"])
+def llm(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Child]:
+    """The two ways of running the core. The second is enabled by vLLM's own argument."""
+    inside = request.param == "in-process"
+    child = Child(
+        make_llm,
+        model_folder,
+        inside,
+        environment=environment(model_folder, VLLM_ENABLE_V1_MULTIPROCESSING="0" if inside else "1"),
+    )
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+def generate(llm: Any, tokens: int = 8) -> list[int]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return list(llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def restore(llm: Any, folder: Path) -> list[int]:
+    """The known state, by correct calls alone: awake, valid, the checkpoint's weights."""
+    llm.wake_up()
+    push(llm, new_model(folder, SEED))
+    return generate(llm)
+
+
+def push(llm: Any, tensors: Any, **options: Any) -> dict[str, Any]:
+    """The trainer is a thread of the client's process; the engine is asked by Python."""
+    post = lambda body: llm.update_weights_from_ipc(**body)  # noqa: E731
+    return push_weights(post, tensors, timeout_s=10, bucket_bytes=1 << 20, **options)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    start = time.monotonic()
+    with pytest.raises(EngineAsleepError) as caught:
+        call()
+    assert time.monotonic() - start < 2
+    return str(caught.value.details["reason"])
+
+
+def sleep_and_wake(llm: Any, folder: Path, first: list[int]) -> None:
+    assert generate(llm) == first
+    assert llm.is_sleeping() is False
+    report = llm.sleep(1)
+    released = {change.tag: change.bytes_released for change in report.changes}
+    assert released["weights"] > 8 << 20 and released["kv_cache"] > 32 << 20
+    assert report.seconds["total"] > 0
+    assert llm.is_sleeping() is True
+    (status,) = llm.memory_status()
+    assert status.asleep_tags() == ["cuda_graph", "kv_cache", "weights"]
+    assert status.ranks[0].tags["weights"].host_bytes >= released["weights"]
+    assert sum(change.bytes_released for change in llm.sleep(1).changes) == 0  # idempotent
+    assert refused(lambda: generate(llm)) == "asleep"
+    assert llm.wake_up(["weights"]) is False
+    assert refused(lambda: generate(llm)) == "asleep"
+    assert llm.wake_up(["kv_cache"]) is False
+    assert llm.wake_up() is True
+    assert llm.wake_up() is True
+    assert generate(llm) == first
+
+
+def test_sleep_and_wake(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    llm(sleep_and_wake, model_folder, first_tokens)
+
+
+def tags_and_positions(llm: Any, first: list[int]) -> None:
+    report = llm.sleep(1, tags=["kv_cache"])
+    assert [change.tag for change in report.changes] == ["kv_cache"]
+    assert llm.wake_up(["weights", "kv_cache"]) is True  # one of them is awake
+    llm.sleep(2, "keep", ["kv_cache"])  # `mode` stands second, as in vLLM
+    assert llm.memory_status()[0].content == "valid"
+    assert llm.wake_up(tags=["kv_cache"]) is True
+    assert generate(llm) == first
+
+
+def test_tags(llm: Child, first_tokens: list[int]) -> None:
+    llm(tags_and_positions, first_tokens)
+
+
+def pause(llm: Any, first: list[int]) -> None:
+    llm.sleep(level=0)
+    assert llm.is_sleeping() is True
+    assert refused(lambda: generate(llm)) == "paused"
+    assert llm.wake_up(["scheduling"]) is True  # vLLM's own name for it
+    assert generate(llm) == first
+    llm.sleep(level=0)
+    assert llm.wake_up() is True
+    assert generate(llm) == first
+
+
+def test_level_0_and_vllm_s_scheduling_tag(llm: Child, first_tokens: list[int]) -> None:
+    llm(pause, first_tokens)
+
+
+def discard_and_update(llm: Any, folder: Path, other: list[int]) -> None:
+    model = new_model(folder, OTHER_SEED)
+    llm.sleep(2)
+    with pytest.raises(StateConflictError):
+        push(llm, model)
+    llm.wake_up(["weights"])
+    assert llm.memory_status()[0].content == "stale"
+    answer = push(llm, model, weight_version="step-7")
+    assert answer["engine"].details["weight_version"] == "step-7" == llm.weight_version()
+    assert refused(lambda: generate(llm)) == "asleep"
+    assert llm.wake_up() is True
+    assert generate(llm) == other
+    own = {name: tensor_checksum(tensor) for name, tensor in model.named_parameters()}
+    assert llm.weight_checksums()["tensors"] == own
+
+
+def test_discard_and_update(llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]) -> None:
+    llm(discard_and_update, model_folder, other_tokens)
+    assert llm(restore, model_folder) == first_tokens
+
+
+def wake_without_update(llm: Any) -> None:
+    llm.sleep(2)
+    llm.wake_up()
+    assert llm.is_sleeping() is False
+    assert refused(lambda: generate(llm)) == "stale"
+
+
+def test_discarded_weights_do_not_answer(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    llm(wake_without_update)
+    assert llm(restore, model_folder) == first_tokens
+
+
+def broken_update(llm: Any, folder: Path) -> None:
+    """The trainer breaks off after some buckets."""
+    model = new_model(folder, OTHER_SEED)
+
+    class Breaking:
+        def specs(self) -> Any:
+            from rl_memory_plugins.weights.source import spec_of
+
+            return [spec_of(name, tensor) for name, tensor in model.state_dict().items()]
+
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for number, item in enumerate(model.state_dict().items()):
+                if number == 20:
+                    raise RuntimeError("the trainer broke")
+                yield item
+
+    with pytest.raises((WeightUpdateError, RuntimeError)):
+        push(llm, Breaking())
+    assert refused(lambda: generate(llm)) == "failed"
+
+
+def test_a_failed_update_closes_the_engine(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    llm(broken_update, model_folder)
+    assert llm(restore, model_folder) == first_tokens
+
+
+def typed_errors(llm: Any, folder: Path, first: list[int]) -> None:
+    for call, allowed in (
+        (lambda: llm.sleep(7), [0, 1, 2]),
+        (lambda: llm.sleep(-1), [0, 1, 2]),
+        (lambda: llm.sleep(3), [0, 1, 2]),
+        (lambda: llm.sleep(1, tags=["optimizer"]), ["kv_cache", "weights", "cuda_graph"]),
+        (lambda: llm.sleep(1, tags=[]), ["kv_cache", "weights", "cuda_graph"]),
+        (lambda: llm.sleep(1, mode="gently"), ["abort", "wait", "keep"]),
+        (lambda: llm.wake_up(["everything"]), ["kv_cache", "weights", "cuda_graph"]),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            call()
+        assert caught.value.details["allowed"] == allowed
+    tensors = dict(new_model(folder, OTHER_SEED).state_dict())
+    del tensors["model.norm.weight"]
+    with pytest.raises(ManifestError, match=r"model\.norm\.weight"):
+        push(llm, tensors)
+    with pytest.raises(WeightUpdateError):
+        llm.update_weights_from_ipc({"*": "/nonexistent/socket"}, "token")
+    assert generate(llm) == first
+
+
+def test_errors_are_typed_and_change_nothing(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    llm(typed_errors, model_folder, first_tokens)
+
+
+def rpc_sleep(llm: Any, first: list[int]) -> None:
+    llm.collective_rpc("sleep", args=(1,))
+    assert llm.is_sleeping() is True
+    assert llm.memory_status()[0].ranks[0].tags["weights"].state == "preserved"
+    assert refused(lambda: generate(llm)) == "asleep"
+    assert llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]}) == [None]
+    assert llm.is_sleeping() is True
+    llm.collective_rpc("wake_up")
+    assert generate(llm) == first
+    llm.collective_rpc("discard", args=(["kv_cache"],))
+    assert llm.memory_status()[0].asleep_tags() == ["kv_cache"]
+    llm.wake_up()
+    assert generate(llm) == first
+
+
+def test_a_worker_s_own_sleep_leads_to_the_same_state(llm: Child, first_tokens: list[int]) -> None:
+    llm(rpc_sleep, first_tokens)
+
+
+def running_request(llm: Any, mode: str) -> str:
+    """`sleep` while a request is in the engine; returns how the request ends after the wake."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    number = f"running-{next(NUMBERS)}"
+    engine.add_request(number, {"prompt_token_ids": PROMPT}, params)
+    engine.step()
+    llm.sleep(1, mode=mode)
+    llm.wake_up()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                return f"{output.outputs[0].finish_reason} {len(output.outputs[0].token_ids)}"
+    return "gone"
+
+
+def test_sleep_that_keeps_a_running_request(llm: Child, first_tokens: list[int]) -> None:
+    assert llm(running_request, "keep") == "length 60"
+    assert llm(generate) == first_tokens
+
+
+def test_sleep_that_waits(llm: Child, request: pytest.FixtureRequest, first_tokens: list[int]) -> None:
+    """vLLM itself cannot wait where client and core share a thread; then nothing happens, and it says so."""
+    if "in-process" in request.node.name:
+        with pytest.raises(AssertionError, match="UnsupportedError"):
+            llm(running_request, "wait")
+        llm(finish_all)
+    else:
+        assert llm(running_request, "wait") == "length 60"
+    assert llm(generate) == first_tokens
+
+
+def finish_all(llm: Any) -> None:
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def another_engine(llm: Any) -> None:
+    """vLLM's own check of the metrics it keeps about sleep."""
+    llm.sleep(1)
+    llm.wake_up()
+
+
+# -- AsyncLLM --------------------------------------------------------------------------------------------------
+
+
+async def make_async(folder: Path) -> Any:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rl_memory_plugins.vllm import AsyncEngineArgs
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_options(folder), rl_memory={"drain_timeout_s": 20}))
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Child]:
+    child = Child(make_async, model_folder, environment=environment(model_folder))
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+async def ask(engine: Any, tokens: int = 8) -> list[int]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    found: list[int] = []
+    async for output in engine.generate({"prompt_token_ids": PROMPT}, params, f"r{next(NUMBERS)}"):
+        found = list(output.outputs[0].token_ids)
+    return found
+
+
+async def push_async(engine: Any, model: Any, **options: Any) -> Any:
+    sender = WeightSender(1, bucket_bytes=1 << 20, timeout_s=10)
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, model))
+    report = await engine.update_weights_from_ipc(sender.endpoints, sender.token, **options)
+    await sending
+    return report
+
+
+async def async_refusals(engine: Any, first: list[int]) -> None:
+    assert await ask(engine) == first
+    await engine.sleep(1)
+    assert await engine.is_sleeping() is True
+    for call in (ask(engine), _encode(engine)):
+        with pytest.raises(EngineAsleepError):
+            await asyncio.wait_for(call, 5)
+    assert await engine.wake_up(["weights"]) is False
+    assert await engine.wake_up() is True
+    assert await ask(engine) == first
+    with pytest.raises(InvalidRequestError):
+        await engine.sleep(5)
+    await engine.sleep(0)
+    with pytest.raises(EngineAsleepError):
+        await ask(engine)
+    assert await engine.wake_up(["scheduling"]) is True
+    assert await ask(engine) == first
+
+
+async def _encode(engine: Any) -> None:
+    from vllm import PoolingParams
+
+    async for _ in engine.encode({"prompt_token_ids": PROMPT}, PoolingParams(task="embed"), f"e{next(NUMBERS)}"):
+        pass
+
+
+def test_async_engine_sleeps_and_refuses(engine: Child, first_tokens: list[int]) -> None:
+    engine(async_refusals, first_tokens)
+
+
+async def async_update(engine: Any, folder: Path, seed: int) -> list[int]:
+    await engine.sleep(2)
+    await engine.wake_up(["weights"])
+    report = await push_async(engine, new_model(folder, seed), weight_version=f"seed-{seed}")
+    assert report.details["weight_version"] == f"seed-{seed}" == await engine.weight_version()
+    assert (await engine.memory_status())[0].content == "valid"
+    await engine.wake_up()
+    assert "tensors" in await engine.weight_checksums()
+    return await ask(engine)
+
+
+def test_async_engine_updates(
+    engine: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]
+) -> None:
+    assert engine(async_update, model_folder, OTHER_SEED) == other_tokens
+    assert engine(async_update, model_folder, SEED) == first_tokens
+
+
+async def wake_during_wait(engine: Any) -> tuple[str, int]:
+    """Stock vLLM: a wake during a pending `wait` pause unpauses, and the pause's callback later puts the engine
+    to sleep while it serves."""
+    running = asyncio.create_task(ask(engine, 900))
+    await asyncio.sleep(0.5)
+    sleeping = asyncio.create_task(engine.sleep(1, mode="wait"))
+    await asyncio.sleep(0.3)
+    with pytest.raises(EngineAsleepError):
+        await ask(engine)
+    outcome = "slept before"
+    if not running.done():
+        with pytest.raises(StateConflictError):
+            await engine.wake_up()
+        outcome = "refused"
+    tokens = await running
+    await sleeping
+    assert await engine.is_sleeping() is True
+    await engine.wake_up()
+    return outcome, len(tokens)
+
+
+def test_a_wake_while_a_sleep_waits_is_refused(engine: Child, first_tokens: list[int]) -> None:
+    assert engine(wake_during_wait) == ("refused", 900)
+    assert engine(ask) == first_tokens
+
+
+async def leave_early(engine: Any) -> int:
+    """A consumer that stops listening ends its request in the engine at once, as without the plugin."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=900, ignore_eos=True)
+    stream = engine.generate({"prompt_token_ids": PROMPT}, params, f"left-{next(NUMBERS)}")
+    async for _ in stream:
+        break
+    await stream.aclose()
+    return len(engine.output_processor.request_states)
+
+
+def test_a_consumer_that_leaves_ends_its_request(engine: Child) -> None:
+    assert engine(leave_early) == 0
+
+
+async def sleep_gauge(engine: Any) -> list[float]:
+    """vLLM's own metric: 1 while the engine is awake."""
+    from prometheus_client import REGISTRY
+
+    def awake() -> float:
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                if sample.name == "vllm:engine_sleep_state" and sample.labels["sleep_state"] == "awake":
+                    return sample.value
+        raise AssertionError("vLLM has no such metric")
+
+    values = []
+    await engine.sleep(1)
+    values.append(awake())
+    await engine.wake_up(["weights"])
+    values.append(awake())
+    await engine.wake_up()
+    values.append(awake())
+    return values
+
+
+def test_vllm_s_sleep_metric(engine: Child) -> None:
+    """Stock 0.26 reports "awake" after a partial wake."""
+    assert engine(sleep_gauge) == [0, 0, 1]
+
+
+def test_outputs_of_pooling_requests_pass_through() -> None:
+    """They have no list of completions to look at."""
+    from vllm.outputs import PoolingOutput, PoolingRequestOutput
+
+    from rl_memory_plugins.engines.vllm.client import _checked_stream
+
+    output = PoolingRequestOutput(
+        request_id="p", outputs=PoolingOutput(torch.ones(4)), prompt_token_ids=PROMPT, num_cached_tokens=0, finished=True
+    )
+
+    class Face:
+        async def status(self) -> list[Any]:
+            return []
+
+    async def outputs() -> Any:
+        yield output
+
+    async def collect() -> list[Any]:
+        return [item async for item in _checked_stream(Face(), outputs())]  # type: ignore[arg-type]
+
+    assert asyncio.run(collect()) == [output]
