@@ -1,6 +1,6 @@
 """A 64-bit hash of memory that is read once, by torch operators that run alike on CPU and CUDA.
 
-A range is seen as rows of `WIDTH` 8-byte words. The sums of its columns are scrambled together with their
+A range is seen as rows of `WIDTH` 4-byte words. The 8-byte sums of its columns are scrambled together with their
 positions and added up, so the hash changes with any changed word, and with any two that trade places unless a
 multiple of `WIDTH` words lies between them; `WIDTH` is prime, so no two slices of a tensor trade places unseen.
 It finds accidents, not attacks: whoever chooses the bytes can make two ranges collide.
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 #: Prime, so that no tensor's own strides are a multiple of it.
-WIDTH = 4093
-_ROW_BYTES = WIDTH * 8
+WIDTH = 8191
+_ROW_BYTES = WIDTH * 4
 #: On a CPU a chunk fits the cache, on a GPU launches must be few.
-_CHUNK_ROWS = {"cpu": 64, "cuda": 8192}
+_CHUNK_ROWS = {"cpu": 64, "cuda": 16384}
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -51,14 +51,14 @@ def _column_sums(view: Any) -> Any:
     column_sums = torch.zeros(WIDTH, dtype=torch.int64, device=view.device)
     for start in range(0, whole, step):
         chunk = view[start : min(start + step, whole)]
-        if chunk.data_ptr() % 8:
+        if chunk.data_ptr() % 4:
             chunk = chunk.clone()  # GPUs read words only from aligned addresses
-        words = chunk.view(torch.int64).view(-1, WIDTH)
-        column_sums += words.sum(0)
+        words = chunk.view(torch.int32).view(-1, WIDTH)
+        column_sums += words.sum(0, dtype=torch.int64)
     if whole < view.numel():
         last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=view.device)
         last[: view.numel() - whole] = view[whole:]
-        column_sums += last.view(torch.int64)
+        column_sums += last.view(torch.int32)
     return column_sums
 
 

@@ -51,7 +51,7 @@ def push_from_all(
         engines: Those that this process controls: each engine is given to one process.
         tensors: What to send, the same on every process.
         peers: The trainer's processes; this one alone where not given.
-        partial, weight_version, mode, timeout_s: As for `weights.sender.push_weights`, the same on every process.
+        partial, weight_version, mode, timeout_s: As for `weights.sender.push_weights`, the same everywhere.
         **options: Of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
     Returns: this process's part of the sender's report (`receivers` is empty where it did not send), and under

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from rl_memory_plugins.errors import (
     AuthenticationError,
@@ -33,6 +32,9 @@ from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.buffers import TRANSPORTS, CudaStaging, DirectExport, ShmStaging, StagingBuffer
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_source
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 

@@ -40,7 +40,8 @@ def other_process(code: str, **environment: str) -> Iterator[subprocess.Popen[st
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline(), "the other process ended before it was ready"
+        process.first_line = process.stdout.readline()
+        assert process.first_line, "the other process ended before it was ready"
         yield process
     finally:
         process.kill()

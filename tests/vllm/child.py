@@ -18,10 +18,10 @@ CALL_TIMEOUT_S = 180
 
 
 class Child:
-    """A process that makes an object and keeps it; functions and objects travel by pickle.
+    """A process that makes an engine and keeps it; functions and results travel by pickle.
 
     Args:
-        make: Gives the object; may be a coroutine function.
+        make: Gives an `LLM` or an `AsyncLLM`; may be a coroutine function.
         environment: Variables that are set before anything is imported.
     """
 
@@ -40,7 +40,7 @@ class Child:
         self._receive(START_TIMEOUT_S)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(object, *arguments)` over there."""
+        """`function(engine, *arguments)` over there."""
         self._pipe.send((function, arguments))
         return self._receive(CALL_TIMEOUT_S)
 
@@ -83,6 +83,7 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
             except Exception:
                 pipe.send((None, traceback.format_exc()))
     except EOFError:
+        getattr(kept, "llm_engine", kept).engine_core.shutdown()
         os._exit(0)  # an engine's own threads may keep a process alive
     except BaseException:
         pipe.send((None, traceback.format_exc()))

@@ -186,7 +186,9 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[[Callable[..., Any]],
                 added.writes.settle(success=output.success)
             elif output.success and getattr(recv_req, "selector", "all") != "draft":
                 # The models' loaders only log names that they do not know.
-                output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
+                output = _output(
+                    name, success=False, message="no tensor has the name of a parameter: nothing changed"
+                )
             version = getattr(recv_req, "weight_version", None)
             added.controller.note_foreign_changes(version if output.success else None)
             return output

@@ -157,7 +157,9 @@ class SglangEngine:
     def reset_caches(self) -> None:
         if Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags:
             return  # it was flushed when it went to sleep, and its memory is not there to be touched
-        if not self._without_queue(self._scheduler.flush_cache):
+        # On the CPU emptying torch's cache only runs the garbage collector, for most of a second.
+        empty_cache = self._scheduler.server_args.device != "cpu"
+        if not self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=empty_cache)):
             raise EngineFaultError("SGLang refused to flush its caches although no request runs")
 
     def _is_idle(self, mode: PauseMode) -> bool:

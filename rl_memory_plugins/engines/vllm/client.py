@@ -14,14 +14,14 @@ from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.board import BoardReader
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.vllm.core import REFUSED, without_scheduling
+from rl_memory_plugins.engines.vllm.core import REFUSED, with_graphs, without_scheduling
 from rl_memory_plugins.engines.vllm.switch import config_of
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation
 from rl_memory_plugins.records import EngineStatus, Reply, Report
 from rl_memory_plugins.server.gate import report_refusal
-from rl_memory_plugins.weights.checksums import merge_checksums
+from rl_memory_plugins.weights.checksums import Checksums, merge_checksums
 
 LLM = "vllm.entrypoints.llm:LLM"
 SYNC = "vllm.v1.engine.llm_engine:LLMEngine"
@@ -95,7 +95,8 @@ class SyncFace:
 
     def wake_up(self, tags: object = None) -> bool:
         """Take memory back. Returns whether nothing sleeps any more, as vLLM's own `wake_up` does."""
-        self.wake_up_with_report(tags)
+        status = self.status()
+        self.wake_up_with_report(with_graphs(without_scheduling(tags, status), status))
         return not admission.is_sleeping(self.status())
 
     def wake_up_with_report(self, tags: object = None) -> Report:
@@ -122,7 +123,7 @@ class SyncFace:
     def weight_version(self) -> str:
         return self.status()[0].weight_version
 
-    def weight_checksums(self) -> dict[str, Any]:
+    def weight_checksums(self) -> Checksums:
         """Checksums of the weights as they are; see `weights.checksums`."""
         return merge_checksums(operations.run(operations.checksums(), self._call)[0])
 
@@ -173,7 +174,8 @@ class AsyncFace:
         return report
 
     async def wake_up(self, tags: object = None) -> bool:
-        await self.wake_up_with_report(tags)
+        status = await self.status()
+        await self.wake_up_with_report(with_graphs(without_scheduling(tags, status), status))
         return not admission.is_sleeping(await self.status())
 
     async def wake_up_with_report(self, tags: object = None) -> Report:
@@ -201,7 +203,7 @@ class AsyncFace:
     async def weight_version(self) -> str:
         return (await self.status())[0].weight_version
 
-    async def weight_checksums(self) -> dict[str, Any]:
+    async def weight_checksums(self) -> Checksums:
         return merge_checksums((await operations.run_async(operations.checksums(), self._call))[0])
 
 

@@ -168,7 +168,8 @@ def _native_wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
         controller = _controller(self)
         if controller is None:
             return original(self, tags)
-        _obey(controller, operations.wake_up(without_scheduling(tags, [controller.status])))
+        engines = [controller.status]
+        _obey(controller, operations.wake_up(with_graphs(without_scheduling(tags, engines), engines)))
         return not controller.status.asleep_tags()
 
     return wake_up
@@ -176,12 +177,22 @@ def _native_wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_scheduling(tags: Any, engines: list[EngineStatus]) -> Any:
     """vLLM's pseudo tag `scheduling` means: wake what is awake, so that a level-0 pause is lifted."""
-    if tags is None or isinstance(tags, str) or "scheduling" not in tags:
+    if not isinstance(tags, (list, tuple)) or "scheduling" not in tags:
         return tags
     others = [tag for tag in tags if tag != "scheduling"]
     asleep = {tag for engine in engines for tag in engine.asleep_tags()}
     awake = [tag.value for tag in PUBLIC_TAGS if tag.value not in asleep]
     return others or awake
+
+
+def with_graphs(tags: Any, engines: list[EngineStatus]) -> Any:
+    """vLLM's callers know two tags, and expect an engine that serves once both are awake. So the wake of the last
+    other tag wakes the CUDA graphs too, as vLLM's own does."""
+    if not isinstance(tags, (list, tuple)):
+        return tags
+    asleep = {tag for engine in engines for tag in engine.asleep_tags()}
+    left = [tag for tag in asleep if tag not in tags]
+    return [*tags, *left] if left == [Tag.CUDA_GRAPH.value] and len(asleep) > 1 else tags
 
 
 def _native_is_sleeping(original: Callable[..., Any]) -> Callable[..., Any]:

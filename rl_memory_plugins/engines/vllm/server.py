@@ -81,7 +81,7 @@ class _Control:
     def status_now(self) -> list[EngineStatus]:
         return self._ready().status_now()
 
-    async def checksums(self) -> dict[str, Any]:
+    async def checksums(self) -> Any:
         return await self._ready().weight_checksums()
 
 

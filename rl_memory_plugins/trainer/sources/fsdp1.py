@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_memory_plugins.trainer.offloading import borrowed
+from rl_memory_plugins.trainer.offloading import borrowed, host_view
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 
@@ -75,7 +75,7 @@ class FSDP1Source:
                 for one in own:
                     yield one.name, self._outgoing.cast(getattr(one.module, one.attribute))
         for name, tensor in self._unmanaged():
-            yield name, self._outgoing.cast(tensor)
+            yield name, self._outgoing.cast(host_view(tensor.detach()))
 
     def _unmanaged(self) -> Iterator[tuple[str, torch.Tensor]]:
         managed = {

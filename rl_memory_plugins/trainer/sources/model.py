@@ -47,10 +47,9 @@ class ModelSource:
     def resident(self) -> list[torch.Tensor] | None:
         """See `weights.source.ResidentSource`: none where some are gathered or cast."""
         tensors = [tensor.detach() for _, tensor in self._named()]
-        if any(
-            hasattr(one, "full_tensor") or self._outgoing.sent_as(one.dtype) != one.dtype for one in tensors
-        ):
-            return None
+        for one in tensors:
+            if hasattr(one, "full_tensor") or self._outgoing.sent_as(one.dtype) != one.dtype:
+                return None
         return [host_view(one) for one in tensors]
 
     def _named(self) -> Iterator[tuple[str, Any]]:

@@ -1,16 +1,13 @@
-"""GPUs whose memory is the host's, and a trainer and an engine on them that take each other for two processes."""
+"""GPUs whose memory is the host's, for transports that need some."""
 
 import ctypes
-import threading
 
-import pytest
-import torch
-from toys import Rank, Receiving
+from toys import Rank
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.fingerprint import memory_view
-from rl_memory_plugins.weights import cuda_ipc, sender
 from rl_memory_plugins.weights.cuda_ipc import Allocation
+from rl_memory_plugins.weights.source import ModuleSource
 
 
 class FakeGpu:
@@ -88,32 +85,19 @@ class FakeGpu:
         return placed
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """Two GPUs, both seen by the trainer; its tensors count as lying on the first."""
-    found = {"GPU-0": FakeGpu(), "GPU-1": FakeGpu()}
-
-    def local_gpu(name):
-        if name not in found:
-            raise UnsupportedError(f"{name} is not visible")
-        return found[name]
-
-    def process_id():
-        return "engine" if isinstance(threading.current_thread(), Receiving) else "trainer"
-
-    monkeypatch.setattr(cuda_ipc, "local_gpu", local_gpu)
-    monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-0": 0, "GPU-1": 1})
-    monkeypatch.setattr(cuda_ipc, "process_id", process_id)
-    monkeypatch.setattr(sender, "_home", lambda resident, local: "GPU-0" if resident else None)
-    yield found
-    cuda_ipc.release_mapped()
-
-
 def gpu_rank(model=None, rank=0, **options):
     made = Rank(model, rank, **options)
     made.manager.device.name = f"GPU-{rank}"
     return made
 
 
-def same(left, right):
-    return all(torch.equal(left[name], right[name]) for name in left)
+class OneByOne:
+    """A source that makes each tensor when its turn comes."""
+
+    def __init__(self, tensors):
+        self._source = ModuleSource(tensors)
+        self.specs = self._source.specs
+
+    def tensors(self):
+        for name, tensor in self._source.tensors():
+            yield name, tensor.clone()

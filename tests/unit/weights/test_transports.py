@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from fake_gpu import gpu_rank, gpus  # noqa: F401 - a fixture
-from test_update import Source, counts
+from fake_gpu import OneByOne, gpu_rank
+from test_update import counts
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
@@ -59,7 +59,7 @@ def test_an_unknown_transport_is_refused_with_those_there_are():
 
 
 @pytest.mark.parametrize("opaque", [False, True])
-def test_tensors_are_read_where_they_lie(gpus, opaque):  # noqa: F811
+def test_tensors_are_read_where_they_lie(gpus, opaque):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=opaque))
     for seed in (1, 2):
         tensors = checkpoint(seed, opaque=opaque)
@@ -70,7 +70,7 @@ def test_tensors_are_read_where_they_lie(gpus, opaque):  # noqa: F811
         assert gpu.mapped == []
 
 
-def test_kept_allocations_are_opened_once_and_closed_for_the_trainer(gpus):  # noqa: F811
+def test_kept_allocations_are_opened_once_and_closed_for_the_trainer(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
     placed = gpu.place(checkpoint(1, opaque=False))
     for seed in range(5):
@@ -87,7 +87,7 @@ def test_kept_allocations_are_opened_once_and_closed_for_the_trainer(gpus):  # n
     assert len(gpu.opened) == 2 * len(placed)
 
 
-def test_allocations_that_an_update_does_not_name_are_closed(gpus):  # noqa: F811
+def test_allocations_that_an_update_does_not_name_are_closed(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
     placed = gpu.place(checkpoint(1, opaque=False))
     send([rank], placed, keep_mapped=True)
@@ -107,7 +107,7 @@ def test_allocations_that_an_update_does_not_name_are_closed(gpus):  # noqa: F81
     assert gpu.mapped == []
 
 
-def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):  # noqa: F811
+def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
     send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
     assert gpu.mapped
@@ -116,7 +116,7 @@ def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):  # noqa: F811
     wait_until(lambda: gpu.mapped == [])
 
 
-def test_a_failed_update_closes_what_was_kept(gpus):  # noqa: F811
+def test_a_failed_update_closes_what_was_kept(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False), check_finite=True)
     placed = gpu.place(checkpoint(1, opaque=False))
     send([rank], placed, keep_mapped=True)
@@ -126,7 +126,7 @@ def test_a_failed_update_closes_what_was_kept(gpus):  # noqa: F811
     assert gpu.mapped == []
 
 
-def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):  # noqa: F811
+def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     monkeypatch.setattr(sender, "MAX_TRANSIENT_ALLOCATIONS", 3)
     placed = gpu.place(checkpoint(1))
@@ -140,18 +140,18 @@ def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):  #
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 256, 1 << 20])
-def test_staging_is_one_allocation_opened_once(gpus, bucket_bytes):  # noqa: F811
+def test_staging_is_one_allocation_opened_once(gpus, bucket_bytes):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     for seed in range(3):
         tensors = checkpoint(seed)
-        report, _ = send([rank], Source(tensors), bucket_bytes=bucket_bytes)
+        report, _ = send([rank], OneByOne(tensors), bucket_bytes=bucket_bytes)
         assert report["transport"] == "cuda_ipc"
         rank.model.assert_unchanged(loaded(tensors))
         assert len(gpu.opened) == seed + 1
         assert not gpu.mapped and not gpu.memory
 
 
-def test_each_gpu_has_staging_of_its_own(gpus):  # noqa: F811
+def test_each_gpu_has_staging_of_its_own(gpus):
     ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
     tensors = checkpoint(3)
     placed = gpus["GPU-0"].place(tensors)
@@ -171,7 +171,7 @@ def test_each_gpu_has_staging_of_its_own(gpus):  # noqa: F811
         ({"open", "register"}, "shm", ["cuda_direct", "cuda_ipc", "shm_pinned"]),
     ],
 )
-def test_what_is_denied_is_named_and_replaced(gpus, denied, transport, refused):  # noqa: F811
+def test_what_is_denied_is_named_and_replaced(gpus, denied, transport, refused):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     tensors = checkpoint(4)
     placed = gpu.place(tensors)
@@ -185,42 +185,42 @@ def test_what_is_denied_is_named_and_replaced(gpus, denied, transport, refused):
     assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
 
 
-def test_no_memory_for_staging_is_no_reason_to_fail(gpus):  # noqa: F811
+def test_no_memory_for_staging_is_no_reason_to_fail(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     gpu.capacity = 1
-    report, _ = send([rank], Source(checkpoint(4)))
+    report, _ = send([rank], OneByOne(checkpoint(4)))
     assert report["transport"] == "shm_pinned"
     assert [one["transport"] for one in report["fallbacks"]] == ["cuda_ipc"]
 
 
-def test_a_transport_that_is_asked_for_is_used_or_nothing_is(gpus):  # noqa: F811
+def test_a_transport_that_is_asked_for_is_used_or_nothing_is(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank()
-    assert send([rank], Source(checkpoint(1)), transport="shm")[0]["transport"] == "shm"
-    assert send([rank], Source(checkpoint(1)), transport="shm_pinned")[0]["transport"] == "shm_pinned"
+    assert send([rank], OneByOne(checkpoint(1)), transport="shm")[0]["transport"] == "shm"
+    assert send([rank], OneByOne(checkpoint(1)), transport="shm_pinned")[0]["transport"] == "shm_pinned"
     before = rank.model.snapshot()
     gpu.denied = {"open"}
     error, (thread,) = send([rank], checkpoint(2), transport="cuda_ipc")
     assert isinstance(error, UnsupportedError) and "open is denied" in str(error)
     assert [one["transport"] for one in error.details["tried"]] == ["cuda_ipc"]
     assert isinstance(thread.error, UnsupportedError)
-    error, _ = send([rank], Source(checkpoint(2)), transport="cuda_direct")
+    error, _ = send([rank], OneByOne(checkpoint(2)), transport="cuda_direct")
     assert isinstance(error, UnsupportedError) and "one by one" in str(error)
     rank.model.assert_unchanged(before)
     assert rank.manager.content is Content.VALID and not gpu.memory
 
 
-def test_a_cpu_engine_gets_shared_memory_whatever_the_trainer_has(gpus):  # noqa: F811
+def test_a_cpu_engine_gets_shared_memory_whatever_the_trainer_has(gpus):
     report, _ = send([Rank()], gpus["GPU-0"].place(checkpoint(1)))
     assert report["transport"] == "shm" and report["fallbacks"] == []
 
 
-def test_a_handle_for_another_gpu_is_refused(gpus, monkeypatch):  # noqa: F811
+def test_a_handle_for_another_gpu_is_refused(gpus, monkeypatch):
     rank = gpu_rank()
     monkeypatch.setattr(
         sender, "CudaStaging", lambda device, *arguments, **options: buffers.CudaStaging("GPU-1", *arguments)
     )
     before = rank.model.snapshot()
-    error, (thread,) = send([rank], Source(checkpoint(1)))
+    error, (thread,) = send([rank], OneByOne(checkpoint(1)))
     for one in (error, thread.error):
         assert type(one) is WeightUpdateError
         assert one.details["reason"] == "wrong device"
@@ -229,7 +229,7 @@ def test_a_handle_for_another_gpu_is_refused(gpus, monkeypatch):  # noqa: F811
     assert rank.manager.content is Content.VALID and not gpus["GPU-1"].memory
 
 
-def test_a_tensor_that_moved_is_not_sent_from_its_old_place(gpus):  # noqa: F811
+def test_a_tensor_that_moved_is_not_sent_from_its_old_place(gpus):
     tensors = gpus["GPU-0"].place(checkpoint(1))
     export = DirectExport(list(tensors.values()), "GPU-0", keep=False)
     name = next(iter(tensors))
@@ -240,7 +240,7 @@ def test_a_tensor_that_moved_is_not_sent_from_its_old_place(gpus):  # noqa: F811
         export.put(0, entry, spec, tensors[name].clone())
 
 
-def test_scattered_or_foreign_tensors_are_staged(gpus):  # noqa: F811
+def test_scattered_or_foreign_tensors_are_staged(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     tensors = checkpoint(5)
     scattered = {
@@ -268,7 +268,7 @@ def test_scattered_or_foreign_tensors_are_staged(gpus):  # noqa: F811
         {"process": None, "allocations": 3},
     ],
 )
-def test_a_staging_buffer_that_is_described_badly_is_refused(gpus, change):  # noqa: F811
+def test_a_staging_buffer_that_is_described_badly_is_refused(gpus, change):
     staging = buffers.CudaStaging("GPU-0", 4096, 2)
     description, fds = staging.export()
     with pytest.raises(WeightUpdateError):
@@ -280,7 +280,7 @@ def test_a_staging_buffer_that_is_described_badly_is_refused(gpus, change):  # n
 
 
 @pytest.mark.parametrize("entry", [(0, 0, 8, 1), (0, 0, 8, -1), (0, 4096, 160, 0), (0, 1, 160, 0)])
-def test_entries_outside_what_was_offered_are_refused(gpus, monkeypatch, entry):  # noqa: F811
+def test_entries_outside_what_was_offered_are_refused(gpus, monkeypatch, entry):
     rank = gpu_rank()
     monkeypatch.setattr(DirectExport, "put", lambda *arguments: BucketEntry(*entry))
     error, (thread,) = send([rank], gpus["GPU-0"].place(checkpoint(1), per_allocation=100))
@@ -288,7 +288,7 @@ def test_entries_outside_what_was_offered_are_refused(gpus, monkeypatch, entry):
     assert rank.manager.content is Content.FAILED and not gpus["GPU-0"].mapped
 
 
-def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):  # noqa: F811
+def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     placed = gpu.place(checkpoint(1))
     held = len(gpu.memory)

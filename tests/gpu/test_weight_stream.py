@@ -1,0 +1,374 @@
+"""The weight stream on a GPU: between processes, by every transport, and when either end breaks off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import other_process, run
+
+from integration.bench_wire import Engine, Rank, checkpoint
+from rl_memory_plugins.errors import RLMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.memory.cuda_device import gpu_name
+from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator, set_torch_option
+from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights import buffers, checksums, cuda_ipc
+from rl_memory_plugins.weights.cuda_ipc import CudaGpu, release_mapped
+from rl_memory_plugins.weights.sender import WeightSender
+
+MiB = 1 << 20
+MODEL = "demo"
+BUCKET = 16 * MiB
+
+
+@pytest.fixture(scope="module")
+def shared_engine():
+    engine = Engine(MODEL)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine):
+    yield shared_engine
+    release_mapped()
+    assert shared_engine.call("state")["mapped"] == 0
+
+
+class OneByOne:
+    """A source that makes each tensor when its turn comes, in memory that it uses again."""
+
+    def __init__(self, tensors, before=lambda number: None):
+        from rl_memory_plugins.weights.source import ModuleSource
+
+        self._source = ModuleSource(tensors)
+        self._before = before
+        self.specs = self._source.specs
+
+    def tensors(self):
+        memory = {}
+        for number, (name, tensor) in enumerate(self._source.tensors()):
+            self._before(number)
+            key = tuple(tensor.shape)
+            if key not in memory:
+                memory[key] = torch.empty_like(tensor, pin_memory=tensor.is_pinned())
+            memory[key].copy_(tensor)
+            yield name, memory[key]
+
+
+def randomised(place="cuda", seed=0):
+    torch.manual_seed(seed)
+    tensors = checkpoint(MODEL, place)
+    for tensor in tensors.values():
+        tensor.copy_(torch.randn(tensor.shape, device="cuda"))
+    return tensors
+
+
+def assert_arrived(engine, tensors):
+    merged = checksums.merge_checksums([engine.call("checksums")])
+    assert merged.partial == merged.opaque == []
+    assert merged.tensors == {name: checksums.tensor_checksum(tensor) for name, tensor in tensors.items()}
+
+
+def updated(engine, source, **options):
+    options.setdefault("bucket_bytes", BUCKET)
+    report, error = engine.update(source, timeout_s=20, **options)
+    assert error is None
+    return report
+
+
+def free_bytes():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("place", ["cuda", "pinned", "cpu"])
+@pytest.mark.parametrize("transport", buffers.TRANSPORTS)
+def test_every_transport_carries_tensors_from_everywhere(engine, transport, place):
+    for seed in (1, 2):
+        tensors = randomised(place, seed)
+        if transport == "cuda_direct" and place != "cuda":
+            with pytest.raises(UnsupportedError, match="cannot export"):
+                engine.update(tensors, transport=transport)
+            continue
+        report = updated(engine, tensors, transport=transport)
+        assert report["transport"] == report["receivers"][0]["transport"] == transport
+        assert_arrived(engine, tensors)
+
+
+@pytest.mark.parametrize("place", ["cuda", "pinned", "cpu"])
+def test_a_source_may_use_its_memory_again(engine, place):
+    tensors = randomised(place, 3)
+    for transport in ("cuda_ipc", "shm_pinned"):
+        report = updated(engine, OneByOne(tensors), transport=transport)
+        assert report["transport"] == transport
+        assert_arrived(engine, tensors)
+
+
+def test_work_that_is_in_flight_is_finished_first(engine):
+    tensors = randomised(seed=4)
+    for transport in ("cuda_direct", "cuda_ipc", "shm_pinned"):
+        torch.cuda._sleep(200_000_000)
+        for tensor in tensors.values():
+            tensor.add_(1)
+        updated(engine, tensors, transport=transport)
+        assert_arrived(engine, tensors)
+
+
+def test_auto_keeps_allocations_open_until_they_are_released(engine):
+    before = free_bytes()
+    tensors = randomised(seed=5)
+    for step in range(3):
+        report = updated(engine, tensors, keep_mapped=True)
+        assert report["transport"] == "cuda_direct" and report["fallbacks"] == []
+        assert_arrived(engine, tensors)
+        mapped = engine.call("state")["mapped"]
+        assert 0 < mapped < len(tensors)  # torch puts small tensors together
+        next(iter(tensors.values())).add_(step)
+    release_mapped()
+    assert engine.call("state")["mapped"] == 0
+    del tensors
+    torch.cuda.empty_cache()
+    assert free_bytes() >= before - 8 * MiB  # nobody holds what the trainer has freed
+
+
+def test_memory_that_cannot_be_exported_is_staged(engine):
+    kinds = {}
+    set_torch_option("expandable_segments", True)
+    try:
+        kinds["expandable"] = randomised(seed=6)
+    finally:
+        set_torch_option("expandable_segments", False)
+    with CudaVmmAllocator(0).region(Tag.WEIGHTS):
+        kinds["pausable"] = randomised(seed=7)
+    for tensors in kinds.values():
+        report = updated(engine, tensors, keep_mapped=True)
+        assert report["transport"] == "cuda_ipc"
+        assert [one["transport"] for one in report["fallbacks"]] == ["cuda_direct"]
+        assert "cannot export" in report["fallbacks"][0]["reason"]
+        assert_arrived(engine, tensors)
+
+
+def test_where_cuda_ipc_is_denied_pinned_host_memory_is_used(engine, monkeypatch):
+    def find(self, address):
+        found = real(self, address)
+        return found and found._replace(handle=bytes(64))
+
+    real = CudaGpu.find
+    monkeypatch.setattr(CudaGpu, "find", find)  # handles that no driver takes
+    tensors = randomised(seed=8)
+    report = updated(engine, tensors, keep_mapped=True)
+    assert report["transport"] == "shm_pinned"
+    assert [one["transport"] for one in report["fallbacks"]] == ["cuda_direct", "cuda_ipc"]
+    assert all("cuIpcOpenMemHandle" in one["reason"] for one in report["fallbacks"])
+    assert_arrived(engine, tensors)
+
+
+def test_a_handle_for_another_gpu_is_refused(engine, monkeypatch):
+    def export(self):
+        description, fds = real(self)
+        return {**description, "device": "GPU-00000000-0000-0000-0000-000000000000"}, fds
+
+    real = buffers.CudaStaging.export
+    monkeypatch.setattr(buffers.CudaStaging, "export", export)
+    before = engine.call("state")["content"]
+    with pytest.raises(WeightUpdateError) as error:
+        engine.update(randomised(), transport="cuda_ipc")
+    assert error.value.details["reason"] == "wrong device"
+    assert error.value.details["device"] == engine.device == gpu_name(0)
+    assert engine.call("state")["content"] == before
+
+
+def test_a_handle_may_be_opened_twice(tmp_path):
+    gpu = CudaGpu(0)
+    address = gpu.allocate(4 * MiB)
+    gpu.view(address, 4 * MiB).fill_(7)
+    torch.cuda.synchronize()
+    found = gpu.find(address)
+    assert found.address == address and found.nbytes >= 4 * MiB
+    code = f"""
+        import torch
+        from rl_memory_plugins.weights.cuda_ipc import Allocation, CudaGpu, Mappings
+        gpu = CudaGpu(0)
+        one, two = Mappings(), Mappings()
+        allocation = Allocation({found.handle!r}, {found.address}, {found.nbytes}, {found.serial})
+        (first,) = one.open(gpu, "trainer", [allocation])
+        (second,) = two.open(gpu, "trainer", [allocation, allocation][:1])
+        assert first.data_ptr() == second.data_ptr()
+        one.close()
+        assert int(second[: {4 * MiB}].sum(dtype=torch.int64)) == 7 * {4 * MiB}
+        two.close()
+        print("read")
+    """
+    assert run(code) == "read\n"
+    gpu.free(address)
+
+
+def test_trainer_and_engine_may_be_one_process():
+    rank = Rank("tiny")
+    outcome = {}
+    tensors = checkpoint("tiny")
+    for transport in ("cuda_direct", "cuda_ipc", "shm_pinned"):
+        next(iter(tensors.values())).add_(1)
+        with WeightSender(1, timeout_s=10, transport=transport, keep_mapped=True) as sender:
+
+            def receive(sender=sender):
+                outcome["report"] = rank.receive(endpoints=sender.endpoints, token=sender.token, timeout_s=10)
+
+            thread = threading.Thread(target=receive)
+            thread.start()
+            assert sender.send(tensors)["transport"] == transport
+            thread.join(10)
+        merged = checksums.merge_checksums([rank.receiver.checksums()])
+        assert merged.tensors == {n: checksums.tensor_checksum(tensor) for n, tensor in tensors.items()}
+    release_mapped()
+
+
+TRAINER = """
+    import time, torch
+    from integration.bench_wire import checkpoint
+    from rl_memory_plugins.weights.sender import WeightSender
+    from test_weight_stream import OneByOne
+
+    def stall(number):
+        if {stall} and number == 20:
+            print("sent", flush=True)
+            time.sleep(60)
+
+    tensors = checkpoint("demo")
+    options = dict(timeout_s=60, bucket_bytes=4 << 20, keep_mapped={keep})
+    with WeightSender(["{device}"], **options) as sender:
+        print(sender.endpoints["{device}"], sender.token, flush=True)
+        report = sender.send(OneByOne(tensors, stall) if {stall} else tensors)
+    print(report["transport"], flush=True)
+    time.sleep(60)
+"""
+
+
+def killed_trainer(engine, **options):
+    """Runs an update from a process that is killed once it says that it is time; the receiver's error."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *os.environ["PYTHONPATH"].split(":")])
+    }
+    failures = []
+    with other_process(TRAINER.format(device=engine.device, **options), **environment) as trainer:
+        path, token = trainer.first_line.split()
+
+        def receive():
+            try:
+                engine.call("receive", endpoints={engine.device: path}, token=token, timeout_s=20)
+            except RLMemoryError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        word = trainer.stdout.readline()
+        if not options["stall"]:
+            thread.join(20)
+            assert engine.call("state")["mapped"] > 0
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        thread.join(20)
+    return word, failures
+
+
+def test_a_trainer_that_is_killed_while_its_memory_is_open(engine):
+    updated(engine, randomised())
+    free = free_bytes()
+    word, failures = killed_trainer(engine, stall=True, keep=False)
+    assert word == "sent\n"
+    assert failures[0].code == "WeightUpdateError" and failures[0].details["reason"] == "lost"
+    assert engine.call("state")["content"] == "failed"
+    wait_until(lambda: free_bytes() >= free - 8 * MiB)
+    tensors = randomised(seed=9)
+    updated(engine, tensors)
+    assert_arrived(engine, tensors)
+
+
+def test_a_trainer_that_is_killed_after_an_update_gives_its_memory_back(engine):
+    updated(engine, randomised())
+    free = free_bytes()
+    word, failures = killed_trainer(engine, stall=False, keep=True)
+    assert word == "cuda_direct\n" and failures == []
+    wait_until(lambda: engine.call("state")["mapped"] == 0)
+    wait_until(lambda: free_bytes() >= free - 8 * MiB)
+    updated(engine, randomised())
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()
+
+
+def test_an_engine_that_is_killed_costs_the_trainer_nothing():
+    engine = Engine("tiny")
+    tensors = checkpoint("tiny")
+    free = free_bytes()
+
+    def kill(number):
+        if number == 5:
+            engine.process.kill()
+            engine.process.wait()
+
+    for source in (OneByOne(tensors, kill),):
+        with pytest.raises(WeightUpdateError) as error:
+            engine.update(source, bucket_bytes=1, transport="cuda_ipc", timeout_s=5)
+        assert error.value.details["reason"] == "lost"
+    engine.close()
+    torch.cuda.empty_cache()
+    assert free_bytes() >= free  # and what the engine held
+
+
+def test_fifty_updates_grow_nothing(engine):
+    tensors = randomised(seed=10)
+    options = [
+        {"transport": "cuda_direct"},
+        {"transport": "cuda_direct", "keep_mapped": True},
+        {"transport": "cuda_ipc"},
+        {"transport": "shm_pinned"},
+        {"transport": "shm"},
+    ]
+
+    def states():
+        release_mapped()
+        torch.cuda.empty_cache()
+        state = engine.call("state")
+        del state["content"]
+        return json.dumps(state), len(list(Path("/proc/self/fd").iterdir())), free_bytes()
+
+    for _ in range(2):
+        for each in options:
+            updated(engine, tensors, **each)
+    before = states()
+    for number in range(50):
+        updated(engine, tensors, **options[number % len(options)])
+    after = states()
+    assert after[:2] == before[:2]
+    assert after[2] >= before[2] - 2 * MiB
+    assert_arrived(engine, tensors)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_devices_are_known_by_uuid_whatever_their_order():
+    engine = Engine("tiny", CUDA_VISIBLE_DEVICES="1,0")
+    try:
+        assert engine.device == gpu_name(1)
+        for index, expected in ((1, "cuda_direct"), (0, "cuda_ipc")):
+            tensors = {name: tensor.to(f"cuda:{index}") + index for name, tensor in checkpoint("tiny").items()}
+            report = updated(engine, tensors, keep_mapped=True)
+            assert report["transport"] == expected
+            assert_arrived(engine, tensors)
+            release_mapped()
+        hidden = Engine("tiny", CUDA_VISIBLE_DEVICES="1")
+        hidden.close()
+        assert hidden.device == gpu_name(1)
+    finally:
+        engine.close()

@@ -1,0 +1,195 @@
+"""Moving tensors to host memory and back. `everything` makes a CPU's tensors move as a GPU's do."""
+
+import gc
+
+import pytest
+import torch
+from models import Tied, same, whole
+from torch import nn
+
+from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
+from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
+from rl_memory_plugins.trainer.offloading import borrowed, host_view
+
+
+def everything(tensor):
+    return True
+
+
+def storage_bytes(*tensors):
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def train(model, optimizer):
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+
+
+def test_a_module_comes_back_as_it_was():
+    model = Tied()
+    expected = whole(model)
+    total = sum(tensor.nbytes for tensor in expected.values())
+    offloader = Offloader(model, moves=everything)
+    parameters = list(model.parameters())
+    for _ in range(3):
+        moved = offloader.offload()
+        assert moved.bytes == total == offloader.offloaded_bytes and moved.seconds > 0
+        assert set(storage_bytes(*model.parameters(), *model.buffers())) == {0}
+        moved = offloader.load()
+        assert moved.bytes == total and moved.seconds > 0 and offloader.offloaded_bytes == 0
+        same(whole(model), expected)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert model.head.weight is model.embed.weight
+
+
+def test_what_does_not_move_takes_no_time():
+    offloader = Offloader(Tied(), moves=everything)
+    assert offloader.load() == Moved(0, 0.0)
+    offloader.offload()
+    assert offloader.offload() == Moved(0, 0.0)
+    offloader.load()
+    assert offloader.load() == Moved(0, 0.0)
+
+
+def test_tensors_in_host_memory_stay_by_default():
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    assert Offloader(model, optimizer).offload() == Moved(0, 0.0)
+    assert 0 not in storage_bytes(*model.parameters())
+
+
+def test_host_memory_is_made_once_and_reused():
+    offloader = Offloader(Tied(), moves=everything)
+    offloader.offload()
+    held = offloader._arena.held_bytes
+    first = offloader._batch[0].host.data_ptr()
+    for _ in range(3):
+        offloader.load()
+        offloader.offload()
+        assert offloader._arena.held_bytes == held
+        assert offloader._batch[0].host.data_ptr() == first
+
+
+def test_gradients_and_state_made_since_move_too():
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    twin = Tied()
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    offloader = Offloader(model, optimizer, moves=everything)
+    sizes = []
+    for _ in range(3):
+        train(model, optimizer)
+        train(twin, twin_optimizer)
+        sizes.append(offloader.offload().bytes)
+        grads = [parameter.grad for parameter in model.parameters()]
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        assert set(storage_bytes(*grads, *moments)) == {0}
+        offloader.load()
+        same(whole(model), whole(twin))
+    assert sizes[0] == sizes[1] > 3.9 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_what_appears_while_the_rest_is_away_joins_it():
+    model = Tied()
+    expected = whole(model)
+    offloader = Offloader(model, moves=everything)
+    offloader.offload()
+    model.extra = nn.Parameter(torch.ones(5))
+    assert offloader.offload().bytes == 20
+    assert offloader.load().bytes == 20 + sum(tensor.nbytes for tensor in expected.values())
+    same(whole(model), {**expected, "extra": torch.ones(5)})
+
+
+def test_views_of_one_storage_move_as_one():
+    buffer = torch.arange(100.0)
+    views = {"a": buffer[:40].view(4, 10), "b": buffer[40:80], "c": buffer[80:]}
+    module = nn.Module()
+    for name, view in views.items():
+        module.register_parameter(name, nn.Parameter(view))
+    offloader = Offloader(module, {"buffer": buffer}, moves=everything)
+    assert offloader.offload().bytes == 400
+    assert torch.equal(host_view(module.b.detach()), torch.arange(40.0, 80.0))
+    assert torch.equal(host_view(module.a.detach().t()), torch.arange(40.0).view(4, 10).t())
+    offloader.load()
+    buffer[40] = -1
+    assert module.b[0] == -1  # still the same storage
+
+
+def test_no_host_memory_moves_nothing():
+    model = Tied()
+    expected = whole(model)
+    offloader = Offloader(model, moves=everything)
+    offloader._arena = PagedArena(max_bytes=4096)
+    offloader._targets = (model, {"large": torch.zeros(10000)})
+    with pytest.raises(HostMemoryError):
+        offloader.offload()
+    same(whole(model), expected)
+    assert offloader.offloaded_bytes == 0
+    offloader._arena = None
+    assert offloader.offload().bytes > 40000
+
+
+def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
+    model = Tied()
+    expected = whole(model)
+    offloader = Offloader(model, moves=everything)
+    away = offloader.offload().bytes
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def full(storage, nbytes):
+        calls.append(nbytes)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    with pytest.raises(DeviceMemoryError) as caught:
+        offloader.load()
+    assert caught.value.details["needed_bytes"] == away == offloader.offloaded_bytes
+    assert set(storage_bytes(*model.parameters())) == {0}
+    offloader.load()
+    same(whole(model), expected)
+
+
+def test_borrowed_tensors_are_there_for_a_moment():
+    tensor = torch.arange(6.0)
+    offloader = Offloader([tensor], moves=everything)
+    with borrowed([tensor]):
+        pass
+    assert storage_bytes(tensor) == [24]  # it was not away
+    offloader.offload()
+    with borrowed([tensor]):
+        assert torch.equal(tensor, torch.arange(6.0))
+    assert storage_bytes(tensor) == [0]
+    offloader.load()
+    assert torch.equal(tensor, torch.arange(6.0))
+
+
+def test_close_brings_all_back():
+    model = Tied()
+    expected = whole(model)
+    offloader = Offloader(model, moves=everything)
+    offloader.offload()
+    offloader.close()
+    same(whole(model), expected)
+    assert offloader.offload().bytes > 0
+
+
+def test_the_functions_keep_one_offloader_for_each_target(monkeypatch):
+    monkeypatch.setattr(offloading.Offloader.__init__, "__kwdefaults__", {"moves": everything})
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    assert load(model) == Moved(0, 0.0)
+    assert offload(model).bytes > 0 and offload(optimizer).bytes > 0
+    buffers = [offloading._offloaders[model]._buffers[0], offloading._offloaders[optimizer]._buffers[0]]
+    assert load(model).bytes > 0 and load(optimizer).bytes > 0
+    offload(model), offload(optimizer)
+    assert [offloading._offloaders[one]._buffers[0] for one in (model, optimizer)] == buffers
+    assert len(offloading._away) > 0
+    load(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert len(offloading._offloaders) == 0 and len(offloading._away) == 0

@@ -1,0 +1,32 @@
+import threading
+
+import pytest
+from fake_gpu import FakeGpu
+from toys import Receiving
+
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.weights import cuda_ipc, sender
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, both seen by the trainer; its tensors count as lying on the first.
+
+    Trainer and engine, which are threads, take each other for processes.
+    """
+    found = {"GPU-0": FakeGpu(), "GPU-1": FakeGpu()}
+
+    def local_gpu(name):
+        if name not in found:
+            raise UnsupportedError(f"{name} is not visible")
+        return found[name]
+
+    def process_id():
+        return "engine" if isinstance(threading.current_thread(), Receiving) else "trainer"
+
+    monkeypatch.setattr(cuda_ipc, "local_gpu", local_gpu)
+    monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-0": 0, "GPU-1": 1})
+    monkeypatch.setattr(cuda_ipc, "process_id", process_id)
+    monkeypatch.setattr(sender, "_home", lambda resident, local: "GPU-0" if resident else None)
+    yield found
+    cuda_ipc.release_mapped()

@@ -1,0 +1,58 @@
+"""With torch.compile: what was compiled reads the weights that are there now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.models import new_model
+from tests.vllm.child import Child
+from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
+from tests.vllm.test_python import generate, push
+
+
+def make(folder: Path) -> Any:
+    from rl_memory_plugins.vllm import LLM
+
+    return LLM(**engine_options(folder, enforce_eager=False), rl_memory={"poison": True})
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """Compiled for this test, whatever an earlier run has left in vLLM's cache."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    child = Child(
+        make,
+        model_folder,
+        environment=environment(
+            model_folder, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CACHE_ROOT=cache, TORCHINDUCTOR_CACHE_DIR=cache
+        ),
+    )
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+def cycle(llm: Any, folder: Path, seed: int) -> list[int]:
+    llm.sleep(2)
+    llm.wake_up(["weights"])
+    push(llm, new_model(folder, seed))
+    llm.wake_up()
+    return generate(llm)
+
+
+def compilation_mode(llm: Any) -> int:
+    return int(llm.llm_engine.vllm_config.compilation_config.mode)
+
+
+def test_compiled_code_sees_an_update(
+    llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]
+) -> None:
+    assert llm(compilation_mode) > 0
+    assert llm(generate) == first_tokens
+    assert llm(cycle, model_folder, OTHER_SEED) == other_tokens
+    assert llm(cycle, model_folder, SEED) == first_tokens

@@ -1,0 +1,203 @@
+"""Trainers that know nothing of this package, with worker extensions and vLLM's own reload. On two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.models import new_model
+from tests.vllm.child import Child
+from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
+from tests.vllm.test_python import generate, push, refused
+
+EXTENSION = "tests.vllm.extensions.TrainerExtension"
+
+
+def make(folder: Path) -> Any:
+    from rl_memory_plugins.vllm import LLM
+
+    return LLM(
+        **engine_options(folder, tensor_parallel_size=2, worker_extension_cls=EXTENSION, enable_prefix_caching=True),
+        rl_memory={"poison": True},
+    )
+
+
+@pytest.fixture(scope="module")
+def started(model_folder: Path) -> Iterator[Child]:
+    """That it starts shows that no name of the extension is one of the worker's."""
+    child = Child(make, model_folder, environment=environment(model_folder, tp=2))
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+@pytest.fixture
+def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator[Child]:
+    yield started
+    assert started(restore, model_folder) == first_tokens
+
+
+def restore(llm: Any, folder: Path) -> list[int]:
+    llm.wake_up()
+    push(llm, new_model(folder, SEED), receivers=2)
+    return generate(llm)
+
+
+def content(llm: Any) -> str:
+    return str(llm.memory_status()[0].content)
+
+
+def discard_and_wake_weights(llm: Any) -> None:
+    llm.sleep(2)
+    llm.wake_up(["weights"])
+    assert content(llm) == "stale"
+
+
+def whole(llm: Any, folder: str, other: list[int]) -> None:
+    discard_and_wake_weights(llm)
+    loaded = llm.collective_rpc("update_weights_from_ipc", args=(folder, OTHER_SEED))
+    assert len(loaded) == 2
+    assert content(llm) == "valid"
+    assert refused(lambda: generate(llm)) == "asleep"
+    llm.wake_up(["kv_cache"])
+    assert generate(llm) == other
+
+
+def test_a_load_of_everything_in_one_call(llm: Child, model_folder: Path, other_tokens: list[int]) -> None:
+    llm(whole, str(model_folder), other_tokens)
+
+
+def one_by_one(llm: Any, folder: str, other: list[int]) -> None:
+    discard_and_wake_weights(llm)
+    llm.wake_up()
+    names = llm.collective_rpc("prepare_refit_info", args=(folder, OTHER_SEED))[0]
+    for name in reversed(names):
+        assert refused(lambda: generate(llm)) == "stale", name
+        llm.collective_rpc("update_weight_cuda_ipc", args=(folder, OTHER_SEED, name))
+    assert content(llm) == "valid"
+    assert generate(llm) == other
+
+
+def test_a_load_parameter_by_parameter(llm: Child, model_folder: Path, other_tokens: list[int]) -> None:
+    llm(one_by_one, str(model_folder), other_tokens)
+
+
+def partly(llm: Any, folder: str, other: list[int]) -> None:
+    discard_and_wake_weights(llm)
+    llm.wake_up()
+    llm.collective_rpc("update_weights_via_ipc_zmq", args=(folder, OTHER_SEED))
+    assert refused(lambda: generate(llm)) == "stale"  # q of every fused qkv is there, k and v are not
+    llm.collective_rpc("update_weights_ipc", args=(folder, OTHER_SEED, 0, 10))
+    assert refused(lambda: generate(llm)) == "stale"
+    llm.collective_rpc("update_weights_ipc", args=(folder, OTHER_SEED, 10, 1000))
+    assert generate(llm) == other
+
+
+def test_a_load_of_only_a_part_keeps_the_engine_closed(
+    llm: Child, model_folder: Path, other_tokens: list[int]
+) -> None:
+    llm(partly, str(model_folder), other_tokens)
+
+
+def parts_of_two_cycles(llm: Any, folder: str) -> None:
+    names = llm.collective_rpc("prepare_refit_info", args=(folder, OTHER_SEED))[0]
+    half = len(names) // 2
+    discard_and_wake_weights(llm)
+    llm.collective_rpc("update_weights_ipc", args=(folder, OTHER_SEED, 0, half))
+    discard_and_wake_weights(llm)  # loses the first half again
+    llm.collective_rpc("update_weights_ipc", args=(folder, OTHER_SEED, half, len(names)))
+    llm.wake_up()
+    assert refused(lambda: generate(llm)) == "stale"
+
+
+def test_parts_from_before_and_after_a_sleep_do_not_add_up(llm: Child, model_folder: Path) -> None:
+    llm(parts_of_two_cycles, str(model_folder))
+
+
+def load_asleep(llm: Any, folder: str, first: list[int]) -> None:
+    llm.sleep(1)
+    with pytest.raises(Exception, match="asleep"):
+        llm.collective_rpc("update_weights_from_ipc", args=(folder, OTHER_SEED))
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert generate(llm) == first
+
+
+def test_a_load_while_asleep_is_refused(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    """Stock vLLM: a write into unmapped memory ends the process."""
+    llm(load_asleep, str(model_folder), first_tokens)
+
+
+def fail_on_one_rank(llm: Any, first: list[int]) -> None:
+    for _ in range(3):
+        with pytest.raises(Exception, match="rank 0 cannot"):
+            llm.collective_rpc("fail_on_rank_0")
+    assert llm.collective_rpc("rank_of_worker") == [0, 1]
+    report = llm.sleep(1)
+    assert {change.rank for change in report.changes} == {0, 1}
+    llm.wake_up()
+    assert generate(llm) == first
+    assert llm.collective_rpc(lambda worker: worker.rank_of_worker() + 10) == [10, 11]
+
+
+def test_a_call_that_fails_on_one_rank_leaves_no_stale_reply(llm: Child, first_tokens: list[int]) -> None:
+    """Stock vLLM: the other rank's reply stays in its queue and answers the next call."""
+    llm(fail_on_one_rank, first_tokens)
+
+
+def prefix(llm: Any, folder: str) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(5, 165))}
+
+    def ask() -> list[int]:
+        return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    before = ask()
+    assert ask() == before
+    llm.collective_rpc("update_weights_from_ipc", args=(folder, OTHER_SEED))
+    after = ask()
+    llm.reset_prefix_cache()
+    return [before, after, ask()]
+
+
+def test_a_load_forgets_the_prefix_cache(llm: Child, model_folder: Path) -> None:
+    """Stock vLLM answers from keys and values that the old weights computed."""
+    before, after, again = llm(prefix, str(model_folder))
+    assert after == again != before
+
+
+def trl(llm: Any, other_folder: str, first: list[int]) -> list[int]:
+    """TRL's vLLM client, colocated: the same tag twice, vLLM's own reload, then the cache."""
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights")
+    assert content(llm) == "valid"
+    llm.wake_up(tags=["kv_cache"])
+    assert generate(llm) == first
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": other_folder})
+    return generate(llm)
+
+
+def test_trl_s_cycle_with_reload_weights(
+    llm: Child, other_folder: Path, first_tokens: list[int], other_tokens: list[int]
+) -> None:
+    assert llm(trl, str(other_folder), first_tokens) == other_tokens
+
+
+def stock_cycle(llm: Any, first: list[int]) -> list[int]:
+    """A caller that knows vLLM's two tags only."""
+    llm.sleep(level=1)
+    llm.wake_up(tags=["weights"])
+    llm.wake_up(tags=["kv_cache"])
+    return generate(llm)
+
+
+def test_a_caller_that_knows_only_vllm_s_tags(llm: Child, first_tokens: list[int]) -> None:
+    assert llm(stock_cycle, first_tokens) == first_tokens
