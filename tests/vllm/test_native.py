@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from integration.engines.base import Launch, Server
 from integration.engines.vllm import Vllm
 from integration.models import new_model
 from rl_memory_plugins.errors import StateConflictError
-from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, environment
+from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, VLLM_SERVE, environment
 
 API_SERVERS = 2
 
@@ -36,7 +35,7 @@ class VllmBehindTwo(Vllm):
         flag = rest.index("--rl-memory")
         del rest[flag : flag + 2]
         return [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *rest),
+            *(*VLLM_SERVE, *rest),
             *("--api-server-count", str(API_SERVERS), "--rl-memory", "poison=true,drain_timeout_s=20"),
         ]
 
@@ -278,7 +277,7 @@ def test_a_client_gets_a_typed_conflict(server: Server, model_folder: Path) -> N
 
 def serve(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *flags],
+        [*VLLM_SERVE, str(folder), *flags],
         env={**os.environ, **environment(folder)},
         capture_output=True,
         text=True,

@@ -233,7 +233,7 @@ def _engine_method(name: str) -> Callable[..., Any]:
 
 
 def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's own method has this name too. Ours takes a token: `update_weights_from_ipc(endpoints, token)`."""
+    """SGLang's own method has this name too. Ours has a token: `update_weights_from_ipc(endpoints, token)`."""
 
     def update_weights_from_ipc(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = "token" in kwargs or (len(args) > 1 and isinstance(args[1], str))

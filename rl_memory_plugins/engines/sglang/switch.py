@@ -3,8 +3,8 @@
 The plugin is called in every SGLang process, before the command line is parsed. Not enabled, it puts in only
 what it can be enabled through: the flag, and `Engine`'s keyword. Enabled, the options travel as
 `server_args._rl_memory`, which SGLang pickles to the schedulers. These are started through a function of ours,
-which puts in the hooks before the engine's classes are used. A framework that makes `ServerArgs` itself and calls
-`launch_server` enables the plugin by `RL_MEMORY`, which all processes see.
+which puts in the hooks before the engine's classes are used. A framework that makes `ServerArgs` itself and
+calls `launch_server` enables the plugin by `RL_MEMORY`, which all processes see.
 
 SGLang only logs what a plugin raises. So what must stop the start is raised where SGLang does not catch it:
 from the parsing of the arguments, from the launch, or as `SystemExit`.

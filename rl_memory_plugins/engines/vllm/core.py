@@ -229,12 +229,10 @@ def _native_release_kv_cache(original: Callable[..., Any]) -> Callable[..., Any]
 def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     """Workers' own sleep and wake go through the engine; any other call may have loaded weights."""
 
-    def collective_rpc(
-        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
+    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         controller = _controller(self)
         if controller is None:
-            return original(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+            return original(self, method, timeout, args, kwargs)
         if method in ("sleep", "wake_up", "discard"):
             outcome = _memory_rpc(self, method)(*(args or ()), **(kwargs or {}))
             nothing = [None] * len(controller.status.ranks)
@@ -242,7 +240,7 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         epochs = [rank.content_epoch for rank in controller.status.ranks]
         try:
             if len(epochs) == 1:
-                return original(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+                return original(self, method, timeout, args, kwargs)
             return _guarded_rpc(self, original, method, timeout, args, kwargs)
         finally:
             controller.note_foreign_changes()
@@ -287,7 +285,7 @@ def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, 
     from rl_memory_plugins.engines.vllm.worker import call_guarded
 
     if not isinstance(method, str):
-        import cloudpickle
+        import cloudpickle  # type: ignore[import-untyped]
 
         method = cloudpickle.dumps(method)
     replies = rpc(core, call_guarded, timeout, (method, tuple(args or ()), kwargs or {}), None)

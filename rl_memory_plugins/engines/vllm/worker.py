@@ -60,11 +60,9 @@ def call_guarded(worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs
     Returns: whether it failed, and its result or what failed.
     """
     try:
-        if isinstance(method, bytes):
-            import cloudpickle
+        from vllm.v1.serial_utils import run_method
 
-            return False, cloudpickle.loads(method)(worker, *args, **kwargs)
-        return False, getattr(worker, method)(*args, **kwargs)
+        return False, run_method(worker, method, args, kwargs)
     except Exception as error:
         logger.exception("%s failed on this rank", method if isinstance(method, str) else "a function")
         return True, str(error)
