@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from integration.engines.base import EngineKind
+from integration.engines.sglang import Sglang
 from integration.engines.vllm import Vllm
 
-ENGINES: dict[str, type[EngineKind]] = {"vllm": Vllm}
+ENGINES: dict[str, type[EngineKind]] = {"vllm": Vllm, "sglang": Sglang}

@@ -203,9 +203,7 @@ class AsyncRolloutHandoff:
     async def release(self) -> HandoffReport:
         return await self._run(self._handoff.release)
 
-    async def sync(
-        self, weight_version: str | None = None, report: HandoffReport | None = None
-    ) -> HandoffReport:
+    async def sync(self, weight_version: str | None = None, report: HandoffReport | None = None) -> HandoffReport:
         return await self._run(lambda: self._handoff.sync(weight_version, report))
 
     async def _run(self, call: Callable[[], T]) -> T:

@@ -22,9 +22,7 @@ from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
 
-Target: TypeAlias = (
-    torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-)
+Target: TypeAlias = torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
 class Moved(NamedTuple):
@@ -148,12 +146,7 @@ class Offloader:
                 local = _local(tensor)
                 storage = local.untyped_storage()
                 # A storage of size zero is away already, or FSDP has freed it.
-                if (
-                    storage.nbytes()
-                    and storage._cdata not in seen
-                    and storage.resizable()
-                    and self._moves(local)
-                ):
+                if storage.nbytes() and storage._cdata not in seen and storage.resizable() and self._moves(local):
                     seen.add(storage._cdata)
                     yield storage
 

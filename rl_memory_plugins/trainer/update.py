@@ -152,9 +152,7 @@ class _Begin:
         unknown = [name for name in votes[0] if all(name in vote for vote in votes)] if votes else []
         self.agreed = not unknown
         if unknown and unused is None:
-            raise manifest_error(
-                [Mismatch("unknown", name, "no rank of the engine uses it") for name in unknown]
-            )
+            raise manifest_error([Mismatch("unknown", name, "no rank of the engine uses it") for name in unknown])
         return unknown
 
 
@@ -193,9 +191,7 @@ class _EngineCall:
         self._body = body
         self._error: Exception | None = None
         self.answer: Any = None
-        self._thread = threading.Thread(
-            target=on_this_gpu(self._run), name="rl-memory-update-weights", daemon=True
-        )
+        self._thread = threading.Thread(target=on_this_gpu(self._run), name="rl-memory-update-weights", daemon=True)
         self._thread.start()
 
     def finish(self, timeout_s: float) -> Exception | None:

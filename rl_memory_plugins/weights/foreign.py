@@ -66,6 +66,5 @@ class ForeignLoads:
 
     def _is_complete(self) -> bool:
         return all(
-            not parameter.is_meta and self._written.fraction(parameter) == 1
-            for parameter in self._model.parameters()
+            not parameter.is_meta and self._written.fraction(parameter) == 1 for parameter in self._model.parameters()
         )

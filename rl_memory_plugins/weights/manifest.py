@@ -14,6 +14,9 @@ from rl_memory_plugins.errors import ManifestError
 ALIGNMENT = 256
 """Byte alignment of a tensor within a bucket: enough for every dtype and for vectorised copies."""
 
+MIN_PART = 1 << 20
+"""Fewer bytes of a tensor are not put into what is left of a bucket."""
+
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -50,14 +53,20 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     def nbytes(self) -> int:
         return self.numel * ITEMSIZE[self.dtype]
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one index of the first dimension; of the whole where there is none."""
+        return self.nbytes // self.shape[0] if self.shape and self.shape[0] else self.nbytes
+
 
 class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Where one tensor lies: in a slot, or where nothing is staged in one of the trainer's allocations."""
+    """Where a tensor or some rows of it lie: in a slot, or without staging in one of the trainer's allocations."""
 
     index: int  # into `Manifest.tensors`
     offset: int  # bytes from the start of the slot or allocation
     nbytes: int
     allocation: int = 0  # without staging, into the allocations of the offer
+    start: int = 0  # bytes of the tensor that came in earlier buckets; whole rows of its first dimension
 
 
 class Mismatch(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,21 +112,35 @@ class Manifest(msgspec.Struct, frozen=True):
                 found.append(Mismatch("shape", spec.name, f"shape {list(spec.shape)} has a negative extent"))
         return found
 
-    def buckets(self) -> list[list[BucketEntry]]:
-        """Cut the tensors into buckets, in order.
+    def buckets(self, *, split: bool = True) -> list[list[BucketEntry]]:
+        """Cut the tensors into buckets of at most `bucket_bytes`, in order.
 
-        No tensor is split: one that is larger than `bucket_bytes` gets a bucket of its own. So the capacity
-        of a slot is `slot_bytes()`, the larger of `bucket_bytes` and the largest tensor.
+        A tensor that does not fit into what is left of a bucket is continued in the next one, unless the part
+        would be small. A single row, and without `split` a tensor, that is larger than a bucket gets a bucket
+        of its own.
         """
         buckets: list[list[BucketEntry]] = []
         end = 0
         for index, spec in enumerate(self.tensors):
-            offset = align(end)
-            if not buckets or (offset + spec.nbytes > self.bucket_bytes and buckets[-1]):
-                buckets.append([])
-                offset = 0
-            buckets[-1].append(BucketEntry(index, offset, spec.nbytes))
-            end = offset + spec.nbytes
+            start, row = 0, spec.row_nbytes
+            while True:
+                offset, left = align(end), spec.nbytes - start
+                room = self.bucket_bytes - offset
+                part = left
+                if left > room and split and row:
+                    part = max(room, 0) // row * row
+                    if part < min(MIN_PART, self.bucket_bytes // 4) or not buckets:
+                        part = self.bucket_bytes // row * row or row
+                        part = min(part, left)
+                        room = -1
+                if not buckets or (part > room and buckets[-1]):
+                    buckets.append([])
+                    offset = 0
+                buckets[-1].append(BucketEntry(index, offset, part, 0, start))
+                end = offset + part
+                start += part
+                if start >= spec.nbytes:
+                    break
         return buckets
 
     def slot_bytes(self) -> int:

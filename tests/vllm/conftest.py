@@ -22,7 +22,8 @@ VLLM_SERVE = [
     sys.executable,
     "-c",
     "import importlib.metadata as metadata, vllm\n"
-    "metadata.version = lambda name, known=metadata.version: vllm.__version__ if name == 'vllm' else known(name)\n"
+    "known = metadata.version\n"
+    "metadata.version = lambda name: vllm.__version__ + '+cpu' if name == 'vllm' else known(name)\n"
     "from vllm.entrypoints.cli.main import main\n"
     "main()",
     "serve",

@@ -1,6 +1,6 @@
 """What the adapter needs of vLLM, checked in vLLM's sources without importing them.
 
-    python -m tests.vllm.symbols PATH_OF_A_VLLM_PACKAGE…
+python -m tests.vllm.symbols PATH_OF_A_VLLM_PACKAGE…
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.llm:LLM.wake_up": ("self", "tags"),
 }
 #: Not in every version, and replaced where they are there.
-OPTIONAL = ("vllm.v1.engine.core:EngineCore.release_kv_cache_memory", "vllm.v1.engine.core:EngineCoreProc.resume_scheduler")
+OPTIONAL = (
+    "vllm.v1.engine.core:EngineCore.release_kv_cache_memory",
+    "vllm.v1.engine.core:EngineCoreProc.resume_scheduler",
+)
 #: Text that must stand somewhere in a module: attributes that are set and not declared.
 TEXTS = {
     "vllm.config.parallel": ("data_parallel_index: int",),

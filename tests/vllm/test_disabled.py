@@ -118,7 +118,7 @@ def test_only_the_two_switches_are_in_vllm(found: dict[str, Any]) -> None:
 
 
 def test_off_and_absent_are_alike(found: dict[str, Any]) -> None:
-    assert found["plain"] == dict.fromkeys(["None", "", "0", "off", "false"], {})
+    assert found["plain"] == {value: {} for value in ("None", "", "0", "off", "false")}
 
 
 def test_a_no_leaves_no_trace_in_the_configuration(found: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def test_an_engine_without_a_symbol_is_refused_by_name(monkeypatch: pytest.Monke
     assert "fake_engine:Core.wake_up" in str(caught.value)
     assert caught.value.details["symbol"] == "fake_engine:Core.wake_up"
     assert caught.value.details["engine"].startswith("vllm")
-    with pytest.raises(UnsupportedError, match="fake_engine.missing:anything"):
+    with pytest.raises(UnsupportedError, match=r"fake_engine\.missing:anything"):
         hooks.require("fake_engine.missing:anything")
 
 

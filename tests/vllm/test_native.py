@@ -161,9 +161,7 @@ def test_waking_what_is_awake(server: Server, first_tokens: list[int]) -> None:
     assert server.generate(PROMPT) == first_tokens
 
 
-def test_the_cache_wakes_before_discarded_weights(
-    server: Server, model_folder: Path, other_tokens: list[int]
-) -> None:
+def test_the_cache_wakes_before_discarded_weights(server: Server, model_folder: Path, other_tokens: list[int]) -> None:
     """Hazard 9. Stock 0.26: waking `kv_cache` copies saved buffers into weights that are not mapped."""
     server.http.post("/sleep?level=2")
     assert server.http.post("/wake_up?tags=kv_cache").status_code == 200

@@ -303,9 +303,7 @@ async def ask(engine: Any, tokens: int = 8) -> list[int]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-    )
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     found: list[int] = []
     async for output in engine.generate({"prompt_token_ids": PROMPT}, params, f"r{next(NUMBERS)}"):
         found = list(output.outputs[0].token_ids)
@@ -443,7 +441,7 @@ def test_outputs_of_pooling_requests_pass_through() -> None:
     from rl_memory_plugins.engines.vllm.client import _checked_stream
 
     output = PoolingRequestOutput(
-        request_id="p", outputs=PoolingOutput(torch.ones(4)), prompt_token_ids=PROMPT, num_cached_tokens=0, finished=True
+        "p", PoolingOutput(torch.ones(4)), prompt_token_ids=PROMPT, num_cached_tokens=0, finished=True
     )
 
     class Face:

@@ -97,9 +97,7 @@ def partly(llm: Any, folder: str, other: list[int]) -> None:
     assert generate(llm) == other
 
 
-def test_a_load_of_only_a_part_keeps_the_engine_closed(
-    llm: Child, model_folder: Path, other_tokens: list[int]
-) -> None:
+def test_a_load_of_only_a_part_keeps_the_engine_closed(llm: Child, model_folder: Path, other_tokens: list[int]) -> None:
     llm(partly, str(model_folder), other_tokens)
 
 

@@ -70,7 +70,7 @@ class SyncFace:
 
     def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         client, payload = self._engine.engine_core, commands.encode_command(command)
-        core = getattr(client, "engine_core", None)
+        core: Any = getattr(client, "engine_core", None)
         if hasattr(core, "rl_memory_call"):  # in this process
             return [decode_reply(core.rl_memory_call(payload))]
         return [decode_reply(client.call_utility("rl_memory_call", payload))]

@@ -110,5 +110,3 @@ def _let_ray_copy(variable: str) -> None:
     copied = [entry for entry in os.environ.get(name, "").split(",") if entry]
     if variable not in copied:
         os.environ[name] = ",".join([*copied, variable])
-
-

@@ -141,7 +141,7 @@ class VllmWorker:
 
     @property
     def model(self) -> torch.nn.Module:
-        return self._worker.model_runner.get_model()  # type: ignore[no-any-return]
+        return self._worker.model_runner.get_model()
 
     @property
     def agent(self) -> RankAgent:

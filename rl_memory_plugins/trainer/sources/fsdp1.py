@@ -59,9 +59,7 @@ class FSDP1Source:
             for unit, own in self._units
             for one in own
         ]
-        return specs + [
-            self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._unmanaged()
-        ]
+        return specs + [self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._unmanaged()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from torch.distributed.fsdp import FullyShardedDataParallel

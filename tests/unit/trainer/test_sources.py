@@ -41,9 +41,7 @@ def test_wrappers_leave_no_trace_in_names():
 
 def test_dtype_is_for_floating_point_only_and_rename_may_leave_out():
     tensors = {"a": torch.randn(3), "count": torch.tensor([3]), "drop": torch.zeros(1)}
-    source = ModelSource(
-        tensors, dtype=torch.bfloat16, rename=lambda name: None if name == "drop" else name.upper()
-    )
+    source = ModelSource(tensors, dtype=torch.bfloat16, rename=lambda name: None if name == "drop" else name.upper())
     same(collected(source), {"A": tensors["a"].bfloat16(), "COUNT": tensors["count"]})
 
 
@@ -104,9 +102,7 @@ def test_a_checkpoint_follows_its_index(checkpoint):
 
 def test_a_checkpoint_may_be_one_file_renamed_and_cast(checkpoint):
     folder, expected = checkpoint
-    source = CheckpointSource(
-        folder / "model-1.safetensors", dtype=torch.float16, rename=lambda name: f"model.{name}"
-    )
+    source = CheckpointSource(folder / "model-1.safetensors", dtype=torch.float16, rename=lambda name: f"model.{name}")
     same(collected(source), {f"model.{name}": expected[name].half() for name in "ab"})
 
 

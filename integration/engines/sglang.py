@@ -1,0 +1,82 @@
+"""SGLang on the CPU, with the stand-in kernels of tests/aids/sglang_cpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from integration.engines.base import REPOSITORY, EngineKind, Launch, python
+
+STAND_IN_KERNELS = REPOSITORY / "tests" / "aids" / "sglang_cpu"
+BYTES_PER_TOKEN = 2 * 4  # keys and values in float32, for each layer, head and dimension
+
+
+class Sglang(EngineKind):
+    name = "sglang"
+    generation_route = "/generate"
+
+    def command(self, launch: Launch, port: int) -> list[str]:
+        arguments = [
+            *(python(), "-m", "rl_memory_plugins.cli", "serve", "sglang", str(launch.model)),
+            *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
+            *("--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
+            *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
+            *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
+            *("--tensor-parallel-size", str(launch.tp), "--data-parallel-size", str(launch.dp)),
+            *("--rl-memory", json.dumps(launch.options)),
+        ]
+        if launch.dummy_weights:
+            arguments += ["--load-format", "dummy"]
+        if launch.api_key:
+            arguments += ["--api-key", launch.api_key]
+        return arguments
+
+    def environment(self, launch: Launch) -> dict[str, str]:
+        ranks = launch.tp * launch.dp
+        variables = {
+            "PYTHONPATH": str(STAND_IN_KERNELS),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_NCCL_SO_PATH": "none",  # else the NCCL that is installed wants a GPU with more than one rank
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but("qwen2")),  # importing all takes most of a start
+            "OMP_NUM_THREADS": "2" if ranks == 1 else "1",
+            "OMP_WAIT_POLICY": "passive",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if ranks > 1:  # SGLang insists on one entry a rank; without its kernels it binds nothing
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)
+        return variables
+
+    def request(
+        self, prompt: list[int], tokens: int, stream: bool = False, temperature: float = 0.0, seed: int = 0
+    ) -> dict[str, Any]:
+        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+        return {"input_ids": prompt, "sampling_params": sampling, "stream": stream}
+
+    def tokens(self, answer: dict[str, Any]) -> list[int]:
+        return list(answer["output_ids"])
+
+    def was_aborted(self, answer: dict[str, Any]) -> bool:
+        return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
+
+
+def _kv_tokens(launch: Launch) -> int:
+    config = json.loads((launch.model / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
+    tokens = launch.kv_bytes // (BYTES_PER_TOKEN * config["num_hidden_layers"] * heads)
+    return max(int(tokens), 4096)
+
+
+def _models_but(kept: str) -> list[str]:
+    """The names of all model files of the installed SGLang but one."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.submodule_search_locations is None:
+        raise RuntimeError("SGLang is not installed")
+    folder = Path(next(iter(spec.submodule_search_locations)), "srt", "models")
+    modules = [module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg]
+    return sorted(name for name in modules if name != kept)
+
+

@@ -1,0 +1,433 @@
+"""The order of the steps, their times, and what a failure in each of them leaves behind."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from toy_engine import ToyEngine
+from toys import checkpoint, loaded
+
+from rl_memory_plugins.errors import (
+    DeviceMemoryError,
+    HostMemoryError,
+    InvalidRequestError,
+    RLMemoryError,
+    StateConflictError,
+    WeightUpdateError,
+)
+from rl_memory_plugins.trainer import AsyncRolloutHandoff, EngineObject, ModelSource, Moved, RolloutHandoff
+from rl_memory_plugins.trainer.handoff import STEPS
+
+
+class Part:
+    """A part of the trainer that only says what is done with it."""
+
+    def __init__(self, name, log, here=False):
+        self.name, self.log, self.here = name, log, here
+        self.fail = {}
+
+    def load(self):
+        return self._move("load", not self.here)
+
+    def offload(self):
+        return self._move("offload", self.here)
+
+    def _move(self, what, needed):
+        if not needed:
+            return Moved()
+        self.log.append((what, self.name))
+        error = self.fail.pop(what, None)
+        if error is not None:
+            raise error
+        self.here = not self.here
+        return Moved(1000, 0.25)
+
+
+class Setup:
+    def __init__(self, tp=1, engines=1, make=RolloutHandoff, source=None, **options):
+        self.log = []
+        self.engines = [ToyEngine(tp, 10 * i, self.log) for i in range(engines)]
+        self.engine = self.engines[0]
+        self.model, self.optimizer = Part("model", self.log), Part("optimizer", self.log)
+        self.tensors = checkpoint(5)
+        self.handoff = make(
+            self.engines if engines != 1 else self.engine,
+            self.tensors if source is None else source,
+            weights=[self.model],
+            others=[self.optimizer],
+            bucket_bytes=256,
+            timeout_s=10.0,
+            **options,
+        )
+
+    def assert_updated(self):
+        for engine in self.engines:
+            assert engine.open
+            for i, rank in enumerate(engine.ranks):
+                rank.model.assert_unchanged(loaded(self.tensors, i, len(engine.ranks)))
+
+
+TO_TRAINER = [("sleep", 2, "abort"), ("load", "model"), ("load", "optimizer")]
+TO_ENGINE = [
+    ("offload", "optimizer"),
+    ("wake_up", ["weights"]),
+    ("post_update", "7"),
+    ("offload", "model"),
+    ("wake_up", None),
+]
+
+
+def test_the_steps_come_in_order():
+    setup = Setup()
+    with setup.handoff.training("7"):
+        assert setup.log == TO_TRAINER
+        assert not setup.engine.open
+        assert setup.model.here and setup.optimizer.here
+    assert setup.log == TO_TRAINER + TO_ENGINE
+    setup.assert_updated()
+    assert not setup.model.here and not setup.optimizer.here
+
+
+def test_the_report_times_what_ran():
+    setup = Setup()
+    with setup.handoff.training() as report:
+        assert report.seconds["load"] == 0.5
+        assert [step for step in STEPS if report.seconds[step] == 0.0] == list(STEPS[2:])
+    assert list(report.seconds) == list(STEPS)
+    assert all(report.seconds[step] > 0 for step in STEPS)
+    assert 0.25 <= report.seconds["offload"] < 5 and 0.25 <= report.seconds["offload_others"] < 5
+    assert report.moved_bytes == {"load": 2000, "offload_others": 1000, "offload": 1000}
+    assert report.update["tensors"] == len(setup.tensors)
+    assert len(report.update["engines"][0]["ranks"]) == 1
+
+
+def test_what_did_not_move_took_no_time():
+    setup = Setup()
+    setup.model.here = True
+    report = setup.handoff.sync()
+    assert report.seconds["sleep"] == report.seconds["load"] == report.seconds["offload_others"] == 0.0
+    assert report.seconds["offload"] > 0
+    setup.assert_updated()
+
+
+def test_sync_alone_loads_what_it_needs():
+    setup = Setup()
+    report = setup.handoff.sync("7")
+    assert setup.log == [("load", "model"), *TO_ENGINE[1:]]
+    assert report.seconds["load"] == 0.25
+    setup.assert_updated()
+    assert setup.engine.version == "7"
+
+
+def test_from_host_the_weights_go_before_the_engines_come():
+    setup = Setup(from_host=True)
+    with setup.handoff.training("7"):
+        pass
+    order = [("offload", "optimizer"), ("offload", "model"), ("wake_up", ["weights"]), ("post_update", "7")]
+    assert setup.log == [*TO_TRAINER, *order, ("wake_up", None)]
+    setup.assert_updated()
+
+
+def test_from_host_a_real_model_is_sent_from_its_offloaded_copy():
+    from models import Tree
+
+    from rl_memory_plugins.trainer import Offloader
+
+    model = Tree(checkpoint(6))
+    engine = ToyEngine()
+    offloader = Offloader(model, moves=lambda tensor: True)
+    handoff = RolloutHandoff(engine, ModelSource(model), weights=[offloader], from_host=True, bucket_bytes=256)
+    for _ in range(2):
+        with handoff.training() as report:
+            with torch.no_grad():
+                model.norm.weight += 1
+            expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        assert report.moved_bytes["offload"] == offloader.offloaded_bytes > 0
+        engine.ranks[0].model.assert_unchanged(loaded(expected))
+
+
+def test_level_and_mode_are_the_callers():
+    setup = Setup(level=1, mode="keep")
+    setup.handoff.release()
+    assert setup.log[0] == ("sleep", 1, "keep")
+
+
+def test_a_body_that_fails_leaves_the_engine_asleep():
+    setup = Setup()
+    with pytest.raises(ZeroDivisionError), setup.handoff.training():
+        _ = 1 / 0
+    assert setup.log == TO_TRAINER and not setup.engine.open
+    with setup.handoff.training("7"):
+        pass
+    setup.assert_updated()
+
+
+class BrokenOnce:
+    """A source that breaks off in its first update."""
+
+    def __init__(self, tensors):
+        self.inner = ModelSource(tensors)
+        self.broken = False
+
+    def specs(self):
+        return self.inner.specs()
+
+    def tensors(self):
+        for number, item in enumerate(self.inner.tensors()):
+            if number == 5 and not self.broken:
+                self.broken = True
+                raise ValueError("the disk is gone")
+            yield item
+
+
+FAILURES = {
+    "sleep": lambda s: s.engine.fail.update(sleep=StateConflictError("busy")),
+    "load": lambda s: s.optimizer.fail.update(load=DeviceMemoryError("full")),
+    "offload_others": lambda s: s.optimizer.fail.update(offload=HostMemoryError("full")),
+    "sync": lambda s: s.engine.fail.update(post_update=StateConflictError("busy")),
+    "offload": lambda s: s.model.fail.update(offload=ValueError("not one of ours")),
+}
+
+
+@pytest.mark.parametrize("step", FAILURES)
+def test_a_failing_step_is_the_last_and_a_retry_recovers(step):
+    setup = Setup()
+    FAILURES[step](setup)
+    with pytest.raises(RLMemoryError) as caught, setup.handoff.training("7"):
+        pass
+    assert caught.value.details["step"] == step
+    assert_closed_after(setup, step)
+    with setup.handoff.training("7"):
+        pass
+    setup.assert_updated()
+    assert not setup.model.here and not setup.optimizer.here
+
+
+@pytest.mark.parametrize("step", ["wake_weights", "wake_kv_cache"])
+def test_a_failing_wake_leaves_the_engine_closed(step):
+    setup = Setup()
+    wake = setup.engine.wake_up
+
+    def wake_up(tags=None):
+        if (tags is None) == (step == "wake_kv_cache"):
+            setup.engine.wake_up = wake
+            raise DeviceMemoryError("full", needed_bytes=5)
+        wake(tags)
+
+    setup.engine.wake_up = wake_up
+    with pytest.raises(DeviceMemoryError) as caught, setup.handoff.training():
+        pass
+    assert caught.value.details == {"step": step, "needed_bytes": 5}
+    assert not setup.engine.open
+    setup.handoff.sync()
+    setup.assert_updated()
+
+
+def assert_closed_after(setup, step):
+    if step != "sleep":
+        assert not setup.engine.open
+    later = {name for name in STEPS[STEPS.index(step) + 1 :]}
+    calls = {
+        "load": ("load", "model"),
+        "offload_others": ("offload", "optimizer"),
+        "wake_weights": ("wake_up", ["weights"]),
+        "sync": ("post_update", "7"),
+        "offload": ("offload", "model"),
+        "wake_kv_cache": ("wake_up", None),
+    }
+    assert not {str(call) for name, call in calls.items() if name in later} & set(map(str, setup.log))
+
+
+def test_an_update_that_breaks_off_leaves_the_engine_closed():
+    tensors = checkpoint(5)
+    setup = Setup(tp=2, source=BrokenOnce(tensors))
+    with pytest.raises(WeightUpdateError, match="the disk is gone") as caught, setup.handoff.training():
+        pass
+    assert caught.value.details["step"] == "sync"
+    assert not setup.engine.open and ("wake_up", None) not in setup.log
+    assert setup.model.here  # offload did not run
+    setup.handoff.sync()
+    setup.assert_updated()
+
+
+def test_many_engines_share_one_pass_over_the_source():
+    passes = []
+
+    class Counting(ModelSource):
+        def tensors(self):
+            passes.append(1)
+            return super().tensors()
+
+    setup = Setup(engines=3, tp=2, source=Counting(checkpoint(5)))
+    with setup.handoff.training("7") as report:
+        pass
+    setup.assert_updated()
+    assert len(passes) == 1
+    assert [engine.version for engine in setup.engines] == ["7"] * 3
+    assert len(report.update["engines"]) == 3 and len(report.update["receivers"]) == 6
+    phases = [call[0] for call in setup.log if call[0] in ("sleep", "wake_up", "post_update")]
+    assert phases == ["sleep"] * 3 + ["wake_up"] * 3 + ["post_update"] * 3 + ["wake_up"] * 3
+
+
+@pytest.mark.parametrize("step", ["sleep", "post_update"])
+def test_one_of_many_engines_fails_and_none_goes_on(step):
+    setup = Setup(engines=2)
+    setup.engines[1].fail[step] = StateConflictError("busy")
+    start = time.monotonic()
+    with pytest.raises(StateConflictError), setup.handoff.training():
+        pass
+    assert time.monotonic() - start < 5  # the sender does not wait for ranks that will not come
+    assert ("wake_up", None) not in setup.log
+    assert not setup.engines[0].open
+    with setup.handoff.training():
+        pass
+    setup.assert_updated()
+
+
+def test_an_engine_that_controls_nothing_here_is_no_error():
+    log = []
+    handoff = RolloutHandoff([], checkpoint(), weights=[Part("model", log)])
+    with handoff.training() as report:
+        pass
+    assert log == [("load", "model"), ("offload", "model")]
+    assert report.update["engines"] == []
+
+
+# -- engine objects, and event loops ---------------------------------------------------------------------------
+
+
+class SyncObject:
+    """The methods of `LLM` with this package enabled."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def sleep(self, level=1, mode="abort", tags=None):
+        self.engine.sleep(level, tags, mode)
+
+    def wake_up(self, tags=None):
+        self.engine.wake_up(tags)
+        return True
+
+    def memory_status(self):
+        return [type("Status", (), {"ranks": [rank.manager.status() for rank in self.engine.ranks]})]
+
+    def update_weights_from_ipc(self, endpoints, token, weight_version=None, mode="keep", timeout_s=60.0):
+        return self.engine.post_update(
+            {
+                "endpoints": endpoints,
+                "token": token,
+                "weight_version": weight_version,
+                "mode": mode,
+                "timeout_s": timeout_s,
+            }
+        )
+
+
+class AsyncObject:
+    """The same as coroutines, which must run on the loop that made them."""
+
+    def __init__(self, engine):
+        self.inner = SyncObject(engine)
+        self.loops = set()
+
+    def __getattr__(self, name):
+        getattr(self.inner, name)  # no more methods than that
+
+        async def method(*args, **kwargs):
+            self.loops.add(asyncio.get_running_loop())
+            return await asyncio.to_thread(getattr(self.inner, name), *args, **kwargs)
+
+        return method
+
+
+def test_an_engine_object_in_this_process():
+    engine, tensors = ToyEngine(tp=2), checkpoint(8)
+    handoff = RolloutHandoff(SyncObject(engine), tensors, bucket_bytes=256)
+    assert isinstance(handoff.engines[0], EngineObject)
+    with handoff.training("9"):
+        assert not engine.open
+    assert engine.open and engine.version == "9"
+    engine.ranks[1].model.assert_unchanged(loaded(tensors, 1, 2))
+
+
+def test_an_asynchronous_handoff_leaves_the_loop_free():
+    setup = Setup(make=AsyncRolloutHandoff)
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.001)
+
+    async def main():
+        ticking = asyncio.create_task(tick())
+        async with setup.handoff.training("7") as report:
+            assert setup.log == TO_TRAINER
+        ticking.cancel()
+        return report
+
+    report = asyncio.run(main())
+    assert setup.log == TO_TRAINER + TO_ENGINE
+    assert all(report.seconds[step] > 0 for step in STEPS)
+    assert ticks > 2
+    setup.assert_updated()
+
+
+def test_an_asynchronous_engine_object():
+    engine, tensors = ToyEngine(), checkpoint(8)
+    target = AsyncObject(engine)
+
+    async def main():
+        handoff = AsyncRolloutHandoff(target, tensors, bucket_bytes=256)
+        async with handoff.training():
+            assert not engine.open
+        return await handoff.sync("2")
+
+    asyncio.run(main())
+    assert engine.open and engine.version == "2" and len(target.loops) == 1
+
+
+def test_an_asynchronous_engine_object_needs_a_loop():
+    handoff = RolloutHandoff(AsyncObject(ToyEngine()), checkpoint())
+    with pytest.raises(InvalidRequestError, match="AsyncRolloutHandoff"):
+        handoff.release()
+
+
+def test_an_asynchronous_failure_names_its_step_and_a_retry_recovers():
+    setup = Setup(make=AsyncRolloutHandoff)
+    setup.engine.fail["post_update"] = StateConflictError("busy")
+
+    async def main():
+        with pytest.raises(StateConflictError) as caught:
+            async with setup.handoff.training():
+                pass
+        assert caught.value.details["step"] == "sync"
+        assert not setup.engine.open
+        await setup.handoff.sync()
+
+    asyncio.run(main())
+    setup.assert_updated()
+
+
+def test_a_cancelled_task_does_not_let_two_handoffs_mix():
+    setup = Setup(make=AsyncRolloutHandoff)
+    sleep = setup.engine.sleep
+
+    def slow_sleep(*args, **kwargs):
+        time.sleep(0.2)
+        sleep(*args, **kwargs)
+
+    setup.engine.sleep = slow_sleep
+
+    async def main():
+        task = asyncio.create_task(setup.handoff.release())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await setup.handoff.sync("7")
+
+    asyncio.run(main())
+    assert setup.log == TO_TRAINER + TO_ENGINE
+    setup.assert_updated()

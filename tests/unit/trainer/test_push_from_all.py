@@ -1,0 +1,262 @@
+"""Two-rank trainers pushing through real senders and sockets to toy engines."""
+
+import time
+
+import pytest
+import torch
+from models import Tree
+from process_pair import ProcessPair
+from toy_engine import ToyEngine
+from toys import checkpoint, loaded
+
+from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
+from rl_memory_plugins.trainer import ModelSource, Offloader, Peers, RolloutHandoff, push_from_all, update
+
+OPTIONS = {"bucket_bytes": 256, "timeout_s": 10.0}
+
+
+def sharded(seed):
+    """A checkpoint's tensors as the parameters of an FSDP2 model, and the checkpoint."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    tensors = checkpoint(seed)
+    model = Tree(tensors)
+    mesh = init_device_mesh("cpu", (2,))
+    for child in model.children():
+        fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, tensors
+
+
+def engine_of(rank, tp=2):
+    """Rank 0 controls the engine."""
+    return [ToyEngine(tp)] if rank == 0 else []
+
+
+def on_engines_gpus(rank):
+    """Have this trainer rank share a device with the engine's rank of that number."""
+    update.own_gpu = lambda: f"fake:{rank}"
+
+
+def assert_loaded(engines, tensors):
+    for engine in engines:
+        for i, one in enumerate(engine.ranks):
+            one.model.assert_unchanged(loaded(tensors, i, len(engine.ranks)))
+
+
+def controller_sends(rank):
+    model, tensors = sharded(1)
+    engines = engine_of(rank)
+    report = push_from_all(engines, ModelSource(model), weight_version="4", **OPTIONS)
+    assert_loaded(engines, tensors)
+    assert all(engine.version == "4" for engine in engines)
+    return len(report["receivers"]), len(report["engines"])
+
+
+def each_serves_its_own_gpu(rank):
+    on_engines_gpus(rank)
+    try:
+        model, tensors = sharded(2)
+        engines = engine_of(rank)
+        report = push_from_all(engines, ModelSource(model), **OPTIONS)
+        assert_loaded(engines, tensors)
+        return len(report["receivers"]), len(report["engines"])
+    finally:
+        del update.own_gpu
+        from rl_memory_plugins.trainer.gpu import own_gpu
+
+        update.own_gpu = own_gpu
+
+
+def each_controls_its_own_engine(rank):
+    model, tensors = sharded(3)
+    engines = [ToyEngine(1, first_device=rank)]
+    report = push_from_all(engines, ModelSource(model), **OPTIONS)
+    assert_loaded(engines, tensors)
+    return len(report["receivers"]), len(report["engines"])
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (controller_sends, [(2, 1), (0, 0)]),
+        (each_serves_its_own_gpu, [(1, 1), (1, 0)]),
+        (each_controls_its_own_engine, [(1, 1), (1, 1)]),
+    ],
+)
+def test_a_sharded_trainer_updates_an_engine(pair: ProcessPair, job, expected):
+    assert pair.run(job) == expected
+
+
+def whole_handoff(rank):
+    """Rank 0's engine, FSDP2 on both ranks, with the model offloaded before the engine wakes or after."""
+    outcomes = []
+    for from_host in (False, True):
+        model, _ = sharded(4)
+        engines = engine_of(rank)
+        offloader = Offloader(model, moves=lambda tensor: True)
+        handoff = RolloutHandoff(engines, ModelSource(model), weights=[offloader], from_host=from_host, **OPTIONS)
+        for _ in range(2):
+            with handoff.training() as report:
+                assert offloader.offloaded_bytes == 0 and not any(engine.open for engine in engines)
+                with torch.no_grad():
+                    model.norm.weight.mul_(1.5)
+                expected = {name: p.full_tensor() for name, p in model.named_parameters()}
+            assert offloader.offloaded_bytes > 0 and all(engine.open for engine in engines)
+            assert_loaded(engines, expected)
+            outcomes.append(report.moved_bytes["offload"] > 0)
+    return outcomes
+
+
+def test_a_whole_handoff_of_a_sharded_trainer(pair):
+    assert pair.run(whole_handoff) == [[True] * 4, [True] * 4]
+
+
+# -- failures: the same error on both ranks, at once, and the next update works -------------------------------
+
+
+class Unaware(ModelSource):
+    """A source whose model has something that the engine does not know."""
+
+    def specs(self):
+        specs = super().specs()
+        return [*specs, type(specs[0])("bogus.weight", "float32", (2,))]
+
+
+def recovers_from(rank, scenario, own_gpus):
+    from rl_memory_plugins.trainer.gpu import own_gpu
+
+    if own_gpus:
+        on_engines_gpus(rank)
+    try:
+        model, tensors = sharded(5)
+        engines = engine_of(rank)
+        peers = Peers()
+        source = ModelSource(model)
+        if scenario == "engine refuses" and engines:
+            engines[0].fail["post_update"] = StateConflictError("busy")
+        if scenario == "unknown name":
+            source = Unaware(model)
+        if scenario == "receiver breaks" and engines:
+            break_once(engines[0].ranks[1].receiver)
+        if scenario == "no devices" and engines:
+            engines[0].devices = fail_once(engines[0].devices, StateConflictError("starting"))
+        start = time.monotonic()
+        try:
+            push_from_all(engines, source, peers, **OPTIONS)
+        except RLMemoryError as error:
+            caught = error
+        seconds = time.monotonic() - start
+        if engines and scenario == "receiver breaks":
+            assert not engines[0].open
+        push_from_all(engines, ModelSource(model), peers, **OPTIONS)
+        assert_loaded(engines, tensors)
+        return type(caught).__name__, seconds < 5, caught.message
+    finally:
+        update.own_gpu = own_gpu
+
+
+def fail_once(method, error):
+    errors = [error]
+
+    def call(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return method(*args, **kwargs)
+
+    return call
+
+
+def break_once(receiver):
+    """The second tensor that this rank copies raises."""
+    write, calls = receiver._load_weights, []
+
+    def load(weights):
+        calls.append(1)
+        if len(calls) == 2:  # the first is the trace
+            raise WeightUpdateError("the worker broke")
+        write(weights)
+
+    receiver._load_weights = receiver._load_opaque = load
+
+
+@pytest.mark.parametrize("own_gpus", [False, True], ids=["one sender", "two senders"])
+@pytest.mark.parametrize(
+    ("scenario", "kind"),
+    [
+        ("engine refuses", StateConflictError),
+        ("unknown name", ManifestError),
+        ("receiver breaks", WeightUpdateError),
+        ("no devices", StateConflictError),
+    ],
+)
+def test_all_ranks_get_the_error_at_once_and_recover(pair, scenario, kind, own_gpus):
+    answers = pair.run(recovers_from, scenario, own_gpus)
+    assert [answer[:2] for answer in answers] == [(kind.__name__, True)] * 2
+    assert answers[0][2] == answers[1][2]
+
+
+def stages_share_names(rank):
+    """A name that only one sender's receivers use is known; each serves one stage of a pipeline."""
+    from toys import Rank, ToyModel
+
+    from rl_memory_plugins.trainer.gpu import own_gpu
+
+    class Stage(ToyModel):
+        def __init__(self, mine):
+            super().__init__(opaque=False)
+            self.mine = mine
+
+        def load_weights(self, weights):
+            super().load_weights((name, weight) for name, weight in weights if self.mine(name))
+
+    on_engines_gpus(rank)
+    try:
+        tensors = checkpoint(opaque=False)
+        engines = engine_of(rank)
+        for engine in engines:
+            first, second = Stage(lambda name: name != "norm.weight"), Stage(lambda name: name == "norm.weight")
+            del first.norm
+            for name in ("embed", "qkv", "o", "experts"):
+                delattr(second, name)
+            engine.ranks = [Rank(first, 0), Rank(second, 1)]
+        push_from_all(engines, tensors, **OPTIONS)
+        for engine in engines:
+            assert torch.equal(engine.ranks[1].model.norm, tensors["norm.weight"])
+        try:
+            push_from_all(engines, {**tensors, "ignored.weight": torch.zeros(2)}, **OPTIONS)
+        except ManifestError as error:
+            return [mismatch["name"] for mismatch in error.details["mismatches"]]
+    finally:
+        update.own_gpu = own_gpu
+
+
+def test_senders_agree_on_which_names_nobody_uses(pair):
+    assert pair.run(stages_share_names) == [["ignored.weight"]] * 2
+
+
+def test_one_process_alone_needs_no_process_group():
+    engine, tensors = ToyEngine(tp=2), checkpoint(9)
+    report = push_from_all([engine], tensors, **OPTIONS)
+    assert report["tensors"] == len(tensors) and len(report["receivers"]) == 2
+    assert_loaded([engine], tensors)
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all(pair):
+    assert pair.run(rank_one_fails) == [("ValueError: only here", 1), ("ValueError", None)]
+
+
+def rank_one_fails(rank):
+    def run():
+        if rank == 1:
+            raise ValueError("only here")
+        return rank
+
+    peers = Peers()
+    try:
+        peers.agree(run)
+    except RLMemoryError as error:
+        return error.message, error.details["trainer_rank"]
+    except ValueError as error:
+        return type(error).__name__, None

@@ -1,0 +1,71 @@
+"""Engines for the trainer's tests: toy ranks that take real updates, behind the four calls that a handoff makes."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from toys import Rank, ToyModel
+
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+
+
+class ToyEngine:
+    """Tensor-parallel toy ranks in this process. `log` is what was asked of it; `fail[call]` is raised once.
+
+    `open` is what the contract says of admission: everything is resident and the weights are valid.
+    """
+
+    def __init__(self, tp=1, first_device=0, log=None):
+        self.ranks = [Rank(ToyModel(i, tp), first_device + i) for i in range(tp)]
+        self.log = [] if log is None else log
+        self.fail = {}
+        self.awake = {"weights", "kv_cache"}
+        self.valid = True
+        self.refusing = None
+        self.version = None
+
+    @property
+    def open(self):
+        return self.valid and self.awake == {"weights", "kv_cache"}
+
+    def sleep(self, level=1, tags=None, mode="abort"):
+        self._call("sleep", level, mode)
+        self.awake.clear()
+        self.valid = self.valid and level < 2
+
+    def wake_up(self, tags=None):
+        self._call("wake_up", tags)
+        self.awake |= set(tags or ("weights", "kv_cache"))
+
+    def devices(self):
+        return [rank.manager.device.name for rank in self.ranks]
+
+    def post_update(self, body):
+        self._call("post_update", body["weight_version"])
+        if "weights" not in self.awake:
+            raise StateConflictError("the weights are asleep")
+        self.valid = False
+
+        def receive(rank):
+            report, error = None, None
+            try:
+                report = rank.receiver.receive(body["endpoints"], body["token"], body["timeout_s"])
+            except RLMemoryError as caught:
+                error = caught
+            return report, error
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            answers = list(pool.map(receive, self.ranks))
+        errors = [error for _, error in answers if error]
+        for rank in self.ranks:
+            rank.manager.finish_writing(not errors)
+        if errors:
+            raise errors[0]
+        self.valid = True
+        self.version = body["weight_version"]
+        return {"ranks": [report for report, _ in answers], "thread": threading.current_thread().name}
+
+    def _call(self, *call):
+        self.log.append(call)
+        error = self.fail.pop(call[0], None)
+        if error is not None:
+            raise error
