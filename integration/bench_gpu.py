@@ -73,6 +73,8 @@ class Bench:
             self.add("drift_mib_200", gpu_used_mib() - used, "MiB")
             identical = identical and engine.generate(PROMPTS, 32) == tokens
         self.add("tokens_identical", float(identical), "bool")
+        if not engine.can_discard:
+            return
         for _ in range(cycles):  # last, since nothing may be asked of weights that were discarded
             self.timed("sleep_l2_s", lambda: engine.sleep(2))
             time.sleep(ASLEEP_S)
@@ -107,6 +109,7 @@ class VllmSubject:
 
         self._vllm = vllm
         self._plugin = plugin
+        self.can_discard = True
         switch = {"additional_config": {"rl_memory": {}}} if plugin else {"enable_sleep_mode": True}
         self._llm = vllm.LLM(
             str(model),
@@ -154,6 +157,84 @@ class VllmSubject:
             time.sleep(1)
 
 
+class SglangSubject:
+    """SGLang's offline engine, by itself or with the plugin."""
+
+    distributions = ("sglang",)
+    PROBE = "model.norm.weight"
+
+    def __init__(self, model: Path, plugin: bool, memory: float) -> None:
+        import sglang
+        import torch
+
+        self._torch = torch
+        self._plugin = plugin
+        self.can_discard = plugin  # SGLang itself chooses at its start whether a release keeps the weights
+        self._hidden = json.loads((model / "config.json").read_text())["hidden_size"]
+        self._touched = 0
+        if plugin:
+            switch: dict[str, Any] = {"rl_memory": True}
+        else:
+            switch = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        self._engine = sglang.Engine(
+            model_path=str(model),
+            load_format="dummy",
+            dtype="bfloat16",
+            attention_backend="triton",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            disable_prefill_cuda_graph=True,
+            disable_radix_cache=True,
+            skip_tokenizer_init=True,
+            mem_fraction_static=memory,
+            context_length=4096,
+            max_running_requests=64,
+            cuda_graph_max_bs=64,
+            log_level="warning",
+            **switch,
+        )
+        self.touch()
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        answers = self._engine.generate(input_ids=prompts, sampling_params=[sampling] * len(prompts))
+        return [list(answer["output_ids"]) for answer in answers]
+
+    def sleep(self, level: int) -> None:
+        if self._plugin:
+            _print_steps(f"sleep {level}", self._engine.sleep(level=level))
+        else:
+            self._engine.release_memory_occupation(tags=["kv_cache", "weights"])
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        if self._plugin:
+            _print_steps(f"wake {tags}", self._engine.wake_up(tags=tags))
+        else:
+            self._engine.resume_memory_occupation(tags=tags or ["weights", "kv_cache"])
+
+    def wake_rest(self) -> None:
+        self.wake(None if self._plugin else ["kv_cache"])
+
+    def wake_all(self) -> None:
+        self.wake()
+
+    def touch(self) -> None:
+        """Change a little of the weights, so that a backup of them is out of date; twice is as if never."""
+        weight = self._torch.full((self._hidden,), 1.0 + 0.125 * (self._touched % 2), dtype=self._torch.bfloat16)
+        self._touched += 1
+        self._engine.update_weights_from_tensor([(self.PROBE, weight)])
+
+    def settle(self) -> None:
+        """Wait until the host memory that is made in the background of the start is there."""
+        deadline = time.monotonic() + 60
+        while self._plugin and time.monotonic() < deadline:
+            self._engine.wake_up()  # does nothing but look
+            rank = self._engine.memory_status()[0].ranks[0]
+            if rank.host_arena_bytes >= rank.tags["weights"].bytes:
+                return
+            time.sleep(1)
+
+
 def _print_steps(operation: str, report: Any) -> None:
     if report is not None:
         steps = ", ".join(f"{step} {1000 * seconds:.1f}" for step, seconds in report.seconds.items())
@@ -165,7 +246,7 @@ def _negate_one_element(model: Any) -> None:
     parameter.data.view(-1)[0].neg_()
 
 
-ENGINES: dict[str, Any] = {"vllm": VllmSubject}
+ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}
 
 
 def gpu_used_mib() -> float:

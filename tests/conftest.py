@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)  # shared machines pause at any moment
+settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -32,6 +32,9 @@ class HostArena(Protocol):
             HostMemoryError: the arena's bound or the free host memory does not allow it; nothing was changed.
         """
 
+    def prepare(self, sizes: Sequence[int]) -> object:
+        """Make buffers of these sizes in the background, where making them takes long."""
+
     def release(self, address: int) -> None:
         """Hand a buffer back to the arena, which may keep it for the next `acquire`."""
 
@@ -122,6 +125,9 @@ class PagedArena:
             address = address_of(mapping)
             self._mappings[address] = mapping
             return address
+
+    def prepare(self, sizes: Sequence[int]) -> object:
+        return None  # pageable memory is made as it is touched
 
     def release(self, address: int) -> None:
         with self._lock:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import bisect
 import fcntl
 import mmap
 import os
@@ -25,19 +26,20 @@ from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.cuda_ipc import Allocation, Mappings
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+from rl_memory_plugins.weights.plan import SMALL_BYTES
 
 TRANSPORTS = ("cuda_direct", "cuda_ipc", "shm_pinned", "shm")
 """From the fastest to the one that always works."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_BOUNCE_BYTES = 32 << 20
+_BOUNCE_BYTES = 64 << 20
 
 
 class StagingBuffer(Protocol):
     """The trainer's end."""
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
-        """Place one tensor; returns where the receivers find it."""
+        """Place a tensor, or the rows of it that `entry` is; returns where the receivers find them."""
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
         """What `attach` needs: a description for the message, and descriptors to send beside it."""
@@ -73,15 +75,17 @@ class ShmStaging:
 
     Args:
         pinned: The receivers page-lock it.
+        stable: Tensors stay as they are until `publish`.
 
     Raises:
         HostMemoryError: the memory cannot be had.
     """
 
-    def __init__(self, slot_bytes: int, slots: int, *, pinned: bool = False) -> None:
+    def __init__(self, slot_bytes: int, slots: int, *, pinned: bool = False, stable: bool = False) -> None:
         kind = "shm_pinned" if pinned else "shm"
         self._description = {"kind": kind, "slot_bytes": slot_bytes, "slots": slots}
         self._copier = HostCopier()
+        self._stable = stable
         self._pinned = pinned
         self._registered: list[cuda_ipc.Gpu] = []
         self._streams: dict[int, Any] = {}
@@ -101,12 +105,14 @@ class ShmStaging:
         return self._slots[index]
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
-        target = typed(self._slots[slot], entry.offset, entry.nbytes, spec.dtype, spec.shape)
+        target = typed(self._slots[slot], entry.offset, entry.nbytes, spec.dtype, tensor.shape)
         with torch.no_grad():
             if tensor.is_cuda:
                 target.copy_(tensor, non_blocking=self._lock_pages(tensor.device.index))
             elif tensor.device.type == "cpu" and tensor.is_contiguous():
-                self._copier.copy(target, tensor)
+                self._copier.add(target, tensor)
+                if not self._stable:
+                    self._copier.run()
             else:
                 target.copy_(tensor)
         return entry
@@ -115,16 +121,17 @@ class ShmStaging:
         return self._description, [self._fd]
 
     def publish(self) -> None:
+        self._copier.run()
         for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
+        self._copier.close()
         self.publish()
         for gpu in self._registered:
             gpu.unregister(self._slots[0].data_ptr())
         self._registered = []
         self._slots = []
-        self._copier.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -203,7 +210,7 @@ class CudaStaging:
 
     Args:
         device: The GPU's name.
-        stable: Host tensors stay as they are until `publish`.
+        stable: Tensors stay as they are until `publish`.
 
     Raises:
         UnsupportedError: this process does not see the GPU, or its memory cannot be exported.
@@ -214,6 +221,7 @@ class CudaStaging:
         self._gpu = cuda_ipc.local_gpu(device)
         self._stable = stable
         self._bounce: _Bounce | None = None
+        self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stream: Any = None
         self._address = self._gpu.allocate(slot_bytes * slots)
         allocation = self._gpu.find(self._address)
@@ -234,34 +242,48 @@ class CudaStaging:
         memory = self._slots[slot]
         if memory.is_cuda:
             self._stream = torch.cuda.current_stream(memory.device)
+        target = typed(memory, entry.offset, entry.nbytes, spec.dtype, tensor.shape)
         with torch.no_grad():
+            if tensor.device == memory.device and tensor.nbytes <= SMALL_BYTES and self._stable:
+                self._small.append((target, tensor))
+                return entry
             if tensor.is_cuda or not memory.is_cuda:
-                typed(memory, entry.offset, entry.nbytes, spec.dtype, spec.shape).copy_(
-                    tensor, non_blocking=True
-                )
+                target.copy_(tensor, non_blocking=True)
                 return entry
             tensor = tensor.contiguous()
             if tensor.is_pinned():
-                typed(memory, entry.offset, entry.nbytes, spec.dtype, spec.shape).copy_(
-                    tensor, non_blocking=True
-                )
+                target.copy_(tensor, non_blocking=True)
                 if not self._stable:
                     self._stream.synchronize()
             elif entry.nbytes:
                 self._bounce = self._bounce or _Bounce()
                 self._bounce.copy(memory[entry.offset : entry.offset + entry.nbytes], tensor, self._stream)
+                if not self._stable:
+                    self._bounce.flush()
         return entry
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
         return self._description, []
 
     def publish(self) -> None:
+        if self._small:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [target for target, _ in self._small],
+                    [tensor for _, tensor in self._small],
+                    non_blocking=True,
+                )
+            self._small.clear()
+        if self._bounce is not None:
+            self._bounce.flush()
         if self._stream is not None:
             self._stream.synchronize()
 
     def close(self) -> None:
         if self._address:
-            self.publish()
+            self._small.clear()
+            if self._stream is not None:
+                self._stream.synchronize()
             self._slots = []
             if self._bounce is not None:
                 self._bounce.close()
@@ -277,23 +299,32 @@ class _Bounce:
         self._buffers = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._read = [torch.cuda.Event(), torch.cuda.Event()]
         self._copier = HostCopier()
+        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._current, self._used = 0, 0
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Enqueue the copy; `source` may be changed on return."""
+        """Begin a copy; `source` must not change before the next `flush`."""
         source = source.reshape(-1).view(torch.uint8)
         start = 0
         while start < len(source):
             if self._used == _BOUNCE_BYTES:
+                self.flush()
                 self._read[self._current].record(stream)
                 self._current, self._used = 1 - self._current, 0
                 self._read[self._current].synchronize()
             step = min(len(source) - start, _BOUNCE_BYTES - self._used)
             piece = self._buffers[self._current][self._used : self._used + step]
-            self._copier.copy(piece, source[start : start + step])
-            destination[start : start + step].copy_(piece, non_blocking=True)
+            self._copier.add(piece, source[start : start + step])
+            self._filled.append((destination[start : start + step], piece))
             self._used += step
             start += step
+
+    def flush(self) -> None:
+        """Read the sources, and enqueue what is left to do."""
+        self._copier.run()
+        for destination, piece in self._filled:
+            destination.copy_(piece, non_blocking=True)
+        self._filled.clear()
 
     def close(self) -> None:
         self._copier.close()
@@ -332,19 +363,18 @@ class DirectExport:
     Args:
         tensors: In the manifest's order.
         keep: Receivers leave the allocations open for the next update.
-        max_allocations: Beyond so many it is not worth the time to open them.
+        mean_bytes: With less to an allocation, opening them takes too long.
 
     Raises:
         UnsupportedError: some cannot be exported; says why.
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], device: str, *, keep: bool, max_allocations: int | None = None
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], device: str, *, keep: bool, mean_bytes: int = 0) -> None:
         gpu = cuda_ipc.local_gpu(device)
         self._gpu = gpu
         allocations: dict[int, Allocation] = {}
         indices: dict[int, int] = {}
+        starts: list[int] = []  # of the allocations found, in ascending order
         self._places: list[tuple[int, int]] = []  # allocation, and bytes from its start
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         for tensor, address in zip(tensors, self._addresses, strict=True):
@@ -353,13 +383,17 @@ class DirectExport:
             if not tensor.numel():
                 self._places.append((0, 0))
                 continue
-            found = gpu.find(address)
-            if found is None:
-                raise UnsupportedError("the tensors lie in memory that CUDA IPC cannot export")
-            indices.setdefault(found.address, len(indices))
-            allocations[found.address] = found
+            at = bisect.bisect_right(starts, address) - 1
+            found = allocations[starts[at]] if at >= 0 else None
+            if found is None or address >= found.address + found.nbytes:
+                found = gpu.find(address)
+                if found is None:
+                    raise UnsupportedError("the tensors lie in memory that CUDA IPC cannot export")
+                indices[found.address] = len(indices)
+                allocations[found.address] = found
+                bisect.insort(starts, found.address)
             self._places.append((indices[found.address], address - found.address))
-        if max_allocations is not None and len(allocations) > max_allocations:
+        if sum(tensor.nbytes for tensor in tensors) < mean_bytes * len(allocations):
             raise UnsupportedError(
                 f"{len(allocations)} allocations take longer to open than to stage; keep_mapped opens them once"
             )
@@ -372,10 +406,10 @@ class DirectExport:
         }
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
-        if tensor.data_ptr() != self._addresses[entry.index]:
+        if tensor.data_ptr() != self._addresses[entry.index] + entry.start:
             raise WeightUpdateError(f"{spec.name} has moved since the update began", name=spec.name)
         allocation, offset = self._places[entry.index]
-        return BucketEntry(entry.index, offset, entry.nbytes, allocation)
+        return BucketEntry(entry.index, offset + entry.start, entry.nbytes, allocation, entry.start)
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
         self._gpu.synchronize()  # whatever stream still writes them

@@ -140,11 +140,7 @@ def merge_checksums(ranks: Sequence[dict[str, Any]]) -> Checksums:
             raise EngineFaultError("some ranks have taken an update that others have not")
         return Checksums(
             "engine",
-            {
-                f"{name}@{i}": value
-                for i, rank in enumerate(ranks)
-                for name, value in rank["parameters"].items()
-            },
+            {f"{name}@{i}": value for i, rank in enumerate(ranks) for name, value in rank["parameters"].items()},
         )
     if len({rank["digest"] for rank in ranks}) > 1:
         raise EngineFaultError("the ranks' latest updates had different manifests")

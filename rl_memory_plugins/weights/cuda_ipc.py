@@ -244,17 +244,13 @@ class Mappings:
             except BaseException:
                 self._close(set(self._open))
                 raise
-            return [
-                gpu.view(self._open[key][1], one.nbytes) for key, one in zip(keys, allocations, strict=True)
-            ]
+            return [gpu.view(self._open[key][1], one.nbytes) for key, one in zip(keys, allocations, strict=True)]
 
     def keep(self, connection: Connection) -> None:
         """Leave open what is open until the trainer closes the connection, which is ours from here on."""
         with self._lock:
             self._lease = connection
-        threading.Thread(
-            target=self._close_after, args=(connection,), name="rl-memory-mappings", daemon=True
-        ).start()
+        threading.Thread(target=self._close_after, args=(connection,), name="rl-memory-mappings", daemon=True).start()
 
     def close(self) -> None:
         with self._lock:

@@ -120,26 +120,22 @@ class Manifest(msgspec.Struct, frozen=True):
         of its own.
         """
         buckets: list[list[BucketEntry]] = []
+        smallest = max(min(MIN_PART, self.bucket_bytes // 4), 1)
         end = 0
         for index, spec in enumerate(self.tensors):
-            start, row = 0, spec.row_nbytes
-            while True:
-                offset, left = align(end), spec.nbytes - start
-                room = self.bucket_bytes - offset
-                part = left
-                if left > room and split and row:
-                    part = max(room, 0) // row * row
-                    if part < min(MIN_PART, self.bucket_bytes // 4) or not buckets:
-                        part = self.bucket_bytes // row * row or row
-                        part = min(part, left)
-                        room = -1
-                if not buckets or (part > room and buckets[-1]):
+            row = max(spec.row_nbytes if split else spec.nbytes, 1)
+            start = 0
+            while start == 0 or start < spec.nbytes:
+                left, offset = spec.nbytes - start, align(end)
+                room = self.bucket_bytes - offset if buckets else -1
+                part = left if left <= room else room // row * row
+                if part < min(smallest, left) or room < 0:
                     buckets.append([])
-                    offset = 0
-                buckets[-1].append(BucketEntry(index, offset, part, 0, start))
+                    offset, part = 0, min(left, max(self.bucket_bytes // row, 1) * row)
+                buckets[-1].append(BucketEntry(index, offset, part, start=start))
                 end = offset + part
                 start += part
-                if start >= spec.nbytes:
+                if part == 0:
                     break
         return buckets
 

@@ -6,6 +6,7 @@ Making the plan is the validation of the manifest; the plan then loads later upd
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
 Write = tuple[torch.Tensor, Any]
 """A destination, and the tensor that is copied or the value that is filled there."""
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 4 << 20
 """Up to this size copies on a GPU go many to a kernel: one kernel each costs more than the bytes."""
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -64,6 +65,40 @@ class LoadPlan:
             for step in self.steps.get(name, ())
         ]
 
+    def row_writes(self, name: str, memory: torch.Tensor, start: int, first: int, last: int) -> list[Write] | None:
+        """What loading the rows `first` to `last` (exclusive) of the first dimension writes.
+
+        Args:
+            memory: Holds the rows, contiguous, from element `start` of its storage.
+
+        Returns: None where the name can only be loaded whole: it is opaque, a copy's view mixes rows, or the
+        order of its writes matters.
+        """
+        steps, shape = self.steps.get(name, ()), self.specs[name].shape
+        if name in self.opaque or not self._disjoint or not shape:
+            return None
+        row = math.prod(shape[1:])
+        writes: list[Write] = []
+        for step in steps:
+            if not isinstance(step, CopyStep):
+                if first == 0:
+                    writes.append((step.destination, step.value))
+                continue
+            along = _row_dimension(step, row)
+            if along is None:
+                return None
+            dimension, begin, count = along
+            low, high = max(first - begin, 0), min(last - begin, count)
+            if low >= high:
+                continue
+            size, destination = list(step.size), step.destination
+            if dimension >= 0:
+                size[dimension] = high - low
+                destination = destination.narrow(dimension, low, high - low)
+            offset = start + step.offset + (low - first) * row
+            writes.append((destination, memory.as_strided(size, step.stride, offset)))
+        return writes
+
     def run(self, writes: Iterable[Write]) -> None:
         """Do writes of any number of tensors. Does not wait for the device."""
         destinations: list[torch.Tensor] = []
@@ -82,11 +117,26 @@ class LoadPlan:
                 torch._foreach_copy_(destinations, sources, non_blocking=True)
 
 
+def _row_dimension(step: CopyStep, row: int) -> tuple[int, int, int] | None:
+    """Which dimension of a copy counts rows of `row` elements (-1: it has one only), its first row, and how many.
+
+    None if no dimension alone does.
+    """
+    begin, inside = divmod(step.offset, row) if row else (0, 0)
+    found = -1
+    for dimension, (extent, stride) in enumerate(zip(step.size, step.stride, strict=True)):
+        if extent > 1 and stride == row and found < 0:
+            found = dimension
+        else:
+            inside += (extent - 1) * stride
+    if inside >= max(row, 1) or not row:
+        return None
+    return found, begin, step.size[found] if found >= 0 else 1
+
+
 def _are_disjoint(steps: Iterable[Step]) -> bool:
     """Whether no two steps write the same memory, as far as their lowest and highest addresses tell."""
-    ranges = sorted(
-        (step.destination.data_ptr(), _end(step.destination)) for step in steps if step.destination.numel()
-    )
+    ranges = sorted((step.destination.data_ptr(), _end(step.destination)) for step in steps if step.destination.numel())
     return all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
 
 
@@ -193,9 +243,7 @@ def _needs_values(error: Exception) -> bool:
 def _mismatch(name: str, error: Exception) -> Mismatch:
     """Sort a loader's exception: loaders look names up in dicts and assert shapes."""
     text = f"{type(error).__name__}: {error}"
-    says_unknown = any(
-        word in str(error).lower() for word in ("no module", "no parameter", "unexpected", "unknown")
-    )
+    says_unknown = any(word in str(error).lower() for word in ("no module", "no parameter", "unexpected", "unknown"))
     if isinstance(error, (KeyError, AttributeError)) or says_unknown:
         return Mismatch("unknown", name, f"the model has no such parameter ({text})")
     if isinstance(error, (RuntimeError, AssertionError, ValueError, IndexError)):

@@ -187,6 +187,8 @@ class _Session:
         self._timeout_s = timeout_s
         self._seconds: dict[str, float] = {}
         self._next = 0  # index of the tensor that must come next
+        self._came = 0  # bytes of it that have come
+        self._whole: torch.Tensor | None = None  # it, where rows of it cannot be loaded by themselves
         self._bytes = 0
         self._committed = False
         self._transport = ""
@@ -216,9 +218,7 @@ class _Session:
             if plan.opaque:
                 self._receiver._load_opaque(arrivals)
             for name, _ in arrivals:
-                raise WeightUpdateError(
-                    f"the engine's loader did not take {name}", name=name, rank=manager.rank
-                )
+                raise WeightUpdateError(f"the engine's loader did not take {name}", name=name, rank=manager.rank)
             if not self._committed:
                 raise WeightUpdateError("the engine's loader hid that the update broke off", rank=manager.rank)
             with self.timed("load"):
@@ -284,25 +284,29 @@ class _Session:
                 break
             if not 0 <= message.slot < manifest.slots:
                 raise WeightUpdateError(f"the trainer names slot {message.slot} of {manifest.slots}")
-            if self._next == 0:
+            if self._next == 0 and self._came == 0:
                 manager.begin_writing()
-            writes: list[Write] = []
-            for entry in message.entries:
-                with self.timed("load"):
+            with self.timed("load"):
+                writes: list[Write] = []
+                for entry in message.entries:
                     memory = buffer.memory(message.slot, entry)
                     spec = self._take(entry, manifest, len(memory))
                     if self._receiver._check_finite:
                         _require_finite(spec.name, _tensor(memory, entry, spec))
-                    if spec.name not in plan.opaque:
-                        writes += self._writes(plan, spec, memory, entry)
+                    loadable = self._writes(plan, spec, memory, entry)
+                    if loadable is not None:
+                        writes += loadable
                         continue
                     plan.run(writes)
                     writes.clear()
                     # the memory is written again while the loader may still hold the tensor
-                    tensor = _tensor(memory, entry, spec).to(self._device, copy=True)
-                with self.timed("load"):
-                    yield spec.name, tensor
-            with self.timed("load"):
+                    tensor = self._assemble(spec, memory, entry)
+                    if tensor is None:
+                        continue
+                    if spec.name in plan.opaque:
+                        yield spec.name, tensor
+                    else:
+                        plan.apply(spec.name, tensor)
                 plan.run(writes)
                 if buffer.reused:
                     manager.device.synchronize()
@@ -317,14 +321,16 @@ class _Session:
         self._committed = True
 
     def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
-        """Check that this is the tensor that comes next, whole and inside the slot."""
-        if entry.index != self._next or entry.index >= len(manifest.tensors):
+        """Check that this is what comes next: a tensor or whole rows of it, inside the slot."""
+        if entry.index != self._next or entry.index >= len(manifest.tensors) or entry.start != self._came:
             raise WeightUpdateError(
                 f"the trainer sent tensor {entry.index} when {self._next} was due", rank=self._manager.rank
             )
         spec = manifest.tensors[entry.index]
         if (
-            entry.nbytes != spec.nbytes
+            not 0 <= entry.nbytes <= spec.nbytes - entry.start
+            or (entry.nbytes == 0 and spec.nbytes > 0)
+            or (entry.nbytes != spec.nbytes and entry.nbytes % spec.row_nbytes)
             or not 0 <= entry.offset <= slot_bytes - entry.nbytes
             or entry.offset % ITEMSIZE[spec.dtype]
         ):
@@ -333,25 +339,51 @@ class _Session:
                 name=spec.name,
                 rank=self._manager.rank,
             )
-        self._next += 1
+        self._came += entry.nbytes
         self._bytes += entry.nbytes
+        if self._came == spec.nbytes:
+            self._next += 1
+            self._came = 0
         return spec
 
-    def _writes(
-        self, plan: LoadPlan, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry
-    ) -> list[Write]:
+    def _writes(self, plan: LoadPlan, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> list[Write] | None:
+        """What to do with an entry; None where only the whole tensor can be loaded, or by the loader only."""
+        if spec.name in plan.opaque:
+            return None
         itemsize = ITEMSIZE[spec.dtype]
         key = (memory.data_ptr(), spec.dtype)
         if key not in self._flat:  # for thousands of tensors one view each is worth saving
             whole = memory[: len(memory) // itemsize * itemsize]
             self._flat[key] = whole.view(getattr(torch, spec.dtype))
         flat = self._flat[key]
-        writes = plan.writes(spec.name, flat, flat.storage_offset() + entry.offset // itemsize)
-        if memory.is_cuda or all(_is_plain(*write) for write in writes):
+        writes = self._planned(plan, spec, entry, flat, flat.storage_offset() + entry.offset // itemsize)
+        if writes is None or memory.is_cuda or all(_is_plain(*write) for write in writes):
             return writes
         # The host would gather or cast what it sends; the GPU does that faster.
         tensor = _tensor(memory, entry, spec).to(writes[0][0].device, non_blocking=True)
-        return plan.writes(spec.name, tensor, 0)
+        return self._planned(plan, spec, entry, tensor, 0)
+
+    @staticmethod
+    def _planned(
+        plan: LoadPlan, spec: TensorSpec, entry: BucketEntry, memory: torch.Tensor, start: int
+    ) -> list[Write] | None:
+        if entry.nbytes == spec.nbytes:
+            return plan.writes(spec.name, memory, start)
+        first = entry.start // spec.row_nbytes
+        return plan.row_writes(spec.name, memory, start, first, first + entry.nbytes // spec.row_nbytes)
+
+    def _assemble(self, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> torch.Tensor | None:
+        """A copy of the tensor, once all of it is here."""
+        rows = _tensor(memory, entry, spec)
+        if entry.nbytes == spec.nbytes:
+            return rows.to(self._device, copy=True)
+        if self._whole is None:
+            self._whole = torch.empty(spec.shape, dtype=rows.dtype, device=self._device)
+        self._whole.narrow(0, entry.start // spec.row_nbytes, len(rows)).copy_(rows, non_blocking=True)
+        if entry.start + entry.nbytes < spec.nbytes:
+            return None
+        whole, self._whole = self._whole, None
+        return whole
 
     def _report(self, plan: LoadPlan) -> dict[str, Any]:
         return {
@@ -368,7 +400,11 @@ class _Session:
 
 
 def _tensor(memory: torch.Tensor, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:
-    return typed(memory, entry.offset, entry.nbytes, spec.dtype, spec.shape)
+    """The tensor, or those of its rows that the entry is."""
+    shape = spec.shape
+    if entry.nbytes != spec.nbytes:
+        shape = (entry.nbytes // spec.row_nbytes, *shape[1:])
+    return typed(memory, entry.offset, entry.nbytes, spec.dtype, shape)
 
 
 def _is_plain(destination: torch.Tensor, source: Any) -> bool:

@@ -96,6 +96,4 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor."""
-    return (
-        tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
-    )
+    return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()

@@ -36,13 +36,16 @@ from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_so
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_BUCKET_BYTES = 256 << 20
+DEFAULT_BUCKET_BYTES = 512 << 20
+
+HOST_BUCKET_BYTES = 128 << 20
+"""At most so much to a bucket in host memory: making and page-locking pages takes longer than copying."""
 
 DIRECT_BUCKET_BYTES = 1 << 30
 """Where nothing is staged, a bucket is only what is announced and acknowledged at a time."""
 
-MAX_TRANSIENT_ALLOCATIONS = 32
-"""With more, staging takes less time than to open and close all of them for one update."""
+MIN_MEAN_ALLOCATION = 16 << 20
+"""With fewer bytes to an allocation, staging takes less time than to open and close all of them for one update."""
 
 
 class _Receiver:
@@ -77,7 +80,8 @@ class WeightSender:
 
     Args:
         receivers: The devices that will connect (`RankStatus.device`), or their number.
-        bucket_bytes: Bytes of one bucket; `slots` of them exist at a time.
+        bucket_bytes: Bytes of one bucket at most, unless one row of a tensor is larger; `slots` of them exist at a
+            time. A GPU is fastest with large ones, since the two processes take turns on it.
         timeout_s: How long to wait for a receiver at any one point.
         directory: Where the private directory for the socket is made; the engine must see it under the same
             path, which must be short (a socket's path has at most 107 bytes).
@@ -361,21 +365,23 @@ class WeightSender:
                 raise UnsupportedError("the source makes its tensors one by one")
             if self._home != device:
                 raise UnsupportedError(f"not all tensors lie on {device}")
-            limit = None if self._keep_mapped or self._transport == way else MAX_TRANSIENT_ALLOCATIONS
-            return DirectExport(resident, device, keep=self._keep_mapped, max_allocations=limit)
+            mean = 0 if self._keep_mapped or self._transport == way else MIN_MEAN_ALLOCATION
+            return DirectExport(resident, device, keep=self._keep_mapped, mean_bytes=mean)
+        stable = resident is not None
         if way == "cuda_ipc":
-            stable = resident is not None
             return CudaStaging(device, manifest.slot_bytes(), self._slots, stable=stable)
-        return ShmStaging(manifest.slot_bytes(), self._slots, pinned=way == "shm_pinned")
+        return ShmStaging(_smaller(manifest).slot_bytes(), self._slots, pinned=way == "shm_pinned", stable=stable)
 
     def _in_use(self) -> list[_Lane]:
         return [lane for lane in self._lanes.values() if lane.receivers]
 
     def _buckets(self, manifest: Manifest) -> list[list[BucketEntry]]:
-        if all(lane.transport == "cuda_direct" for lane in self._in_use()):
+        """The cut that the buffers of all lanes have room for."""
+        transports = {lane.transport for lane in self._in_use()}
+        if transports == {"cuda_direct"}:
             nbytes = max(self._bucket_bytes, DIRECT_BUCKET_BYTES)
-            return msgspec.structs.replace(manifest, bucket_bytes=nbytes).buckets()
-        return manifest.buckets()
+            return msgspec.structs.replace(manifest, bucket_bytes=nbytes).buckets(split=False)
+        return (manifest if transports <= {"cuda_direct", "cuda_ipc"} else _smaller(manifest)).buckets()
 
     def _judge(self, answers: Sequence[tuple[_Receiver, wire.Answer]]) -> None:
         """Raise what all ranks together have against the manifest."""
@@ -450,9 +456,15 @@ class WeightSender:
         placed: dict[_Lane, list[BucketEntry]] = {lane: [] for lane in self._in_use()}
         for entry in entries:
             spec = manifest.tensors[entry.index]
-            tensor = _next(spec, tensors)
+            if entry.start == 0:
+                self._current = _next(spec, tensors)
+            part = self._current
+            if entry.nbytes != spec.nbytes:
+                part = part.narrow(0, entry.start // spec.row_nbytes, entry.nbytes // spec.row_nbytes)
             for lane, places in placed.items():
-                places.append(lane.buffer.put(slot, entry, spec, tensor))
+                places.append(lane.buffer.put(slot, entry, spec, part))
+            if entry.start + entry.nbytes == spec.nbytes:
+                del self._current, part
         for lane in placed:
             lane.buffer.publish()
         return placed
@@ -532,6 +544,12 @@ def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> s
         return None
     (index,) = indices
     return next((name for name, ordinal in local.items() if ordinal == index), None)
+
+
+def _smaller(manifest: Manifest) -> Manifest:
+    """With buckets for host memory."""
+    nbytes = min(manifest.bucket_bytes, HOST_BUCKET_BYTES)
+    return msgspec.structs.replace(manifest, bucket_bytes=nbytes)
 
 
 def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:

@@ -44,9 +44,7 @@ class ModuleSource:
             converted when its turn comes.
     """
 
-    def __init__(
-        self, module: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, module: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
         if isinstance(module, torch.nn.Module):
             module = module.state_dict(keep_vars=True)
         seen: set[int] = set()

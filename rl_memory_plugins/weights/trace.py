@@ -58,8 +58,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.current: str | None = None
         self._allow_cast = allow_cast
         self._tensors = {
-            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            for spec in specs
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
         self._sources = {_storage(tensor): name for name, tensor in self._tensors.items()}
         # Which names' data a storage holds or would hold. Its tensors are kept, so that no id is used twice.
@@ -174,9 +173,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         steps = self.steps.setdefault(name, [])
         steps += [fill for target, fill, _ in self._pending if target == storage]
         self._pending = [pending for pending in self._pending if pending[0] != storage]
-        steps.append(
-            CopyStep(destination, tuple(source.shape), tuple(source.stride()), int(source.storage_offset()))
-        )
+        steps.append(CopyStep(destination, tuple(source.shape), tuple(source.stride()), int(source.storage_offset())))
         self._previous = (storage, name)
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:

@@ -198,9 +198,7 @@ class Connection:
             raise self._lost(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             close_fds(fds)
-            raise WeightUpdateError(
-                f"{self.peer} sent what is not a message: {error}", **self.details
-            ) from None
+            raise WeightUpdateError(f"{self.peer} sent what is not a message: {error}", **self.details) from None
         except BaseException:
             close_fds(fds)
             raise

@@ -43,7 +43,7 @@ class BreakingSource:
             yield item
 
 
-class broken_update:  # noqa: N801 - used as a function and as a context manager
+class broken_update:
     """An update that breaks off in the middle; with `stall`, a context in which it hangs there."""
 
     def __init__(self, server: Server, module: Any, stall: bool = False) -> None:
@@ -56,10 +56,11 @@ class broken_update:  # noqa: N801 - used as a function and as a context manager
         if not stall:
             self._thread.join(60)
             assert self.error is not None
+            assert self._source.reached.is_set(), f"it broke off before its first bucket: {self.error}"
 
     def _push(self) -> None:
         try:
-            self._server.control.update_weights(self._source, bucket_bytes=BUCKET_BYTES, timeout_s=10)
+            self._server.control.update_weights(self._source, bucket_bytes=BUCKET_BYTES, timeout_s=10 if self._release else 60)
         except RLMemoryError as error:
             self.error = error
 

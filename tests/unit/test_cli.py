@@ -37,6 +37,7 @@ def executed(monkeypatch):
 
     monkeypatch.setattr(os, "execvpe", execvpe)
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "version", lambda name: "0.0")  # as if vLLM were installed under its own name
     for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     return done
@@ -44,6 +45,16 @@ def executed(monkeypatch):
 
 def run(*arguments):
     return CliRunner().invoke(cli.app, arguments)
+
+
+def test_the_cpu_build_of_vllm_is_started_by_its_server_module(executed, monkeypatch):
+    def version(name):
+        raise cli.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli, "version", version)
+    run("serve", "vllm", "m", "--port", "1")
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert executed[0][0] == [*module, "--model", "m", "--port", "1", "--rl-memory"]
 
 
 @pytest.mark.parametrize(

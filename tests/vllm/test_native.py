@@ -250,7 +250,7 @@ def test_a_reload_forgets_the_prefix_cache(
 
 def test_weight_transfer_without_a_backend_changes_nothing(server: Server, first_tokens: list[int]) -> None:
     for route in ("/start_weight_update", "/finish_weight_update"):
-        assert server.http.post(route, json={}).status_code >= 400
+        assert httpx.post(server.url + route, trust_env=False).status_code >= 400  # vLLM closes the connection too
     assert server.generate(PROMPT) == first_tokens
 
 

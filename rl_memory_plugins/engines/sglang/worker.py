@@ -149,6 +149,7 @@ class SglangWorker:
             check_finite=config.check_finite,
         )
         self.agent = RankAgent(self.manager, receiver)
+        self.manager.warm_up()
 
     def region(self) -> AbstractContextManager[None]:
         """For code that makes weights anew."""

@@ -117,14 +117,6 @@ class VllmWorker:
             return
         self.manager.notes.append(f"CUDA graphs stay resident: {reason}")
 
-    def _prepare_first_sleep(self) -> None:
-        """What the first preserving sleep would else pay for: host memory, made in the background, and kernels."""
-        arena = self.manager.arena
-        self.manager.device.fingerprint(self.manager.allocator.blocks(Tag.WEIGHTS)[:1])
-        if hasattr(arena, "prepare"):
-            blocks = self.manager.allocator.blocks
-            arena.prepare([sum(block.nbytes for block in blocks(tag)) for tag in (Tag.WEIGHTS, Tag.CUDA_GRAPH)])
-
     @property
     def manager(self) -> MemoryManager:
         if self._manager is None:
@@ -155,7 +147,7 @@ class VllmWorker:
                 check_finite=self._config.check_finite,
             )
             self._agent = RankAgent(self.manager, receiver, after_wake=self._after_wake)
-            self._prepare_first_sleep()
+            self.manager.warm_up()
         return self._agent
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -27,6 +27,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "local_gpu", local_gpu)
     monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-0": 0, "GPU-1": 1})
     monkeypatch.setattr(cuda_ipc, "process_id", process_id)
+    monkeypatch.setattr(sender, "MIN_MEAN_ALLOCATION", 0)
     monkeypatch.setattr(sender, "_home", lambda resident, local: "GPU-0" if resident else None)
     yield found
     cuda_ipc.release_mapped()

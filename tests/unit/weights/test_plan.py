@@ -1,3 +1,4 @@
+import itertools
 import time
 
 import pytest
@@ -90,9 +91,7 @@ def test_a_cast_is_allowed_when_asked_for():
 def test_a_partial_manifest_may_leave_parameters_out():
     tensors = {"q.weight": checkpoint()["q.weight"]}
     model = ToyModel()
-    plan = trace(
-        model.load_weights, manifest_of(tensors, partial=True), expected=dict(model.named_parameters())
-    )
+    plan = trace(model.load_weights, manifest_of(tensors, partial=True), expected=dict(model.named_parameters()))
     assert list(plan.steps) == ["q.weight"]
     with pytest.raises(ManifestError, match="missing"):
         plan_for(model, tensors)
@@ -179,9 +178,7 @@ VIEWS = {
 @pytest.mark.parametrize(("action", "expected"), VIEWS.values(), ids=VIEWS.keys())
 def test_copies_of_views_are_replayed(action, expected):
     model = Odd(each(action))
-    plan = trace(
-        model.load_weights, Manifest([TensorSpec("w", "float32", (4, 4))]), expected={"weight": model.weight}
-    )
+    plan = trace(model.load_weights, Manifest([TensorSpec("w", "float32", (4, 4))]), expected={"weight": model.weight})
     assert not plan.opaque
     assert torch.equal(model.weight, torch.full((4, 4), 7.0))
     weight = torch.arange(16.0).view(4, 4)
@@ -225,9 +222,7 @@ def test_a_fill_after_a_copy_that_failed_is_no_failure_of_its_own():
 
 def test_an_implicit_broadcast_is_a_wrong_shape():
     with pytest.raises(ManifestError) as error:
-        trace(
-            Odd(each(lambda p, w, m: p.copy_(w))).load_weights, Manifest([TensorSpec("w", "float32", (1, 4))])
-        )
+        trace(Odd(each(lambda p, w, m: p.copy_(w))).load_weights, Manifest([TensorSpec("w", "float32", (1, 4))]))
     assert mismatches(error) == {("shape", "w")}
 
 
@@ -252,3 +247,46 @@ def test_twenty_thousand_names_take_seconds():
     assert len(plan.steps) == 20_000
     assert len(manifest.buckets()) == 1
     assert time.perf_counter() - start < 30
+
+
+def _strided(loader):
+    """What a loader of one tensor of 12 x 6 makes of it, with a parameter of its own."""
+    parameter = torch.nn.Parameter(torch.full((12, 12), -1.0), requires_grad=False)
+    return parameter, lambda weights: [loader(parameter.data, tensor) for _, tensor in weights]
+
+
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 5, 6, 12), tuple(range(13))])
+@pytest.mark.parametrize(
+    ("by_rows", "loader"),
+    [
+        (True, lambda parameter, source: parameter[:, :6].copy_(source)),
+        (True, lambda parameter, source: parameter[:3, :6].copy_(source[4:7])),
+        (True, lambda parameter, source: parameter[:, 2:4].copy_(source[:, 3:5])),
+        (True, lambda parameter, source: parameter[:6].copy_(source.t())),
+        (True, lambda parameter, source: parameter[4:8, :3].copy_(source[2:10:1, ::2][:4])),
+        (True, lambda parameter, source: parameter[0, :6].copy_(source[7])),
+        (True, lambda parameter, source: [parameter[:6, :6].copy_(source[:6]), parameter[6:, 6:].copy_(source[6:])]),
+        (True, lambda parameter, source: [parameter[:6, :6].copy_(source[6:]), parameter[6:].fill_(3)]),
+        (False, lambda parameter, source: [parameter[:, :6].copy_(source), parameter[0].fill_(3)]),
+        (False, lambda parameter, source: parameter.view(-1)[:72].copy_(source.view(-1))),
+        (False, lambda parameter, source: parameter.view(2, 6, 12)[:, :, :6].copy_(source.view(2, 6, 6))),
+        (False, lambda parameter, source: parameter[:6, :6].copy_(source[::2])),
+    ],
+)
+def test_rows_loaded_one_part_at_a_time_are_what_the_whole_is(cuts, by_rows, loader):
+    source = torch.arange(72, dtype=torch.float32).view(12, 6)
+    expected, load = _strided(loader)
+    load([("a", source)])
+    parameter, load = _strided(loader)
+    plan = trace(load, Manifest([TensorSpec("a", "float32", (12, 6))], partial=True))
+    assert not plan.opaque
+    for first, last in itertools.pairwise(cuts):
+        memory = torch.full(((last - first) * 6 + 3,), -2.0)
+        memory[3:] = source[first:last].flatten()
+        writes = plan.row_writes("a", memory, 3, first, last)
+        assert (writes is not None) == by_rows
+        if writes is not None:
+            plan.run(writes)
+    if not by_rows:
+        plan.apply("a", source)
+    assert torch.equal(parameter, expected)

@@ -128,7 +128,7 @@ def test_a_failed_update_closes_what_was_kept(gpus):
 
 def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):
     gpu, rank = gpus["GPU-0"], gpu_rank()
-    monkeypatch.setattr(sender, "MAX_TRANSIENT_ALLOCATIONS", 3)
+    monkeypatch.setattr(sender, "MIN_MEAN_ALLOCATION", 1 << 10)
     placed = gpu.place(checkpoint(1))
     report, _ = send([rank], placed)
     assert report["transport"] == "cuda_ipc"
@@ -298,9 +298,7 @@ def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
     before = counts()
     for number in range(50):
         target = broken if number % 5 == 4 else rank
-        outcome, threads = send(
-            [target], placed, transport=buffers.TRANSPORTS[number % 4], keep_mapped=number % 2
-        )
+        outcome, threads = send([target], placed, transport=buffers.TRANSPORTS[number % 4], keep_mapped=number % 2)
         assert isinstance(outcome, WeightUpdateError if target is broken else dict)
         del outcome, threads
     cuda_ipc.release_mapped()
@@ -325,14 +323,22 @@ def test_overlapping_destinations_are_written_in_order():
     assert rank.model.weight.tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, (4 << 20) - 1, (4 << 20) + 1, (13 << 20) + 5])
-def test_copies_by_several_threads_are_whole(nbytes):
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    target = torch.zeros(nbytes + 1, dtype=torch.uint8)
-    copier = HostCopier(3)
-    copier.copy(target[:nbytes], source)
+@pytest.mark.parametrize("sizes", [(0,), (1,), (1 << 20, 1 << 20), ((2 << 20) + 1,), (5, (13 << 20) + 5, 0, 3 << 20)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_by_several_threads_are_whole(sizes, threads):
+    sources = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in sizes]
+    targets = [torch.zeros(nbytes + 1, dtype=torch.uint8) for nbytes in sizes]
+    copier = HostCopier(threads)
+    for _ in range(2):
+        for source, target in zip(sources, targets, strict=True):
+            copier.add(target[:-1], source)
+        copier.run()
+        for source, target in zip(sources, targets, strict=True):
+            assert torch.equal(target[:-1], source) and int(target[-1]) == 0
+            target.zero_()
+    copier.run()
+    assert not any(target.any() for target in targets)  # nothing is copied twice
     copier.close()
-    assert torch.equal(target[:nbytes], source) and int(target[nbytes]) == 0
 
 
 def test_shared_memory_takes_tensors_of_any_layout():
@@ -340,5 +346,6 @@ def test_shared_memory_takes_tensors_of_any_layout():
     tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
     spec = TensorSpec("a", "float32", (4, 3))
     staging.put(0, BucketEntry(0, 256, 48), spec, tensor.t())
+    staging.publish()
     assert torch.equal(buffers.typed(staging.slot(0), 256, 48, "float32", (4, 3)), tensor.t())
     staging.close()

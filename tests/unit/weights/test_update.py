@@ -104,9 +104,7 @@ def test_one_rank_that_rejects_stops_the_others():
     ranks[1].model.extra = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     error, threads = update(ranks, checkpoint())
     assert isinstance(error, ManifestError)
-    assert [(m["kind"], m["name"], m["ranks"]) for m in error.details["mismatches"]] == [
-        ("missing", "extra", [1])
-    ]
+    assert [(m["kind"], m["name"], m["ranks"]) for m in error.details["mismatches"]] == [("missing", "extra", [1])]
     assert all(isinstance(thread.error, ManifestError) for thread in threads)
     assert ranks[0].manager.content is Content.VALID
 

@@ -108,19 +108,39 @@ def test_a_message_out_of_turn_is_refused(pair):
         right.receive(wire.Ack, timeout_s=1.0)
 
 
-@given(st.lists(st.integers(0, 3000), max_size=30), st.integers(1, 2000))
-def test_buckets_hold_every_tensor_once_in_order_without_overlap(sizes, bucket_bytes):
-    manifest = Manifest([TensorSpec(str(i), "uint8", (n,)) for i, n in enumerate(sizes)], bucket_bytes)
-    buckets = manifest.buckets()
-    entries = [entry for bucket in buckets for entry in bucket]
-    assert [(entry.index, entry.nbytes) for entry in entries] == list(enumerate(sizes))
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=30), st.integers(1, 2000), st.booleans())
+def test_buckets_hold_all_rows_once_in_order_without_overlap(shapes, bucket_bytes, split):
+    manifest = Manifest([TensorSpec(str(i), "uint8", shape) for i, shape in enumerate(shapes)], bucket_bytes)
+    buckets = manifest.buckets(split=split)
+    capacity = manifest.slot_bytes()
+    came = [0] * len(shapes)
+    order = []
     for bucket in buckets:
         end = 0
         for entry in bucket:
+            spec = manifest.tensors[entry.index]
             assert entry.offset >= end and entry.offset % ALIGNMENT == 0
             end = entry.offset + entry.nbytes
-        assert end <= manifest.slot_bytes()
-        assert end <= bucket_bytes or len(bucket) == 1
+            assert entry.start == came[entry.index]
+            assert entry.nbytes == spec.nbytes or (split and entry.nbytes % spec.row_nbytes == 0)
+            came[entry.index] += entry.nbytes
+            order.append(entry.index)
+        assert bucket
+        assert end <= bucket_bytes or (len(bucket) == 1 and (not split or entry.nbytes == spec.row_nbytes))
+        assert not split or end <= capacity
+    assert came == [spec.nbytes for spec in manifest.tensors]
+    assert order == sorted(order) and set(order) == set(range(len(shapes)))
+
+
+def test_a_tensor_is_not_cut_for_the_sake_of_a_few_rows():
+    kib = 1 << 10
+    manifest = Manifest([TensorSpec("a", "uint8", (7 * kib, kib)), TensorSpec("b", "uint8", (9 * kib, kib))], 8 << 20)
+    assert [[(entry.index, entry.nbytes >> 20) for entry in bucket] for bucket in manifest.buckets()] == [
+        [(0, 7), (1, 1)],
+        [(1, 8)],
+    ]
+    less = Manifest([TensorSpec("a", "uint8", (7 * kib + 1, kib)), manifest.tensors[1]], 8 << 20)
+    assert [[entry.index for entry in bucket] for bucket in less.buckets()] == [[0], [1], [1]]
 
 
 def test_the_digest_depends_on_the_tensors_only():
