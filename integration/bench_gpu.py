@@ -189,7 +189,6 @@ class SglangSubject:
             mem_fraction_static=memory,
             context_length=4096,
             max_running_requests=64,
-            cuda_graph_max_bs=64,
             log_level="warning",
             **switch,
         )
