@@ -53,7 +53,7 @@ def load() -> dict[Run, dict[str, dict[str, Record]]]:
 
 def value(record: Record | None) -> str:
     if record is None:
-        return "–"
+        return "-"
     if record["metric"] == "tokens_identical":
         return "yes" if record["median"] == 1 else "**no**"
     _, scale, unit, digits = METRICS[record["metric"]]
@@ -92,7 +92,7 @@ def draw(runs: dict[Run, dict[str, dict[str, Record]]], path: Path) -> None:
 
     shown = ["sleep_l1_first_s", "sleep_l1_later_s", "sleep_l1_clean_s", "wake_weights_s", "sleep_l2_s", "wake_l2_s"]
     figure, axes = plt.subplots(len(runs), 1, figsize=(10, 3.2 * len(runs)), constrained_layout=True, squeeze=False)
-    for axis, (run, metrics) in zip(axes[:, 0], runs.items()):
+    for axis, (run, metrics) in zip(axes[:, 0], runs.items(), strict=True):
         names = [metric for metric in shown if metric in metrics]
         for offset, subject in ((-0.2, "native"), (0.2, "plugin")):
             heights = [metrics[name].get(subject, {}).get("median", 0) for name in names]

@@ -40,7 +40,7 @@ class Trainer:
     def train(self, prompts: list[list[int]], answers: list[list[int]], target: int, lr: float, steps: int) -> float:
         """REINFORCE with a baseline: tokens that are `target` get reward 1, others 0. Returns the mean reward."""
         torch = self._torch
-        ids = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers)])
+        ids = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
         start = len(prompts[0])
         rewards = (ids[:, start:] == target).float()
         advantages = rewards - rewards.mean()

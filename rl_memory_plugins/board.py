@@ -32,7 +32,7 @@ class StatusBoard:
         directory.mkdir(mode=0o700, exist_ok=True)
         if directory.stat().st_uid != os.getuid():
             raise PermissionError(f"{directory} belongs to another user")
-        os.chmod(directory, 0o700)
+        directory.chmod(0o700)
         _remove_boards_of_dead_processes(directory)
         handle, name = tempfile.mkstemp(prefix=f"{os.getpid()}-", suffix=".board", dir=directory)
         self.path = name
@@ -62,7 +62,7 @@ class BoardReader:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
         self._decoder = msgspec.msgpack.Decoder(EngineStatus)
         self._seen = -1

@@ -161,9 +161,7 @@ def print_version() -> None:
             typer.echo(f"{distribution} {version(distribution)}")
 
 
-def _call(
-    method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def _call(method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     with EngineClient(url, api_key) as engine:
         return engine.call(method, route, body)
 

@@ -68,9 +68,7 @@ class EngineClient:
         """Checksums of the weights as they are; see `weights.checksums`."""
         return self.call("GET", "/weights/checksums")
 
-    def update_weights(
-        self, tensors: Any, *, receivers: Sequence[str] | None = None, **options: Any
-    ) -> dict[str, Any]:
+    def update_weights(self, tensors: Any, *, receivers: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         """Send weights from this process to every rank of the engine, which must be on the same host.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
@@ -59,7 +59,7 @@ class Hello(Command, frozen=True):
     """Ask for the path of the engine's status board."""
 
 
-AnyCommand = Union[Sleep, WakeUp, UpdateWeights, Decide, CancelDrain, Checksums, Hello]
+AnyCommand = Sleep | WakeUp | UpdateWeights | Decide | CancelDrain | Checksums | Hello
 
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(AnyCommand).decode

@@ -93,9 +93,7 @@ class Controller:
         engine_rank: This engine's data-parallel rank.
     """
 
-    def __init__(
-        self, ranks: RankGroup, engine: EngineHooks, board: StatusBoard | None, engine_rank: int = 0
-    ) -> None:
+    def __init__(self, ranks: RankGroup, engine: EngineHooks, board: StatusBoard | None, engine_rank: int = 0) -> None:
         self._ranks = ranks
         self._engine = engine
         self._board = board

@@ -10,7 +10,7 @@ round commits everywhere or undoes everywhere. A single engine needs one round.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,7 @@ from rl_memory_plugins.records import EngineStatus, Reply, Report
 from rl_memory_plugins.tags import parse_level, parse_mode, parse_tags
 
 Operation = Generator[AnyCommand, list[Reply[Any]], Any]
-Transition = Union[commands.Sleep, commands.WakeUp, commands.UpdateWeights]
+Transition = commands.Sleep | commands.WakeUp | commands.UpdateWeights
 
 
 def sleep(level: object = 1, tags: object = None, mode: object = "abort") -> commands.Sleep:

@@ -19,9 +19,7 @@ app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=F
 Engine = Annotated[str, typer.Option("--engine", help=f"One of: {', '.join(patching.ENGINES)}.")]
 Site = Annotated[
     Path | None,
-    typer.Option(
-        "--path", help="The site-packages directory to work on; this interpreter's engine if left out."
-    ),
+    typer.Option("--path", help="The site-packages directory to work on; this interpreter's engine if left out."),
 ]
 AllowModified = Annotated[
     bool,
@@ -75,9 +73,7 @@ def _run(engine: str, path: Path | None, as_json: bool, action: Callable[[Instal
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
         return
-    fits = (
-        f"; {report.diff} fits" if report.status == "unpatched" and report.diff and not report.changed else ""
-    )
+    fits = f"; {report.diff} fits" if report.status == "unpatched" and report.diff and not report.changed else ""
     typer.echo(f"{report.engine} {report.version} in {report.root} {_SAYS[report.status]}{fits}")
     for changed in report.changed:
         typer.echo(f"  wrote {changed}")

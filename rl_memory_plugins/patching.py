@@ -218,9 +218,7 @@ def _inspect(inst: Installation, allow_modified: bool) -> tuple[PatchReport, _Pa
         raise FileModifiedError(
             f"{', '.join(changed)} differ from {inst.engine} {inst.version} as released", files=changed
         )
-    contents = {
-        f.path: _patched(inst, f, None if f.path in changed else patch.hashes[f.path]) for f in patch.files
-    }
+    contents = {f.path: _patched(inst, f, None if f.path in changed else patch.hashes[f.path]) for f in patch.files}
     return _report(inst, "unpatched", patch.name, patch.hashes), patch, contents
 
 

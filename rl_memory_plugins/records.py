@@ -53,9 +53,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
     def asleep_tags(self) -> list[str]:
         """The tags that are not resident on every rank."""
-        asleep = {
-            name for rank in self.ranks for name, tag in rank.tags.items() if tag.state is not TagState.RESIDENT
-        }
+        asleep = {name for rank in self.ranks for name, tag in rank.tags.items() if tag.state is not TagState.RESIDENT}
         return sorted(asleep)
 
 

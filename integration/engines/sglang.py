@@ -78,5 +78,3 @@ def _models_but(kept: str) -> list[str]:
     folder = Path(next(iter(spec.submodule_search_locations)), "srt", "models")
     modules = [module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg]
     return sorted(name for name in modules if name != kept)
-
-

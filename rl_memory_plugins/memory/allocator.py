@@ -59,9 +59,10 @@ class Device(Protocol):
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
-    def copy_to_host(
-        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
-    ) -> None:
+    def trim(self) -> None:
+        """Give back what this process has cached on the device outside of the regions."""
+
+    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
         """Copy each device block to the host address beside it; returns when all bytes have arrived.
 
         Args:

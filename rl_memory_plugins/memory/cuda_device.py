@@ -36,9 +36,11 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.index)
         return int(free), int(total)
 
-    def copy_to_host(
-        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
-    ) -> None:
+    def trim(self) -> None:
+        with torch.cuda.device(self.index):
+            torch.cuda.empty_cache()
+
+    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
         with self._ordered_stream(self._stream):
             for block, address in pairs:
                 memory_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)

@@ -89,9 +89,7 @@ class CudaVmmAllocator:
         self._open_regions = 0
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
         self._torch_allocators = {
-            tag: torch._C._cuda_customAllocator(
-                _address_of(self._malloc_callbacks[tag]), self._driver.unmap_address
-            )
+            tag: torch._C._cuda_customAllocator(_address_of(self._malloc_callbacks[tag]), self._driver.unmap_address)
             for tag in Tag
         }
         keep_for_ever(self)  # and with it all callbacks, allocators and pools
@@ -268,9 +266,7 @@ class CudaVmmAllocator:
         if self._probe():
             return
         if torch_options().get("expandable_segments"):
-            logger.warning(
-                "expandable_segments is switched off: with it, torch ignores the allocators of pools"
-            )
+            logger.warning("expandable_segments is switched off: with it, torch ignores the allocators of pools")
             set_torch_option("expandable_segments", False)
             if self._probe():
                 return
@@ -398,9 +394,7 @@ class Driver:
             return result[1] if len(result) > 1 else None
         if result[0] == self._out_of_memory:
             free = self.free_bytes()
-            raise DeviceMemoryError(
-                "the CUDA driver is out of memory", needed_bytes=0, free_bytes=free, margin_bytes=0
-            )
+            raise DeviceMemoryError("the CUDA driver is out of memory", needed_bytes=0, free_bytes=free, margin_bytes=0)
         raise EngineFaultError(f"the CUDA driver answered {result[0].name}", cuda_error=result[0].name)
 
     @contextmanager

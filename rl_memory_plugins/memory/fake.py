@@ -57,9 +57,10 @@ class FakeDevice:
     def memory_info(self) -> tuple[int, int]:
         return self.capacity - self.used, self.capacity
 
-    def copy_to_host(
-        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
-    ) -> None:
+    def trim(self) -> None:
+        return
+
+    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
         self._enter("copy_to_host")
         for block, host in pairs:
             self._require_mapped(block)

@@ -57,9 +57,10 @@ class HostDevice:
     def memory_info(self) -> tuple[int, int]:
         return host_memory_info()
 
-    def copy_to_host(
-        self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None
-    ) -> None:
+    def trim(self) -> None:
+        return  # malloc caches nothing worth mentioning
+
+    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
         for block, host in pairs:
             ctypes.memmove(host, block.address, block.nbytes)
         if meanwhile is not None:
@@ -232,9 +233,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._allocator = allocator
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # torch.tensor() shows its new tensor to no operator but this one, as an argument.

@@ -156,9 +156,7 @@ class MemoryManager:
             return
         if existing is not None:  # out of date: its memory serves the new copy
             self._backups.pop(tag).free()
-        backup = prepared.backups[tag] = Backup(
-            self.arena, kept, identified=kept == self.allocator.blocks(tag)
-        )
+        backup = prepared.backups[tag] = Backup(self.arena, kept, identified=kept == self.allocator.blocks(tag))
         backup.save(self.device, self._epoch)
 
     def _kept_blocks(self, level: Level, tag: Tag) -> list[Block]:
@@ -180,7 +178,10 @@ class MemoryManager:
                 with self._timed("synchronize"):
                     self.device.synchronize()
                 with self._timed("release"):
-                    return [self._release_tag(prepared, tag, state) for tag, state in prepared.states.items()]
+                    changes = [self._release_tag(prepared, tag, state) for tag, state in prepared.states.items()]
+                    if changes:
+                        self.device.trim()
+                    return changes
             finally:
                 self._free_new_backups(prepared)  # of tags that were not reached
 

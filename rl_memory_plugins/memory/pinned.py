@@ -41,9 +41,7 @@ class PinnedArena(PagedArena):
         threads: how many threads make pages; by default one for each core, at most 16.
     """
 
-    def __init__(
-        self, index: int, max_bytes: int = 0, margin_bytes: int = 0, threads: int | None = None
-    ) -> None:
+    def __init__(self, index: int, max_bytes: int = 0, margin_bytes: int = 0, threads: int | None = None) -> None:
         super().__init__(max_bytes, margin_bytes)
         self.notes: list[str] = []
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)

@@ -36,9 +36,7 @@ def _automatic(device: Any) -> str:
     if device.type == "cpu":
         return "host"
     if device.type != "cuda":
-        raise UnsupportedError(
-            f"there is no allocator for {device.type} devices: the choice is CUDA, ROCm or CPU"
-        )
+        raise UnsupportedError(f"there is no allocator for {device.type} devices: the choice is CUDA, ROCm or CPU")
     return "tms" if torch.version.hip else "vmm"
 
 

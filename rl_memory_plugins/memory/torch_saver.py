@@ -154,9 +154,7 @@ class SaverReservation:
 
     def commit(self) -> None:
         self._allocator.unpromise(self.nbytes)
-        self._allocator.promise(
-            self.nbytes
-        )  # looks once more: what happened since the reservation ends no process
+        self._allocator.promise(self.nbytes)  # looks once more: what happened since the reservation ends no process
         self._allocator.unpromise(self.nbytes)
         self._allocator.resume(self._tag)
 
@@ -184,8 +182,6 @@ def _start_saver(index: int) -> Any:
         for part in path.split("."):
             found = getattr(found, part, None)
         if found is None:
-            raise UnsupportedError(
-                f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path]
-            )
+            raise UnsupportedError(f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path])
     keep_for_ever(saver._impl)  # it also exits when its pools are dropped, as the interpreter does at the end
     return saver

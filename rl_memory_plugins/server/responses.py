@@ -21,9 +21,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def error_body(error: RLMemoryError) -> dict[str, Any]:
     """`{"error": {"code", "type", "message", "details"}}`, which clients of OpenAI's API can read too."""
-    return {
-        "error": {"code": error.code, "type": ERROR_TYPE, "message": error.message, "details": error.details}
-    }
+    return {"error": {"code": error.code, "type": ERROR_TYPE, "message": error.message, "details": error.details}}
 
 
 def error_response(error: RLMemoryError) -> Response:

@@ -133,9 +133,7 @@ def build_router(
     ]
     for prefix in prefixes:
         for method, path, handler in routes:
-            router.add_api_route(
-                prefix + path, _answering(handler, auth), methods=[method], response_model=None
-            )
+            router.add_api_route(prefix + path, _answering(handler, auth), methods=[method], response_model=None)
     return router
 
 

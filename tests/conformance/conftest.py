@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from integration.models import SHAPES, new_model, write_model
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
+from integration.models import SHAPES, new_model, write_model
 
 PROMPT = [5, 6, 7, 8]
 SEED, OTHER_SEED = 1, 2

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from integration.engines.base import Server
 from tests.conformance.conftest import PROMPT, Weights
 from tests.conformance.trainers import broken_update
-from integration.engines.base import Server
 
 
 def paused(server: Server, weights: Weights) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.conftest import PROMPT
 from integration.engines.base import Server
+from tests.conformance.conftest import PROMPT
 
 BAD = {
     "level 7": ("/sleep", {"level": 7}),

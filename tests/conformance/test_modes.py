@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from integration.engines.base import Server
 from rl_memory_plugins.errors import DrainTimeoutError, StateConflictError
 from tests.conformance.conftest import PROMPT
-from integration.engines.base import Server
 
 LONG = 400
 

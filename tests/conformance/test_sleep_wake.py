@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from integration.engines.base import Server
 from rl_memory_plugins.errors import StateConflictError
 from tests.conformance.conftest import PROMPT
-from integration.engines.base import Server
 
 TAGS = ["weights", "kv_cache", "cuda_graph"]
 SUBSETS = [list(subset) for size in (1, 2, 3) for subset in itertools.combinations(TAGS, size)]

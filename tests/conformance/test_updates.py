@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration.engines.base import Server
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.conformance.conftest import PROMPT, Weights
 from tests.conformance.trainers import broken_update, push, push_with_wrong_token, start_killable_trainer
-from integration.engines.base import Server
 
 
 def greedy(model: torch.nn.Module, prompt: list[int], tokens: int = 8) -> list[int]:

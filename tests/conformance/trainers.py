@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from integration.engines.base import REPOSITORY, Server
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.sender import push_weights
 from rl_memory_plugins.weights.source import ModuleSource
-from integration.engines.base import REPOSITORY, Server
 
 BUCKET_BYTES = 8 << 20  # small, so that an update has many buckets
 
@@ -60,7 +60,9 @@ class broken_update:
 
     def _push(self) -> None:
         try:
-            self._server.control.update_weights(self._source, bucket_bytes=BUCKET_BYTES, timeout_s=10 if self._release else 60)
+            self._server.control.update_weights(
+                self._source, bucket_bytes=BUCKET_BYTES, timeout_s=10 if self._release else 60
+            )
         except RLMemoryError as error:
             self.error = error
 

@@ -255,9 +255,7 @@ TRAINER = """
 def killed_trainer(engine, **options):
     """Runs an update from a process that is killed once it says that it is time; the receiver's error."""
     environment = {
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        )
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     }
     failures = []
     with other_process(TRAINER.format(device=engine.device, **options), **environment) as trainer:

@@ -71,9 +71,7 @@ def alone(source, name):
     wanted = [
         node
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef)
-        and node.name == name
-        and "load_sglang_plugins" in ast.unparse(node)
+        if isinstance(node, ast.FunctionDef) and node.name == name and "load_sglang_plugins" in ast.unparse(node)
     ]
     assert len(wanted) == 1
     body = "\n".join(ast.unparse(statement) for statement in wanted[0].body)
@@ -117,13 +115,9 @@ def test_launch_server_calls_the_plugins_before_it_parses_arguments(version, sit
 @pytest.mark.parametrize("version", ["0.5.5", "0.5.9", "0.5.10.post1"])
 def test_a_patched_engine_goes_on_when_the_package_is_not_installed(version, site, monkeypatch):
     sources = patched_sources(version, site)
-    monkeypatch.setitem(
-        sys.modules, "rl_memory_plugins.loader", None
-    )  # importing it raises ModuleNotFoundError
+    monkeypatch.setitem(sys.modules, "rl_memory_plugins.loader", None)  # importing it raises ModuleNotFoundError
     for path, name in FUNCTIONS:
-        with pytest.raises(
-            (NameError, IndexError)
-        ):  # of the function's next statements, which lack their module
+        with pytest.raises((NameError, IndexError)):  # of the function's next statements, which lack their module
             alone(sources[path], name)()
 
 

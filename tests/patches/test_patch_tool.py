@@ -70,9 +70,7 @@ def test_check_apply_revert(version, site):
     assert patching.apply(found(root)).changed == report.files
     patched = snapshot(root)
     assert {path for path in before if patched[path] != before[path]} == set(report.files)
-    assert {
-        path for path in patched.keys() - before.keys() if not path.startswith(".rl_memory_patch/")
-    } == set()
+    assert {path for path in patched.keys() - before.keys() if not path.startswith(".rl_memory_patch/")} == set()
     for path in report.files:
         compile(patched[path][0], path, "exec")
         assert patched[path][1] == before[path][1], "the mode stays"
@@ -260,9 +258,7 @@ def test_an_engine_with_a_loader_needs_no_patch(tmp_path):
         (tmp_path / engine / loader).mkdir(parents=True)
         (tmp_path / engine / loader / "__init__.py").touch()
         (tmp_path / f"{engine}-{version}.dist-info").mkdir()
-        (tmp_path / f"{engine}-{version}.dist-info" / "METADATA").write_text(
-            f"Name: {engine}\nVersion: {version}\n"
-        )
+        (tmp_path / f"{engine}-{version}.dist-info" / "METADATA").write_text(f"Name: {engine}\nVersion: {version}\n")
         before = snapshot(tmp_path)
         for action in (patching.check, patching.apply, patching.revert):
             report = action(patching.find_installation(engine, tmp_path))

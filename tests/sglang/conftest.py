@@ -93,7 +93,7 @@ def python(model_folder: Path) -> Callable[..., str]:
             text=True,
             timeout=400,
         )
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 
     return run

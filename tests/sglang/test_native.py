@@ -23,8 +23,9 @@ from tests.sglang.conftest import PROMPT, WATCHDOG_S
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 UPDATE = "/update_weights_from_tensor"
-LONG = 400  # tokens: some seconds
+LONG = 1500  # tokens: some seconds
 NAME = "model.norm.weight"
+ALL = ["cuda_graph", "kv_cache", "weights"]
 
 
 def post(server: Server, route: str, **body: Any) -> httpx.Response:
@@ -129,7 +130,7 @@ def test_health_while_asleep(server: Server) -> None:
     assert post(server, RELEASE).status_code == 200
     for route in ("/health", "/health_generate"):
         assert server.http.get(route).status_code == 200
-    assert asleep(server) == ["kv_cache", "weights"]
+    assert asleep(server) == ALL
 
 
 def test_generation_while_asleep(server: Server) -> None:
@@ -185,12 +186,16 @@ def test_an_update_while_the_weights_are_asleep(server: Server, first_weights: A
     assert asleep(server) == ["weights"]
 
 
-def test_an_update_while_requests_run(server: Server, first_weights: Any) -> None:
+def test_an_update_while_requests_are_paused_in_place(server: Server, first_weights: Any) -> None:
     """Stock: `AssertionError: Cache flush failed after updating weights`, killed."""
+    tensors = [(NAME, first_weights.state_dict()[NAME])]
     with server.generating(PROMPT, LONG) as request:
-        response = native_update(server, [(NAME, first_weights.state_dict()[NAME])])
+        assert post(server, "/pause_generation", mode="in_place").status_code == 200
+        response = native_update(server, tensors)
         assert response.status_code == 400
         assert "running" in message_of(response)
+        assert native_update(server, tensors, flush_cache=False).status_code == 200  # for those who mean it
+        assert post(server, "/continue_generation").status_code == 200
     assert len(server.kind.tokens(request.answer())) == LONG
 
 
@@ -199,7 +204,10 @@ def test_an_update_through_a_group_that_does_not_exist(server: Server, first_tok
     response = post(
         server,
         "/update_weights_from_distributed",
-        **{"names": [NAME], "dtypes": ["float32"], "shapes": [[256]], "group_name": "none"},
+        names=[NAME],
+        dtypes=["float32"],
+        shapes=[[256]],
+        group_name="none",
     )
     assert response.status_code == 400
     assert response.json()["success"] is False
@@ -291,13 +299,12 @@ def test_kept_requests_outlast_the_watchdog(server: Server) -> None:
 
 def test_a_caller_that_went_away_does_not_shift_replies(server: Server, first_tokens: list[int]) -> None:
     """Stock: replies are matched by their order; after one cancelled call each is given to the call before it."""
-    with server.generating(PROMPT, LONG):
-        with pytest.raises(httpx.ReadTimeout):
-            server.http.post("/sleep", json={"mode": "wait"}, timeout=0.3)
+    with server.generating(PROMPT, LONG), pytest.raises(httpx.ReadTimeout):
+        server.http.post("/sleep", json={"mode": "wait"}, timeout=0.3)
     deadline = time.monotonic() + 60  # the transition goes on without its client
     while asleep(server) == [] and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert asleep(server) == ["kv_cache", "weights"]
+    assert asleep(server) == ALL
     for tag in ("weights", "kv_cache"):  # each answer is about what its own call asked for
         changes = server.control.wake_up([tag])["report"]["changes"]
         assert {change["tag"] for change in changes} == {tag}

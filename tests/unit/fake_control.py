@@ -44,9 +44,7 @@ class FakeControl:
         self.finished.append(name)
 
     def _report(self, tags: object, state: TagState) -> Report:
-        changes = [
-            TagChange(rank=0, tag=tag.value, state=state, bytes_released=4096) for tag in parse_tags(tags)
-        ]
+        changes = [TagChange(rank=0, tag=tag.value, state=state, bytes_released=4096) for tag in parse_tags(tags)]
         return Report(changes=changes, seconds={"total": 0.5, "drain": 0.0})
 
     async def sleep(self, level: object, tags: object, mode: object) -> Report:

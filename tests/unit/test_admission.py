@@ -62,7 +62,5 @@ def test_is_sleeping_means_released_or_paused():
 
 
 def test_asleep_tags_are_named_once():
-    status = engine(
-        rank(weights=TagState.PRESERVED), rank(weights=TagState.PRESERVED, kv_cache=TagState.DISCARDED)
-    )
+    status = engine(rank(weights=TagState.PRESERVED), rank(weights=TagState.PRESERVED, kv_cache=TagState.DISCARDED))
     assert admission.refusal(status).details["tags"] == ["kv_cache", "weights"]

@@ -86,8 +86,6 @@ def test_boards_of_dead_processes_are_removed_and_others_stay(board):
     os.waitpid(pid, 0)
     (directory / f"{pid}-x.board").touch()
     other = StatusBoard()
-    assert sorted(path.name for path in directory.iterdir()) == sorted(
-        [Path(board.path).name, Path(other.path).name]
-    )
+    assert sorted(path.name for path in directory.iterdir()) == sorted([Path(board.path).name, Path(other.path).name])
     other.close()
     assert not Path(other.path).exists()

@@ -21,9 +21,7 @@ class NotingRanks:
     def call(self, method, **arguments):
         self.calls.append((method, arguments))
         failing = self.errors.get(method, {})
-        return [
-            Reply(rank=rank, error=failing[rank].to_record() if rank in failing else None) for rank in range(3)
-        ]
+        return [Reply(rank=rank, error=failing[rank].to_record() if rank in failing else None) for rank in range(3)]
 
 
 def test_all_prepare_before_any_commits():

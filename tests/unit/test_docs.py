@@ -55,11 +55,7 @@ def test_each_error_has_a_remedy(name):
 
 
 def test_the_readme_lists_all_errors_with_their_statuses():
-    listed = {
-        row[1].strip("`"): row[0]
-        for row in rows(REPOSITORY / "README.md")
-        if row[0].isdigit() and len(row) == 4
-    }
+    listed = {row[1].strip("`"): row[0] for row in rows(REPOSITORY / "README.md") if row[0].isdigit() and len(row) == 4}
     listed = {name: status for name, status in listed.items() if name in ERRORS}
     expected = {name: str(error.status) for name, error in ERRORS.items()}
     for base in ("RLMemoryError", "OutOfMemoryError"):
@@ -72,9 +68,7 @@ def test_each_route_is_in_the_readme_and_has_a_section():
     routes = {f"{method} {route.path}" for route in router.routes for method in route.methods}
     sections = re.findall(r"^## `((?:GET|POST) .*)`$", (DOCS / "http.md").read_text(), re.MULTILINE)
     assert set(sections) == routes
-    in_readme = {
-        row[0].strip("`") for row in rows(REPOSITORY / "README.md") if row[0].startswith(("`GET", "`POST"))
-    }
+    in_readme = {row[0].strip("`") for row in rows(REPOSITORY / "README.md") if row[0].startswith(("`GET", "`POST"))}
     assert in_readme == routes
 
 

@@ -16,9 +16,7 @@ from rl_memory_plugins.errors import (
     from_record,
 )
 
-CLASSES = [
-    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RLMemoryError)
-]
+CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RLMemoryError)]
 
 
 @pytest.mark.parametrize("cls", CLASSES)

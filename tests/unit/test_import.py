@@ -16,16 +16,12 @@ def modules_after(statement):
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "statement", ["import rl_memory_plugins", "from rl_memory_plugins import Tag, RLMemoryError"]
-)
+@pytest.mark.parametrize("statement", ["import rl_memory_plugins", "from rl_memory_plugins import Tag, RLMemoryError"])
 def test_the_package_imports_nothing_heavy(statement):
     assert modules_after(statement).isdisjoint([*HEAVY, "msgspec"])
 
 
-@pytest.mark.parametrize(
-    "module", ["errors", "tags", "records", "commands", "admission", "board", "operations"]
-)
+@pytest.mark.parametrize("module", ["errors", "tags", "records", "commands", "admission", "board", "operations"])
 def test_the_core_imports_nothing_heavy(module):
     assert modules_after(f"import rl_memory_plugins.{module}").isdisjoint(HEAVY)
 

@@ -60,9 +60,7 @@ def diagnosis(ranks: list[dict[str, Any]], config: RLMemoryConfig) -> str:
         if rank["processes"] is None:
             line += " (NVML does not say by whom)"
         elif rank["processes"]:
-            line += ", held by " + ", ".join(
-                f"process {pid} ({size:.2f} GiB)" for pid, size in rank["processes"]
-            )
+            line += ", held by " + ", ".join(f"process {pid} ({size:.2f} GiB)" for pid, size in rank["processes"])
         lines.append(line)
     lines.append(
         "In colocated training this is usual: trainers load at different times, shards are uneven, and "

@@ -109,9 +109,7 @@ class NativeWrites:
         elif now is not None:
             self._written.extend(now)
         written = self._written
-        complete = written is not None and all(
-            written.fraction(tensor) == 1 for tensor in self._parameters().values()
-        )
+        complete = written is not None and all(written.fraction(tensor) == 1 for tensor in self._parameters().values())
         self._manager.note_foreign_load(complete)
         self._epoch = self._manager.epoch
         if complete:
@@ -155,9 +153,7 @@ def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]
         if ends_in_barrier:  # where the other ranks wait
             added.ranks.barrier()
     failures = [
-        f"rank {rank}: {message}"
-        for rank, message in enumerate(added.ranks.gather(mine))
-        if message is not None
+        f"rank {rank}: {message}" for rank, message in enumerate(added.ranks.gather(mine)) if message is not None
     ]
     if failures:
         return _output(name, success=False, message="; ".join(failures))
@@ -186,9 +182,7 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[[Callable[..., Any]],
                 added.writes.settle(success=output.success)
             elif output.success and getattr(recv_req, "selector", "all") != "draft":
                 # The models' loaders only log names that they do not know.
-                output = _output(
-                    name, success=False, message="no tensor has the name of a parameter: nothing changed"
-                )
+                output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
             version = getattr(recv_req, "weight_version", None)
             added.controller.note_foreign_changes(version if output.success else None)
             return output

@@ -66,9 +66,7 @@ def attach(app: Any, face: AsyncFace, server_args: Any) -> None:
     keys = [server_args.admin_api_key or server_args.api_key or ""]
     router = build_router(face, ControlAuth(keys), update_timeout_s=face.update_timeout_s)
     routes: list[Any] = [
-        Route(SHARED_ROUTE, _shared(route.endpoint, app), methods=["POST"])
-        if route.path == SHARED_ROUTE
-        else route
+        Route(SHARED_ROUTE, _shared(route.endpoint, app), methods=["POST"]) if route.path == SHARED_ROUTE else route
         for route in cast("list[Any]", router.routes)
     ]
     for route in routes:

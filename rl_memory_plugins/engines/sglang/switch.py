@@ -184,9 +184,7 @@ def _refuse_modes(engine_class: type, server_args: Any) -> None:
     if getattr(server_args, "weight_cache_mode", "off") != "off":
         raise refuse("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
     if server_args.pp_size > 1:
-        raise refuse(
-            "--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree"
-        )
+        raise refuse("--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree")
     if server_args.disaggregation_mode not in (None, "null"):
         raise refuse("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
     if not server_args.enable_memory_saver and server_args.device != "cpu":

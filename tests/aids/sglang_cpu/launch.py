@@ -37,9 +37,7 @@ def only_models(python_site, *names):
         folder = Path(next(iter(spec.submodule_search_locations)))
     else:
         folder = Path(python_site, "sglang")
-    modules = {
-        module.name for module in pkgutil.iter_modules([str(folder / "srt" / "models")]) if not module.ispkg
-    }
+    modules = {module.name for module in pkgutil.iter_modules([str(folder / "srt" / "models")]) if not module.ispkg}
     return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(modules - set(names)))}
 
 

@@ -53,9 +53,7 @@ def test_negating_every_double_changes_it():
 def test_order_division_and_length_count():
     a, b = torch.full((9,), 1, dtype=torch.uint8), torch.full((7,), 2, dtype=torch.uint8)
     zero = torch.zeros(8, dtype=torch.uint8)
-    hashes = [
-        fingerprint(v) for v in ([a, b], [b, a], [torch.cat([a, b])], [zero], [zero[:7]], [zero, zero], [])
-    ]
+    hashes = [fingerprint(v) for v in ([a, b], [b, a], [torch.cat([a, b])], [zero], [zero[:7]], [zero, zero], [])]
     assert len(set(hashes)) == len(hashes)
 
 

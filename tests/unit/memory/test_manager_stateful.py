@@ -19,9 +19,7 @@ from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, p
 RANKS = 2
 LIES_IN = {"parameter": Tag.WEIGHTS, "buffer": Tag.WEIGHTS, "scales": Tag.KV_CACHE, "graph": Tag.CUDA_GRAPH}
 
-tags = st.sets(st.sampled_from(PUBLIC_TAGS), min_size=1).map(
-    lambda some: [tag for tag in PUBLIC_TAGS if tag in some]
-)
+tags = st.sets(st.sampled_from(PUBLIC_TAGS), min_size=1).map(lambda some: [tag for tag in PUBLIC_TAGS if tag in some])
 operations = st.sampled_from(
     [
         "synchronize",
@@ -124,9 +122,7 @@ class TwoRanks(RuleBasedStateMachine):
         replies = self.group.call("receive_weights", endpoints={}, token="", timeout_s=1.0)
         complete = all(reply.error is None for reply in replies)
         raise_failures(self.group.call("finish_update", complete=complete))
-        assert complete == (
-            broken is None and all(model.states[Tag.WEIGHTS] == "resident" for model in self.models)
-        )
+        assert complete == (broken is None and all(model.states[Tag.WEIGHTS] == "resident" for model in self.models))
         for model in self.models:
             if model.states[Tag.WEIGHTS] is TagState.RESIDENT:
                 model.content = Content.VALID if complete else Content.FAILED

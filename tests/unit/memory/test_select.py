@@ -25,9 +25,7 @@ def test_a_cpu_engine_gets_host_memory(kind):
         arena.acquire(4096)
 
 
-@pytest.mark.parametrize(
-    ("kind", "device"), [("vmm", "cpu"), ("tms", "cpu"), ("host", "cuda:0"), ("auto", "meta")]
-)
+@pytest.mark.parametrize(("kind", "device"), [("vmm", "cpu"), ("tms", "cpu"), ("host", "cuda:0"), ("auto", "meta")])
 def test_an_allocator_that_cannot_hold_the_devices_memory_is_refused(kind, device):
     with pytest.raises(UnsupportedError, match=torch.device(device).type):
         choose_allocator(RLMemoryConfig(allocator=kind), torch.device(device), rank=0)

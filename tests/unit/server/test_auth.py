@@ -113,9 +113,7 @@ def test_a_key_is_needed_even_from_here():
 
 
 def test_a_key_opens_to_proxies_and_pages():
-    request = connection(
-        "10.0.0.1", authorization="Bearer k", origin="https://ui.example", x_forwarded_for="1.2.3.4"
-    )
+    request = connection("10.0.0.1", authorization="Bearer k", origin="https://ui.example", x_forwarded_for="1.2.3.4")
     assert admitted(ControlAuth(["k"]), request) is True
 
 
@@ -148,9 +146,7 @@ def test_every_route_is_guarded(control, prefix, method, route, keys, host, head
     client = TestClient(app, client=(host, 1))
     response = client.request(method, prefix + route, headers={"authorization": header} if header else {})
     assert response.status_code == status
-    assert (
-        response.json()["error"]["code"] == {401: "AuthenticationError", 403: "PermissionDeniedError"}[status]
-    )
+    assert response.json()["error"]["code"] == {401: "AuthenticationError", 403: "PermissionDeniedError"}[status]
     assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
     assert control.calls == []
     if keys:

@@ -171,9 +171,7 @@ def test_the_worst_engine_decides(client, control, engine, reason, sleeping, con
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_checksums(client, prefix):
-    assert client.get(f"{prefix}/weights/checksums").json() == {
-        "engines": [[{"rank": 0, "layer.weight": "ab12"}]]
-    }
+    assert client.get(f"{prefix}/weights/checksums").json() == {"engines": [[{"rank": 0, "layer.weight": "ab12"}]]}
 
 
 @pytest.mark.parametrize(
