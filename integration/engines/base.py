@@ -160,7 +160,7 @@ class Server:
         """A long request that is running by the time the body is entered."""
         request = BackgroundRequest(self, prompt, tokens)
         request.start()
-        time.sleep(1.0)
+        time.sleep(0.25)
         assert request.is_alive(), f"the request ended before the test began: {request.outcome}"
         try:
             yield request

@@ -11,7 +11,7 @@ from integration.engines.base import Server
 from rl_memory_plugins.errors import DrainTimeoutError, StateConflictError
 from tests.conformance.conftest import PROMPT
 
-LONG = 400
+LONG = 1500
 
 
 def test_abort_ends_the_request_early(server: Server, first_tokens: list[int]) -> None:

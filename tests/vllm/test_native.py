@@ -173,7 +173,7 @@ def test_the_cache_wakes_before_discarded_weights(server: Server, model_folder: 
 
 def test_a_wake_while_a_sleep_waits(server: Server, first_tokens: list[int]) -> None:
     """Hazard 11. Stock: the wake unpauses, and the pause's callback later puts a serving engine to sleep."""
-    with server.generating(PROMPT, 900) as request:
+    with server.generating(PROMPT, 1800) as request:
         sleeping = threading.Thread(target=lambda: server.http.post("/sleep?level=1&mode=wait"))
         sleeping.start()
         time.sleep(0.3)
