@@ -10,6 +10,9 @@ import torch
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
 
+#: Bytes that torch caches beside the regions; emptying the cache takes some 25 ms, whatever it frees.
+WORTH_TRIMMING = 512 << 20
+
 
 class CudaDevice:
     """A GPU of this process.
@@ -37,8 +40,10 @@ class CudaDevice:
         return int(free), int(total)
 
     def trim(self) -> None:
-        with torch.cuda.device(self.index):
-            torch.cuda.empty_cache()
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        if cached >= WORTH_TRIMMING:
+            with torch.cuda.device(self.index):
+                torch.cuda.empty_cache()
 
     def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
         with self._ordered_stream(self._stream):
