@@ -180,7 +180,7 @@ def test_a_wake_while_a_sleep_waits(server: Server, first_tokens: list[int]) -> 
         assert request.is_alive()
         assert server.http.post("/wake_up").status_code == 409
         sleeping.join(60)
-        assert len(server.kind.tokens(request.answer())) == 900
+        assert len(server.kind.tokens(request.answer())) == 1800
     assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
     server.http.post("/wake_up")
     assert server.generate(PROMPT) == first_tokens
