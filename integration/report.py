@@ -37,6 +37,8 @@ METRICS = {
     "update_native_s": ("weight update by the engine's own route", 1000, "ms", 1),
 }
 
+WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
+
 Record = dict[str, Any]
 Run = tuple[str, str, str]  # engine, its version, model
 
@@ -67,6 +69,24 @@ def table(metrics: dict[str, dict[str, Record]]) -> list[str]:
             subjects = metrics[metric]
             lines.append(f"| {title} | {value(subjects.get('native'))} | {value(subjects.get('plugin'))} |")
     return lines
+
+
+def wire_pages(runs: dict[Run, dict[str, dict[str, Record]]]) -> list[str]:
+    """The weight stream by itself: one table a model, every time that was measured."""
+    pages: list[str] = []
+    for (engine, _, model), metrics in runs.items():
+        if engine != WITHOUT_ENGINE:
+            continue
+        records = [subjects["plugin"] for subjects in metrics.values() if subjects["plugin"]["unit"] == "s"]
+        first = records[0]
+        title = f"### The weight stream alone, {model} shape ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
+        pages += [title, "", "| | median | best | worst |", "|---|---:|---:|---:|"]
+        for record in records:
+            name = record["metric"].removesuffix("_s").replace("_", " ")
+            times = " | ".join(f"{1000 * record[key]:.1f} ms" for key in ("median", "min", "max"))
+            pages.append(f"| {name} | {times} |")
+        pages += ["", f"Measured by `{first['command']}`.", ""]
+    return pages
 
 
 def describe(run: Run, metrics: dict[str, dict[str, Record]]) -> str:
@@ -105,14 +125,15 @@ def draw(runs: dict[Run, dict[str, dict[str, Record]]], path: Path) -> None:
 
 
 def main() -> None:
-    runs = {run: metrics for run, metrics in load().items() if any("plugin" in m for m in metrics.values())}
+    found = load()
+    runs = {run: metrics for run, metrics in found.items() if run[0] != WITHOUT_ENGINE}
     if not runs:
         raise SystemExit("no results")
     pages: list[str] = []
     for run, metrics in runs.items():
         command = next(iter(next(iter(metrics.values())).values()))["command"]
         pages += [f"### {describe(run, metrics)}", "", *table(metrics), "", f"Measured by `{command}`.", ""]
-    replace(REPOSITORY / "docs" / "benchmarks.md", pages)
+    replace(REPOSITORY / "docs" / "benchmarks.md", pages + wire_pages(found))
     draw(runs, REPOSITORY / "docs" / "benchmarks.png")
     headline = [run for run in runs if run[2] == "7b"] or list(runs)
     lines: list[str] = []
