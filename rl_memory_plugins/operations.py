@@ -9,6 +9,7 @@ round commits everywhere or undoes everywhere. A single engine needs one round.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
@@ -101,3 +102,22 @@ async def run_async(operation: Operation, call: Callable[[AnyCommand], Awaitable
             command = operation.send(await call(command))
     except StopIteration as end:
         return end.value
+
+
+async def run_within(
+    operation: Operation,
+    call: Callable[[AnyCommand], Awaitable[list[Reply[Any]]]],
+    drain_timeout_s: float,
+) -> Any:
+    """Drive an operation; if running requests keep it waiting for too long, give it up on all engines.
+
+    An operation that has drained is not affected: it runs to its end, also if the caller is cancelled.
+
+    Raises:
+        DrainTimeoutError: the requests did not finish in time; admission is open again.
+    """
+    running = asyncio.ensure_future(run_async(operation, call))
+    done, _ = await asyncio.wait([running], timeout=drain_timeout_s)
+    if not done:
+        await call(commands.CancelDrain())
+    return await running

@@ -86,12 +86,7 @@ class AsyncFace:
             call.add(decode_reply(output.payload))
 
     async def _run(self, operation: Operation) -> Any:
-        """Drive the operation; if running requests keep it waiting for too long, give it up everywhere."""
-        running = asyncio.ensure_future(operations.run_async(operation, self._call))
-        done, _ = await asyncio.wait([running], timeout=self._drain_timeout_s)
-        if not done:
-            await self._call(commands.CancelDrain())
-        return await running
+        return await operations.run_within(operation, self._call, self._drain_timeout_s)
 
     # -- the contract -----------------------------------------------------------------------------------------
 

@@ -144,13 +144,8 @@ class AsyncFace:
         return [decode_reply(reply) for reply in replies]
 
     async def _run(self, operation: Operation) -> Any:
-        """Drive the operation; if running requests keep it waiting for too long, give it up everywhere."""
-        running = asyncio.ensure_future(operations.run_async(operation, self._call))
-        done, _ = await asyncio.wait([running], timeout=self._drain_timeout_s)
-        if not done:
-            await self._call(commands.CancelDrain())  # does nothing to an operation that has drained
         try:
-            return await running
+            return await operations.run_within(operation, self._call, self._drain_timeout_s)
         finally:
             if self._boards is not None and not self._boards.complete:
                 self._boards = None

@@ -1,0 +1,86 @@
+"""The client's side of the operations, over engines that only answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rl_memory_plugins import commands, operations
+from rl_memory_plugins.errors import DrainTimeoutError, HostMemoryError, StateConflictError
+from rl_memory_plugins.records import EngineStatus, Reply
+
+REPORT = {"changes": [], "seconds": {"total": 1.0}, "details": {}}
+
+
+def status(count: int, **fields: Any) -> list[EngineStatus]:
+    return [EngineStatus(ranks=[], engine_rank=rank, **fields) for rank in range(count)]
+
+
+class Engines:
+    """Answers every command with what `answers` holds for each engine; remembers what it was asked."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self.answers = list(answers)
+        self.asked: list[commands.AnyCommand] = []
+
+    def __call__(self, command: commands.AnyCommand) -> list[Reply[Any]]:
+        self.asked.append(command)
+        replies = []
+        for rank, answer in enumerate(self.answers.pop(0)):
+            error = answer.to_record() if isinstance(answer, Exception) else None
+            replies.append(Reply(rank=rank, result=None if error else answer, error=error))
+        return replies
+
+
+def test_one_engine_needs_one_round() -> None:
+    engines = Engines([REPORT])
+    report = operations.run(operations.transition(operations.sleep(2), status(1)), engines)
+    assert [type(command) for command in engines.asked] == [commands.Sleep]
+    assert report.seconds == {"total": 1.0}
+
+
+def test_several_engines_agree_first() -> None:
+    held = {"held": True}
+    engines = Engines([held, held], [REPORT, {**REPORT, "seconds": {"total": 3.0}}])
+    report = operations.run(operations.transition(operations.wake_up(), status(2)), engines)
+    assert engines.asked[0].hold
+    assert engines.asked[1] == commands.Decide(commit=True)
+    assert report.seconds == {"total": 3.0}
+
+
+def test_one_engine_that_cannot_makes_all_undo() -> None:
+    engines = Engines([{"held": True}, HostMemoryError("full")], [None, StateConflictError("nothing held")])
+    with pytest.raises(HostMemoryError) as caught:
+        operations.run(operations.transition(operations.sleep(1), status(2)), engines)
+    assert engines.asked[1] == commands.Decide(commit=False)
+    assert caught.value.details["failed_ranks"] == [1]
+
+
+def test_nothing_is_sent_while_an_update_runs() -> None:
+    engines = Engines()
+    with pytest.raises(StateConflictError):
+        operations.run(operations.transition(operations.sleep(1), status(2, busy="update_weights")), engines)
+    assert engines.asked == []
+
+
+def test_a_drain_that_takes_too_long_is_given_up() -> None:
+    asked: list[commands.AnyCommand] = []
+    given_up = asyncio.Event()
+
+    async def call(command: commands.AnyCommand) -> list[Reply[Any]]:
+        asked.append(command)
+        if isinstance(command, commands.CancelDrain):
+            given_up.set()
+            return [Reply(rank=0, result={"cancelled": ["sleep"]})]
+        await given_up.wait()
+        return [Reply(rank=0, error=DrainTimeoutError("too long").to_record())]
+
+    async def main() -> None:
+        operation = operations.transition(operations.sleep(1, mode="wait"), status(1))
+        await operations.run_within(operation, call, drain_timeout_s=0.05)
+
+    with pytest.raises(DrainTimeoutError):
+        asyncio.run(main())
+    assert [type(command) for command in asked] == [commands.Sleep, commands.CancelDrain]
