@@ -4,12 +4,13 @@
 #   make check                            lint, format, types
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
-#   make test-gpu                         the GPU suite, on a machine whose Python has the engine installed
+#   make test-gpu [GPU_PYTHON=python3]    the GPU tests, with a Python that has torch for CUDA and pytest
 #
 # vLLM's CPU build needs torch 2.13.0+cpu. Where pip does not find that wheel by itself:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+GPU_PYTHON ?= python3
 ENGINE ?= vllm
 VLLM := 0.32.0
 TORCH_CPU := 2.13.0+cpu
@@ -51,6 +52,9 @@ test-sglang: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --tp 2
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --dp 2
 	$(SGLANG_ENV)/bin/python -m integration.demo --engine sglang --quick
+
+test-gpu:
+	$(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu
 
 check: env-vllm
 	$(VLLM_ENV)/bin/ruff check .

@@ -45,9 +45,6 @@ class EngineKind(ABC):
 
     name: str
     generation_route: str
-    modes: tuple[str, ...] = ("abort", "wait", "keep")
-    #: Control routes that are ours at the root; the others are the engine's own there.
-    root_routes: tuple[str, ...] = ("/sleep", "/wake_up", "/update_weights_from_ipc")
 
     @abstractmethod
     def command(self, launch: Launch, port: int) -> list[str]: ...

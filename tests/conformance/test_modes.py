@@ -37,8 +37,6 @@ def test_wait_lets_the_request_finish(server: Server, first_tokens: list[int]) -
 
 
 def test_keep_goes_on_after_the_wake(server: Server, first_tokens: list[int]) -> None:
-    if "keep" not in server.kind.modes:
-        pytest.skip(f"{server.kind.name} refuses mode=keep; test_an_unsupported_mode_is_refused covers it")
     expected = server.generate(PROMPT, LONG)
     with server.generating(PROMPT, LONG) as request:
         server.control.sleep(1, mode="keep")
