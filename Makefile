@@ -14,7 +14,8 @@ GPU_PYTHON ?= python3
 ENGINE ?= vllm
 VLLM := 0.32.0
 TORCH_CPU := 2.13.0+cpu
-SGLANG ?= 0.5.23
+SGLANG_CI := 0.5.23
+SGLANG ?= $(SGLANG_CI)
 
 VLLM_ENV := .venv-vllm
 SGLANG_ENV := .venv-sglang-$(SGLANG)
@@ -47,7 +48,9 @@ test-vllm: env-vllm
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
 test-sglang: env-sglang
+ifeq ($(SGLANG),$(SGLANG_CI))
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang
+endif
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --tp 2
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --dp 2
