@@ -4,6 +4,7 @@
 #   make check                            lint, format, types
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
+#   make test-sglang-ranks                SGLang with two tensor- or data-parallel ranks; not part of make test
 #   make test-gpu [GPU_PYTHON=python3]    the GPU tests, with a Python that has torch for CUDA and pytest
 #
 # vLLM's CPU build needs torch 2.13.0+cpu. Where pip does not find that wheel by itself:
@@ -24,10 +25,10 @@ ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
 PYTEST_FLAGS := -q --timeout 600 -m "not gpu"
 
-.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-patches test-gpu env-vllm env-sglang clean
+.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-sglang-ranks test-patches test-gpu env-vllm env-sglang clean
 
 help:
-	@sed -n '2,7p' Makefile | cut -c3-
+	@sed -n '2,8p' Makefile | cut -c3-
 
 demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
@@ -52,9 +53,10 @@ ifeq ($(SGLANG),$(SGLANG_CI))
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang
 endif
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang
+
+test-sglang-ranks: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --tp 2
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --dp 2
-	$(SGLANG_ENV)/bin/python -m integration.demo --engine sglang --quick
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu
