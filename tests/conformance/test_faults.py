@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,10 +77,16 @@ def test_two_clients_sleep_and_wake_at_once(server: Server, first_tokens: list[i
 
 
 def test_a_client_that_goes_away_and_retries(server: Server, first_tokens: list[int]) -> None:
-    for route in ("/v1/rl_memory/sleep", "/v1/rl_memory/wake_up"):
+    """The first call takes effect although its answer is never read; the retry finds it done."""
+    for route, admitting in (("/v1/rl_memory/sleep", False), ("/v1/rl_memory/wake_up", True)):
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
             raw.sendall(request_head(server, route, content_length=0))
-        assert server.http.post(route).status_code == 200
+            deadline = time.monotonic() + 60
+            while server.control.memory()["admitting"] != admitting and time.monotonic() < deadline:
+                time.sleep(0.05)
+        response = server.http.post(route)
+        assert response.status_code == 200
+        assert response.json()["report"]["changes"] == []
     assert server.generate(PROMPT) == first_tokens
 
 
