@@ -5,7 +5,8 @@
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
 #   make test-sglang-ranks                SGLang with two tensor- or data-parallel ranks; not part of make test
-#   make test-gpu [GPU_PYTHON=python3]    the GPU tests, with a Python that has torch for CUDA and pytest
+#   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
+#                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
 # vLLM's CPU build needs torch 2.13.0+cpu. Where pip does not find that wheel by itself:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
@@ -28,7 +29,7 @@ PYTEST_FLAGS := -q --timeout 600 -m "not gpu"
 .PHONY: help demo test check format docs test-unit test-vllm test-sglang test-sglang-ranks test-patches test-gpu env-vllm env-sglang clean
 
 help:
-	@sed -n '2,8p' Makefile | cut -c3-
+	@sed -n '2,9p' Makefile | cut -c3-
 
 demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
@@ -59,7 +60,8 @@ test-sglang-ranks: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --dp 2
 
 test-gpu:
-	$(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu
+	$(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --engine $(ENGINE) --device cuda \
+		$(if $(REPORT),--report $(REPORT))
 
 check: env-vllm
 	$(VLLM_ENV)/bin/ruff check .

@@ -35,16 +35,16 @@ from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.sender import WeightSender
 
 MiB = 1 << 20
-MOE_LAYERS, EXPERTS, MOE_HIDDEN, MOE_INTERMEDIATE = 12, 128, 2048, 768
-MODELS = [*SHAPES, "moe"]
+MODELS = [name for name, shape in SHAPES.items() if name == "moe" or not shape.experts]
 
 #: Per model, the fused parameters: their shapes, and the row at which each tensor of the checkpoint begins.
 Layout = dict[str, tuple[tuple[int, ...], dict[str, tuple[int, tuple[int, ...]]]]]
 
 
 def layout(model: str) -> Layout:
-    """`moe` are the experts of a quarter of Qwen3-30B-A3B's layers: many tensors of 3 MiB."""
-    return _moe() if model == "moe" else _dense(SHAPES[model])
+    """Of a model with experts, only these."""
+    shape = SHAPES[model]
+    return _experts(shape) if shape.experts else _dense(shape)
 
 
 def _dense(shape: Shape) -> Layout:
@@ -74,18 +74,18 @@ def _dense(shape: Shape) -> Layout:
     return found
 
 
-def _moe() -> Layout:
+def _experts(shape: Shape) -> Layout:
     found: Layout = {}
-    rows, hidden = MOE_INTERMEDIATE, MOE_HIDDEN
-    for layer in range(MOE_LAYERS):
+    rows, hidden = shape.expert_intermediate, shape.hidden
+    for layer in range(shape.layers):
         up, down = {}, {}
-        for expert in range(EXPERTS):
+        for expert in range(shape.experts):
             prefix = f"layers.{layer}.experts.{expert}"
             up[f"{prefix}.gate"] = (2 * rows * expert, (rows, hidden))
             up[f"{prefix}.up"] = (2 * rows * expert + rows, (rows, hidden))
             down[f"{prefix}.down"] = (hidden * expert, (hidden, rows))
-        found[f"layers.{layer}.w13"] = ((2 * rows * EXPERTS, hidden), up)
-        found[f"layers.{layer}.w2"] = ((hidden * EXPERTS, rows), down)
+        found[f"layers.{layer}.w13"] = ((2 * rows * shape.experts, hidden), up)
+        found[f"layers.{layer}.w2"] = ((hidden * shape.experts, rows), down)
     return found
 
 

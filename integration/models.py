@@ -1,4 +1,4 @@
-"""Small models that need no download: a Qwen2 of any size with a toy tokenizer, with or without weights.
+"""Models that need no download: a Qwen2 or Qwen3-MoE of any size with a toy tokenizer, with or without weights.
 
     python -m integration.models OUT --shape tiny --seed 1
 
@@ -22,6 +22,9 @@ class Shape(NamedTuple):
     kv_heads: int
     vocabulary: int
     tied: bool = False
+    experts: int = 0  # a Qwen3-MoE where there are any, else a Qwen2
+    expert_intermediate: int = 0
+    head: int = 0  # where it is not hidden / heads
 
 
 SHAPES = {
@@ -29,9 +32,19 @@ SHAPES = {
     "small": Shape(512, 1408, 4, 8, 4, 8192),  # 25 M parameters: enough to see memory come and go
     "demo": Shape(768, 2048, 12, 12, 4, 16384),  # 102 M parameters
     "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, True),
     "7b": Shape(3584, 18944, 28, 28, 4, 152064),
     "32b": Shape(5120, 27648, 64, 40, 8, 152064),
+    "tiny-moe": Shape(256, 512, 2, 4, 2, 4096, experts=8, expert_intermediate=64, head=64),
+    "moe": Shape(2048, 6144, 12, 32, 4, 151936, experts=128, expert_intermediate=768, head=128),
+    "30b-a3b": Shape(2048, 6144, 48, 32, 4, 151936, experts=128, expert_intermediate=768, head=128),
 }
+"""`moe` is a quarter of the layers of `30b-a3b`, which is Qwen3-30B-A3B: many tensors of 3 MiB."""
+
+
+def config(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a model."""
+    return qwen3_moe_config(shape, dtype) if shape.experts else qwen2_config(shape, dtype)
 
 
 def qwen2_config(shape: Shape, dtype: str) -> dict[str, Any]:
@@ -60,6 +73,61 @@ def qwen2_config(shape: Shape, dtype: str) -> dict[str, Any]:
     }
 
 
+def qwen3_moe_config(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a Qwen3-MoE model whose every layer has experts."""
+    return {
+        **qwen2_config(shape, dtype),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": shape.head,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": min(8, shape.experts // 2),
+        "moe_intermediate_size": shape.expert_intermediate,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+        "attention_bias": False,
+        "rope_scaling": None,
+        "sliding_window": None,
+    }
+
+
+def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint, by its name there and in its order."""
+    hidden, head = shape.hidden, shape.head or shape.hidden // shape.heads
+    rows = {"q": shape.heads * head, "k": shape.kv_heads * head, "v": shape.kv_heads * head}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        for part, count in rows.items():
+            found[f"{prefix}.self_attn.{part}_proj.weight"] = (count, hidden)
+            if not shape.experts:
+                found[f"{prefix}.self_attn.{part}_proj.bias"] = (count,)
+        found[f"{prefix}.self_attn.o_proj.weight"] = (hidden, rows["q"])
+        if shape.experts:
+            found |= {f"{prefix}.self_attn.{part}_norm.weight": (head,) for part in "qk"}
+            found[f"{prefix}.mlp.gate.weight"] = (shape.experts, hidden)
+            for expert in range(shape.experts):
+                found |= _mlp(f"{prefix}.mlp.experts.{expert}", hidden, shape.expert_intermediate)
+        else:
+            found |= _mlp(f"{prefix}.mlp", hidden, shape.intermediate)
+        found |= {f"{prefix}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+    found["model.norm.weight"] = (hidden,)
+    if not shape.tied:
+        found["lm_head.weight"] = (shape.vocabulary, hidden)
+    return found
+
+
+def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (intermediate, hidden),
+        f"{prefix}.up_proj.weight": (intermediate, hidden),
+        f"{prefix}.down_proj.weight": (hidden, intermediate),
+    }
+
+
 def write_model(folder: Path, shape: Shape, *, dtype: str = "float32", seed: int | None = None) -> Path:
     """Write a model folder.
 
@@ -72,7 +140,7 @@ def write_model(folder: Path, shape: Shape, *, dtype: str = "float32", seed: int
     Returns: `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(qwen2_config(shape, dtype), indent=1))
+    (folder / "config.json").write_text(json.dumps(config(shape, dtype), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
     _write_tokenizer(folder)
     if seed is not None:

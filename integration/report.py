@@ -12,6 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from integration import report_weights
+
 REPOSITORY = Path(__file__).parents[1]
 BEGIN, END = "<!-- benchmark table -->", "<!-- end of benchmark table -->"
 
@@ -31,12 +33,9 @@ METRICS = {
     "startup_s": ("start-up", 1, "s", 0),
     "drift_mib_200": ("GPU memory after 200 more cycles", 1, "MiB", 0),
     "tokens_identical": ("tokens identical after every cycle", 1, "", 0),
-    "update_direct_s": ("weight update, trainer's tensors as they are", 1000, "ms", 1),
-    "update_staged_s": ("weight update, staged", 1000, "ms", 1),
-    "update_cpu_s": ("weight update from pinned host memory", 1000, "ms", 0),
-    "update_native_s": ("weight update by the engine's own route", 1000, "ms", 1),
 }
 
+EXPERTS = {"30b-a3b": "Qwen3-30B-A3B shape", "moe": "12 of 48 layers of the Qwen3-30B-A3B shape"}
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
 
 Record = dict[str, Any]
@@ -93,7 +92,8 @@ def describe(run: Run, metrics: dict[str, dict[str, Record]]) -> str:
     record = next(iter(next(iter(metrics.values())).values()))
     engine, version, model = run
     name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
-    return f"{name} {version}, Qwen2.5-{model.upper()} shape, one {record['gpu']}, torch {record['torch']}"
+    shape = EXPERTS.get(model, f"Qwen2.5-{model.upper()} shape")
+    return f"{name} {version}, {shape}, one {record['gpu']}, torch {record['torch']}"
 
 
 def replace(path: Path, lines: list[str]) -> None:
@@ -126,13 +126,16 @@ def draw(runs: dict[Run, dict[str, dict[str, Record]]], path: Path) -> None:
 
 def main() -> None:
     found = load()
-    runs = {run: metrics for run, metrics in found.items() if run[0] != WITHOUT_ENGINE}
+    engines = {run: metrics for run, metrics in found.items() if run[0] != WITHOUT_ENGINE}
+    runs = {run: metrics for run, metrics in engines.items() if METRICS.keys() & metrics.keys()}
     if not runs:
         raise SystemExit("no results")
     pages: list[str] = []
     for run, metrics in runs.items():
         command = next(iter(next(iter(metrics.values())).values()))["command"]
         pages += [f"### {describe(run, metrics)}", "", *table(metrics), "", f"Measured by `{command}`.", ""]
+    for run, metrics in engines.items():
+        pages += report_weights.page(describe(run, metrics), metrics)
     replace(REPOSITORY / "docs" / "benchmarks.md", pages + wire_pages(found))
     draw(runs, REPOSITORY / "docs" / "benchmarks.png")
     headline = [run for run in runs if run[2] == "7b"] or list(runs)

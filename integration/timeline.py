@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 SAMPLE_EVERY_S = 0.05
 
@@ -39,17 +40,21 @@ class Timeline:
         self._stop.set()
         self._thread.join()
 
+    def now(self) -> float:
+        """Seconds since this timeline was made."""
+        return time.monotonic() - self._start
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        start = time.monotonic() - self._start
+        start = self.now()
         try:
             yield
         finally:
-            self.stages.append((name, start, time.monotonic() - self._start))
+            self.stages.append((name, start, self.now()))
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_EVERY_S):
-            self.times.append(time.monotonic() - self._start)
+            self.times.append(self.now())
             for name, resident_bytes in self.sources.items():
                 self.samples[name].append(resident_bytes())
 
@@ -61,16 +66,23 @@ class Timeline:
         from matplotlib import pyplot as plt
 
         figure, axes = plt.subplots(figsize=(13, 5), constrained_layout=True)
+        self.plot(axes)
+        axes.set(title=title)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+
+    def plot(self, axes: Any, label: str = "resident memory") -> None:
+        """Draw onto matplotlib's axes."""
+        import matplotlib
+
         for name, values in self.samples.items():
             axes.plot(self.times[: len(values)], [value / 2**20 for value in values], label=name, linewidth=1.8)
         names = list(dict.fromkeys(name for name, _, _ in self.stages))
-        colours = plt.get_cmap("Pastel1")
+        colours = matplotlib.colormaps["Pastel1"]
         for name, start, end in self.stages:
             number = names.index(name)
             first = next(stage for stage in self.stages if stage[0] == name)[1] == start
             axes.axvspan(start, end, color=colours(number % 9), alpha=0.6, label=name if first else None, linewidth=0)
-        axes.set(xlabel="seconds", ylabel="resident memory, MiB", title=title, ylim=(0, None))
+        axes.set(xlabel="seconds", ylabel=f"{label}, MiB", ylim=(0, None))
         axes.margins(x=0)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-        figure.savefig(path, dpi=120)
-        plt.close(figure)

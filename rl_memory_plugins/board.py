@@ -12,7 +12,9 @@ import os
 import struct
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -88,6 +90,28 @@ class BoardReader:
             if time.monotonic() > deadline:
                 raise EngineFaultError("the engine's status board is not being written to the end", path=self.path)
             time.sleep(0)
+
+
+class Boards:
+    """The status of several engines: read from their boards, or as last told where a board is on another host.
+
+    Args:
+        told: Each engine's answer to `commands.Hello`.
+    """
+
+    def __init__(self, told: Sequence[dict[str, Any]]) -> None:
+        self.complete = True  # else ask again after a transition
+        self._readers: list[Callable[[], EngineStatus]] = []
+        for engine in told:
+            try:
+                self._readers.append(BoardReader(engine["board"]).read)
+            except OSError:
+                status = msgspec.convert(engine["status"], EngineStatus)
+                self._readers.append(lambda status=status: status)  # type: ignore[misc]
+                self.complete = False
+
+    def read(self) -> list[EngineStatus]:
+        return [read() for read in self._readers]
 
 
 def _remove_boards_of_dead_processes(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from rich.table import Table
 import rl_memory_plugins
 from rl_memory_plugins import patch_cli
 from rl_memory_plugins.client import EngineClient
+from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.records import EngineStatus, RankStatus, Report
 
@@ -48,7 +50,8 @@ def serve_vllm(context: typer.Context) -> None:
     """MODEL [ARGS]...  Run `vllm serve MODEL [ARGS]... --rl-memory`."""
     with _reported():
         _require("vllm", "vLLM")
-        _exec(vllm_command(context.args), _with_plugin(os.environ, "VLLM_PLUGINS"))
+        environment = with_saver(context.args, os.environ)
+        _exec(vllm_command(context.args), _with_plugin(environment, "VLLM_PLUGINS"))
 
 
 @serve.command("sglang", context_settings=_PASS_ON, add_help_option=False)
@@ -56,7 +59,7 @@ def serve_sglang(context: typer.Context) -> None:
     """MODEL [ARGS]...  Run `python -m sglang.launch_server --model-path MODEL [ARGS]... --rl-memory`."""
     with _reported():
         _require("sglang", "SGLang")
-        environment = dict(os.environ)
+        environment = with_saver(context.args, os.environ)
         if environment.get("SGLANG_PLUGINS"):  # SGLang takes an empty list for no list
             environment = _with_plugin(environment, "SGLANG_PLUGINS")
         _exec(sglang_command(context.args), environment)
@@ -89,6 +92,18 @@ def _with_flag(arguments: Sequence[str]) -> list[str]:
         raise InvalidRequestError("name a model: rl-memory serve ENGINE MODEL [ARGS]...")
     given = any(argument.split("=", 1)[0].replace("_", "-") == FLAG for argument in arguments)
     return [*arguments] if given else [*arguments, FLAG]
+
+
+def with_saver(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with torch_memory_saver's library preloaded if the options ask for that mode of it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(FLAG, "--rl_memory", dest="options", nargs="?")
+    config = RLMemoryConfig.parse(parser.parse_known_args(list(arguments))[0].options)
+    if config.allocator != "tms" or config.tms_hook_mode != "preload":
+        return dict(environment)
+    from rl_memory_plugins.memory.torch_saver import preload_library, with_preload
+
+    return with_preload(environment, preload_library())
 
 
 def _with_plugin(environment: Mapping[str, str], variable: str) -> dict[str, str]:
@@ -217,7 +232,8 @@ def _print_status(answer: dict[str, Any]) -> None:
 def _rank_line(engine: EngineStatus, rank: RankStatus) -> str:
     free, total = size(rank.device_free_bytes), size(rank.device_total_bytes)
     line = f"engine {engine.engine_rank} rank {rank.rank}: {free} of {total} free, {rank.allocator} allocator"
-    return "\n  ".join([line, *rank.notes])
+    left = [f"{size(nbytes)} {cause}" for cause, nbytes in rank.left.items()]
+    return "\n  ".join([line, *rank.notes, *([f"left on the device: {', '.join(left)}"] if left else [])])
 
 
 def _print_transition(answer: dict[str, Any]) -> None:

@@ -30,14 +30,15 @@ class UpdateWeights(Command, frozen=True):
     """Connect the receivers of all ranks to a trainer's sockets and take its weights.
 
     `endpoints` maps a device's name (`RankStatus.device`) to the socket of the trainer process that serves
-    it; `"*"` serves every device that is not named.
+    it; `"*"` serves every device that is not named. Where no `timeout_s` is given, the engine's option
+    `update_timeout_s` decides.
     """
 
     endpoints: dict[str, str]
     token: str
     weight_version: str | None = None
     mode: str = "keep"
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
     hold: bool = False
 
 

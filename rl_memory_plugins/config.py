@@ -54,11 +54,17 @@ class RLMemoryConfig(BaseSettings):
     allocator: Literal["auto", "vmm", "tms", "host"] = "auto"
     """Where pausable memory comes from; `auto` takes `vmm` on CUDA, `tms` on ROCm and `host` on CPUs."""
 
+    tms_hook_mode: Literal["auto", "torch", "preload"] = "auto"
+    """How torch_memory_saver gets between torch and CUDA: `preload` needs its library in LD_PRELOAD, which
+    `rl-memory serve` arranges; `auto` takes the mode that the process was started for."""
+
     poison: bool = False
-    """Fill released and newly mapped pages with NaNs, so that a forgotten restore is loud. Slow, for tests."""
+    """Fill newly mapped pages with NaNs, so that a forgotten restore is loud. Slow, for tests. Released pages
+    need no filling: reading them is a fault on a GPU, and gives nothing of what they held on a CPU."""
 
     eager_backup: bool = False
-    """Copy the weights to host memory in the background after an update, so that the next sleep only unmaps."""
+    """Copy the weights to host memory in the background, at the start and after each complete update, so that
+    the next level-1 sleep only unmaps."""
 
     host_arena_max_bytes: Bytes = 0
     """The most host memory that backups may take, for each process; 0: bounded by the free memory only."""

@@ -26,7 +26,7 @@ from rl_memory_plugins.errors import (
     RLMemoryError,
     StateConflictError,
 )
-from rl_memory_plugins.records import EngineStatus, RankStatus, Reply, Report, TagChange
+from rl_memory_plugins.records import INITIAL_VERSION, EngineStatus, RankStatus, Reply, Report, TagChange
 from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
 
 logger = logging.getLogger(__name__)
@@ -91,14 +91,24 @@ class Controller:
         engine: The engine itself.
         board: Where the status is shown; `None` on ranks that run the controller in step but do not report.
         engine_rank: This engine's data-parallel rank.
+        update_timeout_s: How long the trainer may be silent during an update whose command does not say.
     """
 
-    def __init__(self, ranks: RankGroup, engine: EngineHooks, board: StatusBoard | None, engine_rank: int = 0) -> None:
+    def __init__(
+        self,
+        ranks: RankGroup,
+        engine: EngineHooks,
+        board: StatusBoard | None,
+        engine_rank: int = 0,
+        *,
+        update_timeout_s: float,
+    ) -> None:
         self._ranks = ranks
         self._engine = engine
         self._board = board
         self._engine_rank = engine_rank
-        self._weight_version = "initial"
+        self._update_timeout_s = update_timeout_s
+        self._weight_version = INITIAL_VERSION
         self._updates = 0
         self._paused = False
         self._busy = ""
@@ -219,7 +229,7 @@ class Controller:
                 "receive_weights",
                 endpoints=command.endpoints,
                 token=command.token,
-                timeout_s=command.timeout_s,
+                timeout_s=self._update_timeout_s if command.timeout_s is None else command.timeout_s,
             )
             try:
                 raise_failures(received)

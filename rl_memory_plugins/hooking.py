@@ -1,4 +1,4 @@
-"""Replacing an engine's symbols, loudly: a symbol that is not there stops the start and is named."""
+"""Replacing an engine's symbols, loudly: symbols that are not there stop the start, and all of them are named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 from rl_memory_plugins.errors import UnsupportedError
@@ -21,19 +22,35 @@ class Hooks:
     def __init__(self, *distribution: str) -> None:
         self._distributions = distribution
         self.table: dict[str, Callable[..., Any]] = {}  # "module:Owner.name" → what was there before
+        self._absent: dict[str, Exception] | None = None  # what `install` has not found so far, and why
+
+    def install(self, *roles: Callable[[Hooks], None]) -> None:
+        """Put in the hooks of all roles.
+
+        Raises:
+            UnsupportedError: names every symbol that one of them needs and the installed engine does not have. Those
+                before it are in place, so the start must end here.
+        """
+        self._absent = absent = {}
+        try:
+            for role in roles:
+                role(self)
+        finally:
+            self._absent = None
+        if absent:
+            raise self._unsupported(absent) from next(iter(absent.values()))
 
     def wrap(self, path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the function at `"package.module:Owner.name"` by `make(original)`, once per process.
 
         Raises:
-            UnsupportedError: the symbol does not exist in the installed engine.
+            UnsupportedError: the symbol does not exist in the installed engine; within `install` it comes at its end.
         """
         if path in self.table:
             return
-        owner, name = self._owner(path)
-        original = getattr(owner, name, None)
-        if original is None:
-            raise self._missing(path)
+        owner, name, original = self._find(path)
+        if owner is None:
+            return
         # What a class keeps beside the function it was given; a class method's function takes the class.
         kind = type(owner.__dict__.get(name)) if isinstance(owner, type) else None
         if kind is classmethod:
@@ -43,24 +60,29 @@ class Hooks:
         self.table[path] = original
 
     def require(self, path: str) -> Any:
-        """The object at `path`, for symbols that are used and not replaced."""
-        owner, name = self._owner(path)
-        if not hasattr(owner, name):
-            raise self._missing(path)
-        return getattr(owner, name)
+        """The object at `path`, for symbols that are used and not replaced; raises as `wrap` does."""
+        owner, _, found = self._find(path)
+        return SimpleNamespace() if owner is None else found  # takes what the role would give the real one
 
-    def _owner(self, path: str) -> tuple[Any, str]:
+    def _find(self, path: str) -> tuple[Any, str, Any]:
+        """The owner, the name and the object of a path; the owner is `None` if it is absent and `install` runs."""
         module, _, attributes = path.partition(":")
         *owners, name = attributes.split(".")
+        missing = module
         try:
             owner = importlib.import_module(module)
-            for part in owners:
+            for position, part in enumerate(owners):
+                missing = f"{module}:{'.'.join(owners[: position + 1])}"
                 owner = getattr(owner, part)
+            missing = path
+            return owner, name, getattr(owner, name)
         except (ImportError, AttributeError) as error:
-            raise self._missing(path) from error
-        return owner, name
+            if self._absent is None:
+                raise self._unsupported({path: error}) from error
+            self._absent.setdefault(missing, error)
+            return None, name, None
 
-    def _missing(self, path: str) -> UnsupportedError:
+    def _unsupported(self, absent: dict[str, Exception]) -> UnsupportedError:
         version = "not installed"
         for distribution in self._distributions:
             try:
@@ -68,6 +90,16 @@ class Hooks:
                 break
             except metadata.PackageNotFoundError:
                 continue
+        symbols = list(absent)
         return UnsupportedError(
-            f"rl_memory needs {path}, which this engine ({version}) does not have", symbol=path, engine=version
+            f"rl_memory needs {', '.join(map(_described, absent.items()))}, which this engine ({version}) does not have",
+            symbols=symbols,
+            engine=version,
         )
+
+
+def _described(absent: tuple[str, Exception]) -> str:
+    """A symbol, and why its module cannot be imported where the module itself is there."""
+    symbol, cause = absent
+    is_there = isinstance(cause, ImportError) and not symbol.startswith(cause.name or "")
+    return f"{symbol} ({cause})" if is_there else symbol

@@ -10,6 +10,7 @@ round commits everywhere or undoes everywhere. A single engine needs one round.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 from rl_memory_plugins import commands
 from rl_memory_plugins.commands import AnyCommand
 from rl_memory_plugins.coordination import raise_failures
-from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.records import EngineStatus, Reply, Report
 from rl_memory_plugins.tags import parse_level, parse_mode, parse_tags
 
@@ -37,6 +38,36 @@ def sleep(level: object = 1, tags: object = None, mode: object = "abort") -> com
 
 def wake_up(tags: object = None) -> commands.WakeUp:
     return commands.WakeUp(tags=[tag.value for tag in parse_tags(tags)])  # type: ignore[arg-type]
+
+
+def update_weights(
+    endpoints: object = None,
+    token: object = None,
+    weight_version: object = None,
+    mode: object = "keep",
+    timeout_s: object = None,
+) -> commands.UpdateWeights:
+    """Build the command; see `commands.UpdateWeights`.
+
+    Raises:
+        InvalidRequestError: a value of the wrong type, no endpoints, no token, or no time.
+    """
+    given = {
+        "endpoints": endpoints,
+        "token": token,
+        "weight_version": weight_version,
+        "mode": parse_mode(mode).value,
+        "timeout_s": timeout_s,
+    }
+    try:
+        command = msgspec.convert(given, commands.UpdateWeights)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"bad weight update: {error}") from None
+    if not command.endpoints or not command.token:
+        raise InvalidRequestError("bad weight update: endpoints and token must not be empty")
+    if command.timeout_s is not None and not 0 < command.timeout_s < math.inf:
+        raise InvalidRequestError("bad weight update: timeout_s must be positive", field="timeout_s")
+    return command
 
 
 def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
@@ -64,7 +95,7 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
 def checksums() -> Operation:
     """Per engine, the list of its ranks' checksum records."""
     replies = raise_failures((yield commands.Checksums()))
-    return [reply.result for reply in replies]
+    return [reply.result for reply in sorted(replies, key=lambda reply: reply.rank)]
 
 
 def hello() -> Operation:
@@ -109,15 +140,21 @@ async def run_within(
     call: Callable[[AnyCommand], Awaitable[list[Reply[Any]]]],
     drain_timeout_s: float,
 ) -> Any:
-    """Drive an operation; if running requests keep it waiting for too long, give it up on all engines.
+    """Drive an operation; if running requests keep a transition waiting for too long, give it up on all engines.
 
-    An operation that has drained is not affected: it runs to its end, also if the caller is cancelled.
+    A transition that has drained is not affected: it runs to its end, also if the caller is cancelled.
 
     Raises:
         DrainTimeoutError: the requests did not finish in time; admission is open again.
     """
-    running = asyncio.ensure_future(run_async(operation, call))
-    done, _ = await asyncio.wait([running], timeout=drain_timeout_s)
-    if not done:
-        await call(commands.CancelDrain())
-    return await running
+
+    async def within(command: AnyCommand) -> list[Reply[Any]]:
+        if not isinstance(command, Transition):  # a question may wait for others' transitions, and ends none
+            return await call(command)
+        answering = asyncio.ensure_future(call(command))
+        done, _ = await asyncio.wait([answering], timeout=drain_timeout_s)
+        if not done:
+            await call(commands.CancelDrain())
+        return await answering
+
+    return await asyncio.shield(asyncio.ensure_future(run_async(operation, within)))

@@ -5,11 +5,15 @@ All are msgspec structs: they encode to msgpack between processes and to JSON fo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from rl_memory_plugins.tags import Content, TagState
+
+INITIAL_VERSION = "initial"
+"""Of the weights that an engine starts with."""
 
 
 class TagStatus(msgspec.Struct, frozen=True):
@@ -40,7 +44,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """One engine (one data-parallel rank): its ranks, and what the admission rule looks at."""
 
     ranks: list[RankStatus]
-    weight_version: str = "initial"
+    weight_version: str = INITIAL_VERSION
     paused: bool = False  # by sleep(level=0), or by the engine's own pause
     busy: str = ""  # the operation under way: "", "sleep", "wake_up" or "update_weights"
     engine_rank: int = 0
@@ -55,6 +59,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
         """The tags that are not resident on every rank."""
         asleep = {name for rank in self.ranks for name, tag in rank.tags.items() if tag.state is not TagState.RESIDENT}
         return sorted(asleep)
+
+
+def weight_version(engines: Iterable[EngineStatus]) -> str:
+    """The version of all engines' weights; they differ only when an update broke off between them."""
+    return next((engine.weight_version for engine in engines), INITIAL_VERSION)
 
 
 class TagChange(msgspec.Struct, frozen=True):

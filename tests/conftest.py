@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
+
+from tests.run_report import RunReport
 
 settings.register_profile("no deadline", deadline=None)  # shared machines pause at any moment
 settings.load_profile("no deadline")
@@ -14,3 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--engine", default="vllm", choices=("vllm", "sglang"), help="the engine under test")
     group.addoption("--tp", default=1, type=int, help="its tensor-parallel size")
     group.addoption("--dp", default=1, type=int, help="its data-parallel size")
+    group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs")
+    parser.getgroup("reporting").addoption("--report", type=Path, help="write versions and outcomes here, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--report")
+    if path is not None:
+        config.pluginmanager.register(RunReport(path, config.getoption("--engine")))

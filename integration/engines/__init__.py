@@ -1,4 +1,4 @@
-"""How each engine is started on the CPU, asked over HTTP, and looked at from outside."""
+"""How each engine is started, on the CPU or on GPUs, asked over HTTP, and looked at from outside."""
 
 from __future__ import annotations
 

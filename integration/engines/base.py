@@ -38,6 +38,12 @@ class Launch:
     dummy_weights: bool = False  # made by the engine, for a model folder without weights
     kv_bytes: int = 128 << 20
     max_running: int = 4
+    device: str = "cpu"  # or "cuda"
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights: on GPUs the engines' kernels want 16 bits, of which float16 rounds least."""
+        return {"cpu": "float32", "cuda": "float16"}[self.device]
 
 
 class EngineKind(ABC):
@@ -54,13 +60,23 @@ class EngineKind(ABC):
 
     @abstractmethod
     def request(
-        self, prompt: list[int], tokens: int, stream: bool = False, temperature: float = 0.0, seed: int = 0
+        self,
+        prompt: list[int],
+        tokens: int,
+        stream: bool = False,
+        temperature: float = 0.0,
+        seed: int = 0,
+        logprobs: bool = False,
     ) -> dict[str, Any]:
         """The body of a generation request that does not stop early; greedy at temperature 0."""
 
     @abstractmethod
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         """The generated token ids of an answer."""
+
+    @abstractmethod
+    def logprobs(self, answer: dict[str, Any]) -> list[float]:
+        """The log-probability of each of them, in an answer to a request with `logprobs`."""
 
     @abstractmethod
     def was_aborted(self, answer: dict[str, Any]) -> bool: ...
@@ -138,6 +154,11 @@ class Server:
                 continue
         return total
 
+    def occupied_bytes(self) -> int:
+        """Memory that the engine takes where it sleeps and wakes: the RSS of its processes, or with `device="cuda"`
+        what is in use on all GPUs, whoever uses it, since not every driver tells processes apart."""
+        return gpu_used_bytes() if self.launch.device == "cuda" else self.resident_bytes()
+
     def post(self, prompt: list[int], tokens: int = 8, **sampling: Any) -> httpx.Response:
         return self.http.post(self.kind.generation_route, json=self.kind.request(prompt, tokens, **sampling))
 
@@ -185,6 +206,18 @@ class BackgroundRequest(threading.Thread):
         assert isinstance(self.outcome, httpx.Response), self.outcome
         assert self.outcome.status_code == 200, self.outcome.text
         return self.outcome.json()
+
+
+def gpu_used_bytes() -> int:
+    """Memory in use on all GPUs of this machine, as the driver counts it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""SGLang on the CPU, with the stand-in kernels of tests/aids/sglang_cpu."""
+"""SGLang on the CPU, with the stand-in kernels of tests/aids/sglang_cpu, or on GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from typing import Any
 from integration.engines.base import REPOSITORY, EngineKind, Launch, python
 
 STAND_IN_KERNELS = REPOSITORY / "tests" / "aids" / "sglang_cpu"
-BYTES_PER_TOKEN = 2 * 4  # keys and values in float32, for each layer, head and dimension
+BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
+
+_DEVICE_ARGUMENTS = {
+    "cpu": ["--attention-backend", "torch_native", "--disable-overlap-schedule"],
+    "cuda": ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "4"],
+}
 
 
 class Sglang(EngineKind):
@@ -22,8 +27,8 @@ class Sglang(EngineKind):
         arguments = [
             *(python(), "-m", "rl_memory_plugins.cli", "serve", "sglang", str(launch.model)),
             *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
-            *("--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native"),
-            *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
+            *("--dtype", launch.dtype, "--device", launch.device, *_DEVICE_ARGUMENTS[launch.device]),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
             *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
             *("--tensor-parallel-size", str(launch.tp), "--data-parallel-size", str(launch.dp)),
@@ -36,28 +41,41 @@ class Sglang(EngineKind):
         return arguments
 
     def environment(self, launch: Launch) -> dict[str, str]:
-        ranks = launch.tp * launch.dp
         variables = {
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but("qwen2")),  # importing all takes most of a start
+            "HF_HUB_OFFLINE": "1",
+        }
+        if launch.device == "cuda":
+            return variables
+        ranks = launch.tp * launch.dp
+        variables |= {
             "PYTHONPATH": str(STAND_IN_KERNELS),
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_NCCL_SO_PATH": "none",  # else the NCCL that is installed wants a GPU with more than one rank
-            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but("qwen2")),  # importing all takes most of a start
             "OMP_NUM_THREADS": "2" if ranks == 1 else "1",
             "OMP_WAIT_POLICY": "passive",
-            "HF_HUB_OFFLINE": "1",
         }
         if ranks > 1:  # SGLang insists on one entry a rank; without its kernels it binds nothing
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)
         return variables
 
     def request(
-        self, prompt: list[int], tokens: int, stream: bool = False, temperature: float = 0.0, seed: int = 0
+        self,
+        prompt: list[int],
+        tokens: int,
+        stream: bool = False,
+        temperature: float = 0.0,
+        seed: int = 0,
+        logprobs: bool = False,
     ) -> dict[str, Any]:
         sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
-        return {"input_ids": prompt, "sampling_params": sampling, "stream": stream}
+        return {"input_ids": prompt, "sampling_params": sampling, "stream": stream, "return_logprob": logprobs}
 
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         return list(answer["output_ids"])
+
+    def logprobs(self, answer: dict[str, Any]) -> list[float]:
+        return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
 
     def was_aborted(self, answer: dict[str, Any]) -> bool:
         return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
@@ -66,7 +84,8 @@ class Sglang(EngineKind):
 def _kv_tokens(launch: Launch) -> int:
     config = json.loads((launch.model / "config.json").read_text())
     heads = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
-    tokens = launch.kv_bytes // (BYTES_PER_TOKEN * config["num_hidden_layers"] * heads)
+    per_token = 2 * BYTES_PER_ELEMENT[launch.dtype] * config["num_hidden_layers"] * heads  # keys and values
+    tokens = launch.kv_bytes // per_token
     return max(int(tokens), 4096)
 
 

@@ -1,4 +1,4 @@
-"""vLLM on the CPU."""
+"""vLLM on the CPU or on GPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import os
 from typing import Any
 
 from integration.engines.base import EngineKind, Launch, python
+
+#: With `--kv-cache-memory-bytes` the share of a GPU's memory only says what must be free at the start.
+_DEVICE_ARGUMENTS = {
+    "cpu": ["--enforce-eager"],
+    "cuda": ["--gpu-memory-utilization", "0.05", "--cudagraph-capture-sizes", "1", "2", "4"],
+}
 
 
 class Vllm(EngineKind):
@@ -17,8 +23,8 @@ class Vllm(EngineKind):
         arguments = [
             *(python(), "-m", "rl_memory_plugins.cli", "serve", "vllm", str(launch.model)),
             *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
-            *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", str(launch.max_running)),
-            "--enforce-eager",
+            *("--dtype", launch.dtype, "--max-model-len", "2048", "--max-num-seqs", str(launch.max_running)),
+            *_DEVICE_ARGUMENTS[launch.device],
             *("--kv-cache-memory-bytes", str(launch.kv_bytes), "--tensor-parallel-size", str(launch.tp)),
             *("--rl-memory", json.dumps(launch.options)),
         ]
@@ -31,22 +37,30 @@ class Vllm(EngineKind):
         return arguments
 
     def environment(self, launch: Launch) -> dict[str, str]:
-        cores = range(os.cpu_count() or 1)
-        ranks = launch.tp * launch.dp
-        bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)) if ranks > 1 else "auto"
-        return {
-            "VLLM_CPU_OMP_THREADS_BIND": bind,
+        variables = {
             "VLLM_SERVER_DEV_MODE": "1",  # so that the native routes are there, and lead to the same machine
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "VLLM_HOST_IP": "127.0.0.1",
         }
+        if launch.device == "cuda":
+            return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it is compiled at first use
+        cores = range(os.cpu_count() or 1)
+        ranks = launch.tp * launch.dp
+        bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)) if ranks > 1 else "auto"
+        return {**variables, "VLLM_CPU_OMP_THREADS_BIND": bind}
 
     def request(
-        self, prompt: list[int], tokens: int, stream: bool = False, temperature: float = 0.0, seed: int = 0
+        self,
+        prompt: list[int],
+        tokens: int,
+        stream: bool = False,
+        temperature: float = 0.0,
+        seed: int = 0,
+        logprobs: bool = False,
     ) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "model": "model",
             "prompt": prompt,
             "max_tokens": tokens,
@@ -56,9 +70,13 @@ class Vllm(EngineKind):
             "return_token_ids": True,
             "stream": stream,
         }
+        return {**body, "logprobs": 0} if logprobs else body  # none beside the chosen token's own
 
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         return list(answer["choices"][0]["token_ids"])
+
+    def logprobs(self, answer: dict[str, Any]) -> list[float]:
+        return list(answer["choices"][0]["logprobs"]["token_logprobs"])
 
     def was_aborted(self, answer: dict[str, Any]) -> bool:
         return answer["choices"][0]["finish_reason"] == "abort"

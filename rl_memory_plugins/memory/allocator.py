@@ -96,6 +96,16 @@ class Allocator(Protocol):
     def blocks(self, tag: Tag) -> list[Block]:
         """The tag's live blocks by ascending address, whether resident or released."""
 
+    def held(self, tag: Tag) -> AbstractContextManager[list[Block]]:
+        """The tag's blocks, for reading by another thread: while it is open none of them loses its memory by
+        the end of its tensors. `release` still takes it."""
+
+    def left(self) -> dict[str, int]:
+        """What this process holds on the device beside the regions: bytes by cause; what is not known is absent.
+
+        Works while regions are released, takes milliseconds, and never raises.
+        """
+
     def release(self, tag: Tag) -> int:
         """Give the physical memory of all blocks back, keep the addresses. The content is lost.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,8 @@ from rl_memory_plugins.memory.allocator import Block, Device
 from rl_memory_plugins.memory.ranges import subtract
 
 ALIGNMENT = 4096
+#: Bytes that are copied between two looks at whether to go on; a few milliseconds' worth.
+STEP_BYTES = 256 << 20
 
 
 class HostArena(Protocol):
@@ -216,6 +218,27 @@ class Backup:
         # in many pieces, and sooner copied again than compared.
         device.copy_to_host(self._pairs(), identify if self.identified else None)
         self.epoch = epoch
+
+    def save_in_steps(self, device: Device, epoch: int, go_on: Callable[[], bool]) -> bool:
+        """Copy the blocks out while somebody may be writing to them.
+
+        Args:
+            go_on: Asked between steps; if it says no, the copy is given up.
+
+        Returns: whether this is a copy of one state of the blocks. If not, the backup is never clean.
+        """
+        self._fingerprint = None
+        before = device.fingerprint(self.blocks)
+        for block, address in self._pairs():
+            for start in range(0, block.nbytes, STEP_BYTES):
+                if not go_on():
+                    return False
+                step = Block(block.address + start, min(STEP_BYTES, block.nbytes - start))
+                device.copy_to_host([(step, address + start)])
+        if not go_on() or device.fingerprint(self.blocks) != before:
+            return False
+        self._fingerprint, self.epoch = before, epoch
+        return True
 
     def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
         """Copy the bytes back, all or those that lie in `blocks`; returns how many, when all have arrived."""

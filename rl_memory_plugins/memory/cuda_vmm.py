@@ -16,9 +16,7 @@ good, and physical memory mapped behind it that comes and goes. How this meets t
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,11 +24,14 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
+from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
+from rl_memory_plugins.memory.left import Left
 from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
-from rl_memory_plugins.memory.segments import Segments
+from rl_memory_plugins.memory.segments import Segments, pool_key
+from rl_memory_plugins.memory.torch_settings import set_torch_option, torch_options
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,15 @@ class CudaVmmAllocator:
         self._idle_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
         self._retired_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
         self._graph_pools: dict[Tag, torch.cuda.MemPool] = {}
+        self._holds = dict.fromkeys(Tag, 0)
         self._segments = Segments(index)
         self._regions = RegionStack()
         self._region_lock = threading.Lock()  # guards the count below
         self._open_regions = 0
+        self._left = Left(index)
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
         self._torch_allocators = {
-            tag: torch._C._cuda_customAllocator(_address_of(self._malloc_callbacks[tag]), self._driver.unmap_address)
+            tag: torch._C._cuda_customAllocator(address_of_function(self._malloc_callbacks[tag]), self._driver.unmap_address)
             for tag in Tag
         }
         keep_for_ever(self)  # and with it all callbacks, allocators and pools
@@ -125,7 +128,7 @@ class CudaVmmAllocator:
         pool = self._graph_pools.get(tag)
         if pool is None:
             pool = self._graph_pools[tag] = self._new_pool(tag)
-        return (int(pool.id[0]), int(pool.id[1]))
+        return pool_key(pool)
 
     def _take_pool(self, tag: Tag) -> torch.cuda.MemPool:
         with self._lock:
@@ -148,12 +151,17 @@ class CudaVmmAllocator:
             self.forget_freed(tag)
 
     def forget_freed(self, tag: Tag) -> set[int]:
-        """Strike out the blocks of retired pools that hold no tensor any more; returns their addresses."""
+        """Strike out the blocks of retired pools that hold no tensor any more; returns their addresses.
+
+        While the tag is held this is left to the next call.
+        """
         unused = self._unused(tag, self._retired_pools[tag])
         if not unused:
             return unused
         torch.cuda.synchronize(self.index)
         with self._lock, self._driver.context():
+            if self._holds[tag]:
+                return set()
             for address in unused:
                 mapping = self._mappings[tag].pop(address, None)  # another thread may have been faster
                 if mapping is not None and mapping.mapped:
@@ -224,6 +232,23 @@ class CudaVmmAllocator:
 
     def blocks(self, tag: Tag) -> list[Block]:
         return [Block(mapping.address, mapping.nbytes) for mapping in self._live(tag)]
+
+    @contextmanager
+    def held(self, tag: Tag) -> Iterator[list[Block]]:
+        with self._lock:
+            self._holds[tag] += 1
+        try:
+            yield self.blocks(tag)
+        finally:
+            with self._lock:
+                self._holds[tag] -= 1
+
+    def left(self) -> dict[str, int]:
+        with self._lock:
+            pools = [pool for kind in (self._idle_pools, self._retired_pools) for some in kind.values() for pool in some]
+            pools += self._graph_pools.values()
+            mapped = sum(m.nbytes for mappings in self._mappings.values() for m in mappings.values() if m.mapped)
+        return self._left(self._segments.by_pool(), {pool_key(pool) for pool in pools}, mapped)
 
     def _live(self, tag: Tag) -> list[_Mapping]:
         with self._lock, self._driver.context():
@@ -350,121 +375,6 @@ class VmmReservation:
                 self._driver.release(handle)
 
 
-class Driver:
-    """The calls of the CUDA driver that are needed, for one GPU.
-
-    All calls of one instance may come from any thread: `context` makes the GPU's primary context current.
-    """
-
-    def __init__(self, index: int) -> None:
-        try:
-            self._api = api = importlib.import_module("cuda.bindings.driver")
-        except ImportError as error:
-            raise UnsupportedError(
-                f"allocator=vmm needs cuda-bindings ({error}): pip install 'rl_memory_plugins[cuda]'"
-            ) from error
-        torch.cuda.synchronize(index)  # the primary context exists from here on
-        self._ok = api.CUresult.CUDA_SUCCESS
-        self._out_of_memory = api.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-        # torch's ordinal is the driver's: both number what CUDA_VISIBLE_DEVICES leaves, in its order
-        device = self._check(api.cuDeviceGet(index))
-        if not self._attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device):
-            raise UnsupportedError(f"GPU {index} has no virtual memory management: use allocator=tms")
-        self._context = self._check(api.cuDevicePrimaryCtxRetain(device))
-        self._properties = api.CUmemAllocationProp()
-        self._properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._properties.location.id = index
-        if self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", device):
-            self._properties.allocFlags.gpuDirectRDMACapable = 1
-        self._access = api.CUmemAccessDesc()
-        self._access.location = self._properties.location
-        self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(self._check(api.cuMemGetAllocationGranularity(self._properties, minimum)))
-        self.unmap_address = _address_of(ctypes.CDLL("libcuda.so.1").cuMemUnmap)
-
-    def _attribute(self, name: str, device: Any) -> int:
-        attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(self._check(self._api.cuDeviceGetAttribute(attribute, device)))
-
-    def _check(self, result: tuple[Any, ...]) -> Any:
-        """The value of a call that must succeed."""
-        if result[0] == self._ok:
-            return result[1] if len(result) > 1 else None
-        if result[0] == self._out_of_memory:
-            free = self.free_bytes()
-            raise DeviceMemoryError("the CUDA driver is out of memory", needed_bytes=0, free_bytes=free, margin_bytes=0)
-        raise EngineFaultError(f"the CUDA driver answered {result[0].name}", cuda_error=result[0].name)
-
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        self._check(self._api.cuCtxPushCurrent(self._context))
-        try:
-            yield
-        finally:
-            self._api.cuCtxPopCurrent()
-
-    def free_bytes(self) -> int:
-        with self.context():
-            return int(self._api.cuMemGetInfo()[1])
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Reserve addresses and put memory behind them; the address, or None if there is not enough."""
-        with self.context():
-            handle = self.create(nbytes)
-            if handle is None:
-                return None
-            try:
-                address = int(self._check(self._api.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
-            except BaseException:
-                self.release(handle)
-                raise
-            try:
-                self.map(address, nbytes, handle)
-            except DeviceMemoryError:
-                self.release(handle)
-                self.free_address(address, nbytes)
-                return None
-            except BaseException:
-                self.release(handle)
-                self.free_address(address, nbytes)
-                raise
-            return address
-
-    def create(self, nbytes: int) -> Any | None:
-        """A handle of physical memory, or None if there is not enough."""
-        result = self._api.cuMemCreate(nbytes, self._properties, 0)
-        return None if result[0] == self._out_of_memory else self._check(result)
-
-    def release(self, handle: Any) -> None:
-        self._check(self._api.cuMemRelease(handle))
-
-    def map(self, address: int, nbytes: int, handle: Any) -> None:
-        """Put the handle's memory behind the address, and hand its ownership to the mapping.
-
-        On an error nothing is mapped and the handle is still the caller's.
-        """
-        self._check(self._api.cuMemMap(address, nbytes, 0, handle, 0))
-        try:
-            self._check(self._api.cuMemSetAccess(address, nbytes, [self._access], 1))
-        except BaseException:
-            self.unmap(address, nbytes)
-            raise
-        self.release(handle)
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        self._check(self._api.cuMemUnmap(address, nbytes))
-
-    def free_address(self, address: int, nbytes: int) -> None:
-        with self.context():
-            self._check(self._api.cuMemAddressFree(address, nbytes))
-
-    def is_mapped(self, address: int) -> bool:
-        answer = self._api.cuMemGetAccess(self._properties.location, address)[0]
-        return bool(answer != self._api.CUresult.CUDA_ERROR_INVALID_VALUE)
-
-
 def require_torch_symbols() -> None:
     """Check that torch has all of `TORCH_SYMBOLS`.
 
@@ -482,30 +392,3 @@ def require_torch_symbols() -> None:
         raise UnsupportedError(
             f"torch {torch.__version__} lacks {', '.join(missing)}, which allocator=vmm needs", missing=missing
         )
-
-
-def torch_options() -> dict[str, Any]:
-    """The settings of torch's caching allocator that are in effect, whoever set them."""
-    return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
-
-
-def set_torch_option(name: str, value: bool) -> None:
-    """Change one setting of torch's caching allocator, for the process.
-
-    torch resets what a new settings string does not name, so the string in effect is amended.
-    """
-    in_effect = torch_options()
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    text = next((str(in_effect[key]) for key in names if in_effect.get(key)), "")
-    text = text or next((os.environ[key] for key in names if os.environ.get(key)), "")
-    fields = [field for field in text.split(",") if field and field.partition(":")[0].strip() != name]
-    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if set_settings is None:
-        set_settings = torch.cuda.memory._set_allocator_settings
-    set_settings(",".join([*fields, f"{name}:{value}"]))
-
-
-def _address_of(function: Any) -> int:
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address

@@ -161,6 +161,13 @@ class FakeAllocator:
     def blocks(self, tag: Tag) -> list[Block]:
         return sorted(range_.block for range_ in self._of(tag))
 
+    @contextmanager
+    def held(self, tag: Tag) -> Iterator[list[Block]]:
+        yield self.blocks(tag)
+
+    def left(self) -> dict[str, int]:
+        return {}
+
     def release(self, tag: Tag) -> int:
         self.device._enter("release")
         released = 0

@@ -32,6 +32,12 @@ class FaultyAllocator:
     def blocks(self, tag: Tag) -> list[Block]:
         return self._inner.blocks(tag)
 
+    def held(self, tag: Tag) -> AbstractContextManager[list[Block]]:
+        return self._inner.held(tag)
+
+    def left(self) -> dict[str, int]:
+        return self._inner.left()
+
     def release(self, tag: Tag) -> int:
         self._fail_if_asked("release")
         return self._inner.release(tag)

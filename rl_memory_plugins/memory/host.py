@@ -134,6 +134,15 @@ class HostAllocator:
         with self._lock:
             return sorted(block for _, _, block in self._live(tag))
 
+    @contextmanager
+    def held(self, tag: Tag) -> Iterator[list[Block]]:
+        with self._lock:
+            live = self._live(tag)  # keeps the storages
+        yield sorted(block for _, _, block in live)
+
+    def left(self) -> dict[str, int]:
+        return {}  # the device is the host: what the regions are beside is the process itself
+
     def release(self, tag: Tag) -> int:
         released = 0
         with self._lock:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.ranges import intersect, subtract
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
@@ -42,6 +43,7 @@ class MemoryManager:
             at each sleep.
         poison: Fill newly mapped pages with a NaN pattern, to make a forgotten restore loud.
         zero_on_wake: Tags whose memory the engine expects to find zeroed after a wake.
+        eager_backup: Copy the weights in the background at the start and after each complete update.
         notes: What this rank cannot do, for `memory_status`.
     """
 
@@ -54,6 +56,7 @@ class MemoryManager:
         *,
         poison: bool = False,
         zero_on_wake: Iterable[Tag] = (),
+        eager_backup: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
         self.rank = rank
@@ -65,12 +68,15 @@ class MemoryManager:
         self._discardable = discardable
         self._poison = poison
         self._zero_on_wake = frozenset(zero_on_wake)
+        self._eager_backup = eager_backup
+        self._eager: EagerBackup | None = None
         self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
         self._backups: dict[Tag, Backup] = {}
         self._unrestored: dict[Tag, list[Block]] = {}  # mapped by a wake that broke off, content undefined
         self._epoch = 0
         self._prepared_sleep: _PreparedSleep | None = None
         self._prepared_wake: dict[Tag, Reservation] | None = None
+        self._left: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
 
     def warm_up(self) -> None:
@@ -79,9 +85,9 @@ class MemoryManager:
         Host memory that takes long to make is made in the background.
         """
         self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
-        self.arena.prepare(
-            [sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in (Tag.WEIGHTS, Tag.CUDA_GRAPH)]
-        )
+        tags = (Tag.CUDA_GRAPH,) if self._eager_backup else (Tag.WEIGHTS, Tag.CUDA_GRAPH)
+        self.arena.prepare([sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in tags])
+        self._start_eager_backup()
 
     # -- what is ------------------------------------------------------------------------------------------
 
@@ -95,6 +101,7 @@ class MemoryManager:
 
     def status(self) -> RankStatus:
         """A record of everything the contract lets a caller see. Cheap, and works in every state."""
+        self._collect_eager_backup()
         free, total = self.device.memory_info()
         tags = {
             tag.value: TagStatus(
@@ -115,6 +122,7 @@ class MemoryManager:
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
             notes=tuple(self.notes),
+            left=self._left if any(state is not TagState.RESIDENT for state in self._states.values()) else {},
         )
 
     def seconds(self) -> dict[str, float]:
@@ -133,6 +141,9 @@ class MemoryManager:
         self._seconds = {}
         prepared = _PreparedSleep(level)
         try:
+            if Tag.WEIGHTS in tags and level is not Level.PAUSE:
+                with self._timed("backup"):
+                    self._end_eager_backup(wanted=preserves(level, Tag.WEIGHTS))
             with self._timed("synchronize"):
                 self.device.synchronize()
             with self._timed("backup"):
@@ -181,7 +192,9 @@ class MemoryManager:
                     changes = [self._release_tag(prepared, tag, state) for tag, state in prepared.states.items()]
                     if changes:
                         self.device.trim()
-                    return changes
+                if changes:
+                    self._left = self.allocator.left()
+                return changes
             finally:
                 self._free_new_backups(prepared)  # of tags that were not reached
 
@@ -335,6 +348,7 @@ class MemoryManager:
         """
         self.require_writable()
         self._require_no_transition()
+        self._cancel_eager_backup()
         self.content = Content.UPDATING
 
     def finish_writing(self, complete: bool) -> None:
@@ -342,12 +356,50 @@ class MemoryManager:
         if self.content is Content.UPDATING:
             self.content = Content.VALID if complete else Content.FAILED
             self._epoch += 1
+            self._start_eager_backup()
 
     def note_foreign_load(self, complete: bool) -> None:
         """Somebody else wrote into the weights; `complete` if by now every parameter was written."""
         self._epoch += 1
+        self._cancel_eager_backup()
         if complete:
             self.content = Content.VALID
+            self._start_eager_backup()
+
+    # -- copying in advance -----------------------------------------------------------------------------------
+
+    def _start_eager_backup(self) -> None:
+        """Begin to copy the weights, unless what they hold now has been copied or may not last."""
+        if not self._eager_backup or self.content is not Content.VALID or self._prepared_sleep is not None:
+            return
+        if self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
+            return
+        self._collect_eager_backup()
+        existing = self._backups.get(Tag.WEIGHTS)
+        if existing is not None:
+            if existing.identified and existing.epoch == self._epoch:
+                return
+            self._backups.pop(Tag.WEIGHTS).free()  # out of date: its memory serves the new copy
+        self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, self._epoch, self._eager)
+
+    def _cancel_eager_backup(self) -> None:
+        if self._eager is not None:
+            self._eager.cancel()
+
+    def _collect_eager_backup(self) -> None:
+        """Count a copy that has ended among the backups; does not wait."""
+        if self._eager is not None and not self._eager.is_running:
+            self._end_eager_backup(wanted=True)
+
+    def _end_eager_backup(self, wanted: bool) -> None:
+        """Wait until no thread reads the weights; a `wanted` copy goes on until it is complete."""
+        if self._eager is None:
+            return
+        if not wanted:
+            self._eager.cancel()
+        backup, self._eager = self._eager.finish(), None
+        if backup is not None:
+            self._backups[Tag.WEIGHTS] = backup
 
     # -- inside ---------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class PinnedArena(PagedArena):
         super().__init__(max_bytes, margin_bytes)
         self.notes: list[str] = []
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
+        self._index = index
         self._node = numa_node(index)
         self._registered: set[int] = set()
         self._preparing: list[threading.Thread] = []
@@ -82,7 +83,8 @@ class PinnedArena(PagedArena):
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
         prefer_node(address, nbytes, self._node)
         touch(address, nbytes, self._threads)
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        with torch.cuda.device(self._index):  # a new thread's is GPU 0, where this would make a context
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code == 0:
             self._registered.add(address)
         else:
@@ -94,7 +96,8 @@ class PinnedArena(PagedArena):
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         if address in self._registered:
             self._registered.remove(address)
-            torch.cuda.cudart().cudaHostUnregister(address)
+            with torch.cuda.device(self._index):
+                torch.cuda.cudart().cudaHostUnregister(address)
         super()._discard(address, mapping)
 
 

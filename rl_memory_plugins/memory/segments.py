@@ -38,7 +38,13 @@ class Segments:
             if now != self._seen:
                 self.read()
                 self._seen = now  # taken before the reading: at worst it is read once more
-            return [segment for pool in pools for segment in self._by_pool.get(tuple(pool.id), ())]
+            return [segment for pool in pools for segment in self._by_pool.get(pool_key(pool), ())]
+
+    def by_pool(self) -> dict[tuple[int, int], list[Segment]]:
+        """All segments as they are now, by the identifiers of their pools."""
+        with self._lock:
+            self.read()
+            return dict(self._by_pool)
 
     def read(self) -> set[int]:
         """Read all segments anew; returns their addresses."""
@@ -49,3 +55,9 @@ class Segments:
                     segment = Segment(found["address"], found["total_size"], found["active_size"])
                     self._by_pool.setdefault(tuple(found["segment_pool_id"]), []).append(segment)
             return {segment.address for segments in self._by_pool.values() for segment in segments}
+
+
+def pool_key(pool: Any) -> tuple[int, int]:
+    """The identifier of a `torch.cuda.MemPool`, as snapshots and `torch.cuda.graph(pool=…)` have it."""
+    first, second = pool.id
+    return int(first), int(second)

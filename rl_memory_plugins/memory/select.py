@@ -49,7 +49,7 @@ def _make(kind: str, device: Any, rank: int, config: RLMemoryConfig) -> Allocato
     if kind == "tms":
         from rl_memory_plugins.memory.torch_saver import TorchSaverAllocator
 
-        return TorchSaverAllocator(_ordinal(device), margin)
+        return TorchSaverAllocator(_ordinal(device), margin, config.tms_hook_mode)
     from rl_memory_plugins.memory.host import HostAllocator
 
     return HostAllocator(rank, config.host_memory_margin_bytes)

@@ -15,21 +15,27 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
+from rl_memory_plugins.memory.left import Left
 from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
-from rl_memory_plugins.memory.segments import Segments
+from rl_memory_plugins.memory.segments import Segments, pool_key
+from rl_memory_plugins.memory.torch_settings import torch_options
 from rl_memory_plugins.tags import Tag
 
 #: What is used of torch_memory_saver that it does not document: checked at start-up.
 SAVER_SYMBOLS = ("_impl", "_impl._mem_pools", "_impl._hook_mode")
+
+#: How it gets between torch and CUDA; "auto" is "preload" where its library is preloaded, else "torch".
+HookMode = Literal["auto", "torch", "preload"]
 
 #: Its tags belong to the process: each allocator has its own.
 _numbers = itertools.count()
@@ -40,12 +46,12 @@ class TorchSaverAllocator:
 
     CUDA graphs stay resident: what is captured does not go through its regions.
 
-    Its LD_PRELOAD mode is used where its library is preloaded, its torch mode elsewhere; if it is already in
-    use in this process, it is taken as it is.
+    If it is already in use in this process, it is taken as it is.
 
     Args:
         index: torch's ordinal of the GPU.
         margin_bytes: Device memory that must be free beyond what a reservation needs.
+        hook_mode: Its mode, by its own names.
 
     Raises:
         UnsupportedError: it is not installed, lacks something that is needed, or refuses to start; says why.
@@ -54,11 +60,12 @@ class TorchSaverAllocator:
     name = "tms"
     maps_zeroed = True  # as for cuda_vmm
 
-    def __init__(self, index: int, margin_bytes: int = 0) -> None:
+    def __init__(self, index: int, margin_bytes: int = 0, hook_mode: HookMode = "auto") -> None:
         self.index = index
         self.device = CudaDevice(index)
+        self._left = Left(index)
         self._margin_bytes = margin_bytes
-        self._saver = _start_saver(index)
+        self._saver = _start_saver(index, hook_mode)
         self.hook_mode: str = self._saver._impl._hook_mode
         self._number = next(_numbers)
         self._segments = Segments(index)
@@ -87,6 +94,17 @@ class TorchSaverAllocator:
 
     def blocks(self, tag: Tag) -> list[Block]:
         return self._blocks_of(self._saver_tags(tag))
+
+    @contextmanager
+    def held(self, tag: Tag) -> Iterator[list[Block]]:
+        yield self.blocks(tag)  # its pools keep their segments when tensors go
+
+    def left(self) -> dict[str, int]:
+        pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
+        by_pool = self._segments.by_pool()
+        held = sum(segment.nbytes for pool in pools for segment in by_pool.get(pool, ()))
+        paused = sum(block.nbytes for tag in Tag for block in self.paused_blocks(tag))
+        return self._left(by_pool, pools, held - paused)
 
     def _blocks_of(self, names: list[str]) -> list[Block]:
         pools = [
@@ -162,17 +180,66 @@ class SaverReservation:
         self._allocator.unpromise(self.nbytes)
 
 
-def _start_saver(index: int) -> Any:
+def preload_library() -> Path:
+    """The library that LD_PRELOAD must name for the preload mode.
+
+    Raises:
+        UnsupportedError: it is not installed, or not for this CUDA.
+    """
+    try:
+        from torch_memory_saver.utils import get_binary_path_from_package
+
+        return Path(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+    except (ImportError, RuntimeError) as error:
+        raise _not_installed(error) from error
+
+
+def with_preload(environment: Mapping[str, str], library: Path) -> dict[str, str]:
+    """The environment, with the library first among those that are preloaded."""
+    others = [path for path in environment.get("LD_PRELOAD", "").split(":") if path and path != str(library)]
+    return {**environment, "LD_PRELOAD": ":".join([str(library), *others])}
+
+
+def resolve_hook_mode(hook_mode: HookMode) -> str:
+    """`torch` or `preload`, as this process was started for.
+
+    Raises:
+        UnsupportedError: the preload mode is asked for, and the library is not preloaded.
+    """
+    named = [Path(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if "torch_memory_saver" in path]
+    mapped = Path("/proc/self/maps").read_text() if named else ""
+    preloaded = any(path.name in mapped for path in named)  # the loader skips, with a warning, what it cannot load
+    if hook_mode == "preload" and not preloaded:
+        raise UnsupportedError(
+            "tms_hook_mode=preload needs torch_memory_saver's library to be preloaded, which this process was not"
+            f" started with (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')!r}): start by `rl-memory serve`, which"
+            " arranges it, or set LD_PRELOAD to its torch_memory_saver_hook_mode_preload library",
+        )
+    if hook_mode == "auto":
+        return "preload" if preloaded else "torch"
+    return hook_mode
+
+
+def _not_installed(error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"allocator=tms needs torch-memory-saver ({error}): pip install 'torch-memory-saver>=0.0.9.post1'"
+    )
+
+
+def _start_saver(index: int, hook_mode: HookMode) -> Any:
     try:
         from torch_memory_saver import torch_memory_saver as saver
     except ImportError as error:
+        raise _not_installed(error) from error
+    mode = resolve_hook_mode(hook_mode)
+    if torch_options().get("expandable_segments"):
         raise UnsupportedError(
-            f"allocator=tms needs torch-memory-saver ({error}): pip install 'torch-memory-saver>=0.0.9.post1'"
-        ) from error
-    preloaded = "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
+            "allocator=tms does not work with torch's expandable_segments, which go past it:"
+            " unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, or take allocator=vmm"
+        )
     try:
         if getattr(saver, "_impl", None) is None:
-            saver.hook_mode = "preload" if preloaded else "torch"
+            saver.hook_mode = mode
         with torch.cuda.device(index), saver.region(tag="rl_memory.start"):
             pass
     except (RuntimeError, AssertionError, OSError) as error:
@@ -183,5 +250,9 @@ def _start_saver(index: int) -> Any:
             found = getattr(found, part, None)
         if found is None:
             raise UnsupportedError(f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path])
+    if hook_mode != "auto" and saver._impl._hook_mode != hook_mode:
+        raise UnsupportedError(
+            f"torch_memory_saver is already in use in this process, in mode {saver._impl._hook_mode}, not {hook_mode}"
+        )
     keep_for_ever(saver._impl)  # it also exits when its pools are dropped, as the interpreter does at the end
     return saver

@@ -3,6 +3,11 @@
 The engine refuses them too. The gate is earlier: before the body is read and tokenised, and before a streaming
 answer has begun with status 200. A request that passed the gate and found the engine closed when it got there
 is reported by the adapter (`report_refusal`), and gets the same 503 whatever the engine's own server makes of it.
+
+Answers that pass carry the version of the weights when the request was admitted, and when the answer began to be
+sent. A version changes only by an update, so no token of an answer is by older weights than the first says, and no
+token that was there when it began by newer ones than the second. Answers that are sent whole begin when they are
+complete: where both versions are the same, all of it is by these weights.
 """
 
 from __future__ import annotations
@@ -10,14 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from rl_memory_plugins.admission import first_refusal
 from rl_memory_plugins.errors import RLMemoryError, as_rl_memory_error
-from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.records import EngineStatus, weight_version
 from rl_memory_plugins.server.responses import error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ADMITTED_VERSION = b"x-weight-version"
+ANSWERED_VERSION = b"x-weight-version-end"
+
+_PLAIN = "/:=+@"  # besides letters, digits and "_.-~"; other characters of a version are percent-encoded
 
 _refusals: ContextVar[list[RLMemoryError] | None] = ContextVar("rl_memory_refusals", default=None)
 
@@ -29,8 +40,23 @@ def report_refusal(error: RLMemoryError) -> None:
         refusals.append(error)
 
 
+def refuse_if_closed(engines: Iterable[EngineStatus]) -> None:
+    """For calls into an engine from Python.
+
+    Raises:
+        EngineAsleepError: the engines would not admit a request; the gate of a request that this code runs for
+            answers with it too.
+    """
+    refusal = first_refusal(engines)
+    if refusal is not None:
+        report_refusal(refusal)
+        raise refusal
+
+
 class AdmissionGate:
     """ASGI middleware that answers 503 with `Retry-After` to generation requests that would not be admitted.
+
+    Answers to the others get the headers `X-Weight-Version` and `X-Weight-Version-End`.
 
     Args:
         app: What all other requests go to, untouched.
@@ -52,14 +78,22 @@ class AdmissionGate:
         if scope["type"] != "http" or not self._is_generation(scope):
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal()
+        try:
+            engines = list(self._status())
+            refusal: RLMemoryError | None = first_refusal(engines)
+        except Exception as error:  # a status that cannot be read does not show that the weights are valid
+            refusal = as_rl_memory_error(error)
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
             return
-        await self._pass_on(scope, receive, send)
+        await self._pass_on(scope, receive, send, weight_version(engines))
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the request; if it is refused late, answer in the place of the engine's server."""
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, version: str) -> None:
+        """Run the request; if it is refused late, answer in the place of the engine's server.
+
+        Args:
+            version: Of the weights, when the request was admitted.
+        """
         late: list[RLMemoryError] = []
         _refusals.set(late)
         started = replaced = False
@@ -71,6 +105,9 @@ class AdmissionGate:
                 await error_response(late[0])(scope, receive, send)
             elif not replaced:
                 started = True
+                if message["type"] == "http.response.start":
+                    headers = [(ADMITTED_VERSION, _encoded(version)), *self._answered_version()]
+                    message = {**message, "headers": [*message.get("headers", ()), *headers]}
                 await send(message)
 
         try:
@@ -81,11 +118,16 @@ class AdmissionGate:
             if not started:  # the server's handler for unforeseen errors is outside of this middleware
                 await error_response(late[0])(scope, receive, send)
 
-    def _refusal(self) -> RLMemoryError | None:
+    def _answered_version(self) -> list[tuple[bytes, bytes]]:
+        """The header, unless the status cannot be read any more: the answer is there all the same."""
         try:
-            return first_refusal(self._status())
-        except Exception as error:  # a status that cannot be read does not show that the weights are valid
-            return as_rl_memory_error(error)
+            return [(ANSWERED_VERSION, _encoded(weight_version(self._status())))]
+        except Exception:
+            return []
+
+
+def _encoded(version: str) -> bytes:
+    return quote(version, safe=_PLAIN).encode()
 
 
 def posts_to(paths: Iterable[str]) -> Callable[[Scope], bool]:

@@ -21,9 +21,9 @@ from rl_memory_plugins.admission import first_refusal, is_sleeping
 from rl_memory_plugins.commands import UpdateWeights
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, as_rl_memory_error
 from rl_memory_plugins.records import EngineStatus, Report
+from rl_memory_plugins.records import weight_version as version_of
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.responses import error_response, json_response
-from rl_memory_plugins.tags import parse_mode
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ class ControlPlane(Protocol):
     async def status(self) -> list[EngineStatus]:
         """Never waits for a transition."""
 
-    async def checksums(self) -> dict[str, Any]: ...
+    async def checksums(self) -> Any:
+        """What `weights.checksums.merge_engines` gives."""
 
 
 def build_router(
@@ -58,14 +59,10 @@ def build_router(
     auth: ControlAuth,
     *,
     prefixes: Sequence[str] = PREFIXES,
-    update_timeout_s: float = 60.0,
 ) -> APIRouter:
     """The routes over `control`, under each of `prefixes`.
 
     A transition that has begun runs to its end even if its client goes away.
-
-    Args:
-        update_timeout_s: For updates whose body names no `timeout_s`.
     """
     to_completion = _Transitions().to_completion
 
@@ -93,8 +90,7 @@ def build_router(
         _reject_unknown(request.query_params.keys(), ())  # a token has no place in a URL
         given = await _body(request)
         _reject_unknown(given, allowed)
-        command = _update_command({"timeout_s": update_timeout_s, **given})
-        report = await to_completion(control.update_weights(command))
+        report = await to_completion(control.update_weights(operations.update_weights(**given)))
         return {"status": "updated", **_version(await control.status()), "report": report}
 
     async def sleeping(request: Request) -> dict[str, Any]:
@@ -117,7 +113,7 @@ def build_router(
         """The version the last complete update gave, and whether the content may be used."""
         return _version(await control.status())
 
-    async def checksums(request: Request) -> dict[str, Any]:
+    async def checksums(request: Request) -> Any:
         """Checksums of the weights as they are."""
         return await to_completion(control.checksums())
 
@@ -217,26 +213,7 @@ def _reject_unknown(names: Collection[str], allowed: Collection[str]) -> None:
         )
 
 
-def _update_command(given: dict[str, Any]) -> UpdateWeights:
-    try:
-        command = msgspec.convert(given, UpdateWeights)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"bad weight update: {error}") from None
-    parse_mode(command.mode)
-    if not command.endpoints or not command.token:
-        raise InvalidRequestError("bad weight update: endpoints and token must not be empty")
-    if command.timeout_s <= 0:  # JSON has no NaN and no infinity
-        raise InvalidRequestError("bad weight update: timeout_s must be positive", field="timeout_s")
-    return command
-
-
 def _version(engines: Sequence[EngineStatus]) -> dict[str, Any]:
-    """The weights' version and the worst content of all engines.
-
-    Engines can differ in version only when an update broke off between them, and then the content says so.
-    """
+    """The weights' version and the worst content of all engines."""
     content = EngineStatus(ranks=[rank for engine in engines for rank in engine.ranks]).content
-    return {
-        "weight_version": engines[0].weight_version if engines else EngineStatus(ranks=[]).weight_version,
-        "content": content,
-    }
+    return {"weight_version": version_of(engines), "content": content}

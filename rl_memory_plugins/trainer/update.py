@@ -18,7 +18,7 @@ from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import ModelSource
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
-from rl_memory_plugins.weights.sender import WeightSender, specificity
+from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, specificity
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource
 
 
@@ -37,7 +37,7 @@ def push_from_all(
     partial: bool = False,
     weight_version: str | None = None,
     mode: str = "keep",
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Update all engines; every trainer process calls it, and it succeeds on all or fails on all.
@@ -61,6 +61,7 @@ def push_from_all(
         RLMemoryError: on every process the most specific one; see `Peers.share`.
     """
     peers = peers or Peers()
+    wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     source = ModelSource(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors
     shared: list[tuple[str, _Site]] = peers.agree(
         lambda: (secrets.token_urlsafe(32), _Site(own_gpu(), [engine.devices() for engine in engines]))
@@ -81,7 +82,7 @@ def push_from_all(
         nonlocal sender
         if not served:
             return {}
-        sender = WeightSender(served, timeout_s=timeout_s, token=token, settle_unused=begin.settle, **options)
+        sender = WeightSender(served, timeout_s=wait_s, token=token, settle_unused=begin.settle, **options)
         return sender.endpoints
 
     try:
@@ -100,7 +101,7 @@ def push_from_all(
     finally:
         if sender is not None:
             sender.close()
-    failures = [failure, *(call.finish(timeout_s) for call in calls)]
+    failures = [failure, *(call.finish(wait_s) for call in calls)]
     worst = max((one for one in failures if one is not None), key=specificity, default=None)
     peers.share(None, worst, severity=specificity)
     return {**report, "engines": [call.answer for call in calls]}

@@ -129,45 +129,90 @@ class Checksums(msgspec.Struct, frozen=True):
     opaque: list[str] = []
 
 
+class ReplicaChecksums(Checksums, frozen=True):
+    """The checksums of several data-parallel engines: what all of them say together, and each for itself.
+
+    `tensors` holds what the engines agree on, so it equals the trainer's only where every replica does; names that
+    engines hold with different bytes are in `differing`. Where experts are spread over the engines, each engine's
+    `partial` names those it has not, and together they are whole.
+    """
+
+    differing: list[str] = []
+    engines: list[Checksums] = []
+
+
+def merge_engines(engines: Sequence[Sequence[dict[str, Any]]]) -> Checksums:
+    """The checksums of all data-parallel engines, from each one's ranks' `checksums()`, in the order of engines.
+
+    Returns: `ReplicaChecksums` if there are several engines.
+
+    Raises:
+        EngineFaultError: as `merge_checksums`, within one engine or between them.
+    """
+    each = [merge_checksums(ranks) for ranks in engines]
+    if len(each) == 1:
+        return each[0]
+    if {one.layout for one in each} == {"engine"}:
+        names = sorted({name for one in each for name in one.tensors})
+        found = {name: {one.tensors[name] for one in each if name in one.tensors} for name in names}
+        whole = Checksums("engine", {name: min(values) for name, values in found.items() if len(values) == 1})
+        differing = [name for name, values in found.items() if len(values) > 1]
+    else:
+        whole, others = _merge([rank for ranks in engines for rank in ranks])
+        differing = list(others)
+    return ReplicaChecksums(whole.layout, whole.tensors, whole.partial, whole.opaque, differing, each)
+
+
 def merge_checksums(ranks: Sequence[dict[str, Any]]) -> Checksums:
-    """Add up what the ranks' `checksums()` returned, in the order of ranks.
+    """Add up what one engine's ranks' `checksums()` returned, in the order of ranks.
 
     Raises:
         EngineFaultError: ranks that hold the same region hold different bytes, or do not have one manifest.
     """
-    if any(rank["layout"] != "checkpoint" for rank in ranks):
-        if any(rank["layout"] != "engine" for rank in ranks):
-            raise EngineFaultError("some ranks have taken an update that others have not")
+    if ranks and all(rank["layout"] == "engine" for rank in ranks):
         return Checksums(
             "engine",
             {f"{name}@{i}": value for i, rank in enumerate(ranks) for name, value in rank["parameters"].items()},
         )
+    merged, differing = _merge(ranks)
+    for name, number in differing.items():
+        raise EngineFaultError(
+            f"rank {number} holds other bytes of {name} than the ranks before it", name=name, rank=number
+        )
+    return merged
+
+
+def _merge(ranks: Sequence[dict[str, Any]]) -> tuple[Checksums, dict[str, int]]:
+    """The sums over all ranks' distinct regions; and by name, the first rank with other bytes than one before it."""
+    if any(rank["layout"] != "checkpoint" for rank in ranks):
+        raise EngineFaultError("some ranks have taken an update that others have not")
     if len({rank["digest"] for rank in ranks}) > 1:
         raise EngineFaultError("the ranks' latest updates had different manifests")
     opaque = sorted({name for rank in ranks for name in rank["opaque"]})
     numel: dict[str, int] = ranks[0]["numel"] if ranks else {}
     tensors: dict[str, str] = {}
     partial: list[str] = []
+    differing: dict[str, int] = {}
     for name in numel:
         if name in opaque:
             continue
-        regions = _distinct_regions(name, ranks)
-        if sum(math.prod(size) for _, size, _ in regions) == numel[name]:
+        regions, other = _distinct_regions(name, ranks)
+        if other is not None:
+            differing[name] = other
+        elif sum(math.prod(size) for _, size, _ in regions) == numel[name]:
             tensors[name] = _hex(sum(regions.values()))
         else:
             partial.append(name)
-    return Checksums("checkpoint", tensors, partial, opaque)
+    return Checksums("checkpoint", tensors, partial, opaque), differing
 
 
-def _distinct_regions(name: str, ranks: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], int]:
+def _distinct_regions(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[dict[tuple[Any, ...], int], int | None]:
+    """The sum of each region of a tensor, and the first rank with other bytes of one than a rank before it."""
     regions: dict[tuple[Any, ...], int] = {}
+    other: int | None = None
     for number, rank in enumerate(ranks):
         for offset, size, stride, value in rank["regions"].get(name, ()):
             region = (offset, tuple(size), tuple(stride))
-            if regions.setdefault(region, int(value, 16)) != int(value, 16):
-                raise EngineFaultError(
-                    f"rank {number} holds other bytes of {name} than the ranks before it",
-                    name=name,
-                    rank=number,
-                )
-    return regions
+            if regions.setdefault(region, int(value, 16)) != int(value, 16) and other is None:
+                other = number
+    return regions, other

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.weights.manifest import Manifest, Mismatch, manifest_error
+from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]
@@ -152,6 +152,7 @@ def trace(
     expected: Mapping[str, torch.Tensor] | None = None,
     ignorable: Callable[[str], bool] = lambda name: False,
     allow_cast: bool = False,
+    whole_layers: str = "",
 ) -> LoadPlan:
     """Run the loader on meta tensors and record what it would do. Writes no real memory.
 
@@ -161,6 +162,8 @@ def trace(
         expected: The parameters that a complete update must cover, by the engine's name.
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
         allow_cast: Take tensors whose dtype is not the engine's; the copy casts.
+        whole_layers: Why the engine reloads whole layers, if it does: each layer of `expected` must be covered
+            or left out, and every name is opaque.
 
     Raises:
         ManifestError: `details["mismatches"]` lists everything that is wrong, `details["unused"]` the names
@@ -169,7 +172,7 @@ def trace(
     problems = manifest.mismatches()
     if problems:
         raise manifest_error(problems)
-    tracer = Tracer(manifest.tensors, allow_cast=allow_cast)
+    tracer = Tracer(manifest.tensors, (expected or {}).values(), allow_cast=allow_cast)
     failures, blind = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
     tracer.finish()
     problems = [*failures.values(), *tracer.wrong_dtype.values()]
@@ -177,8 +180,14 @@ def trace(
     unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
     if expected is not None and not manifest.partial and not blind:
         problems += _missing(tracer, expected)
+    elif expected is not None and whole_layers:
+        problems += _torn(tracer, expected)
     if problems:
         raise manifest_error(problems, unused)
+    if tracer.derives:
+        whole_layers = whole_layers or f"the loader runs {tracer.derives} on the model's memory"
+    if whole_layers:
+        return LoadPlan(manifest, {}, {spec.name: whole_layers for spec in manifest.tensors}, unused)
     return LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
 
 
@@ -258,6 +267,31 @@ def _missing(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Misma
         if fraction < 1.0:
             found.append(Mismatch("missing", name, f"the manifest covers {fraction:.1%} of this parameter"))
     return found
+
+
+def _torn(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Mismatch]:
+    """What is missing of layers that are covered in part."""
+    layers: dict[str, dict[str, float]] = {}
+    for name, parameter in expected.items():
+        layers.setdefault(name.rpartition(".")[0], {})[name] = tracer.written.fraction(parameter)
+    return [
+        Mismatch("missing", name, f"the manifest covers {fraction:.1%} of it, and the engine reloads whole layers")
+        for fractions in layers.values()
+        if any(fractions.values())
+        for name, fraction in fractions.items()
+        if fraction < 1.0
+    ]
+
+
+def warm_up() -> None:
+    """Have torch import what the first trace of a process needs: that takes seconds."""
+    memory = torch.zeros(2)
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            memory.narrow(0, 0, 1).copy_(weight.narrow(0, 0, 1))
+
+    trace(load, Manifest([TensorSpec("warm-up", "float32", (2,))]))
 
 
 def signature(parameters: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:

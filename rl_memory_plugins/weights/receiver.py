@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -36,6 +36,29 @@ def ignore_derived(name: str) -> bool:
     return name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
 
 
+class Reload(Protocol):
+    """An engine's own way to load weights that it transforms after loading (quantised, packed, absorbed ones).
+
+    Attributes:
+        why: Why replaying copies would be wrong, for a person.
+    """
+
+    why: str
+
+    def checkpoint_layout(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Give the model's parameters the shapes and loaders that they had before the transformation.
+
+        There is no memory behind them. Names them as `"layer.parameter"`; at the end the model is as it was.
+        """
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
+        """Load and transform; it may keep the tensors until it returns. Every address stays.
+
+        Raises:
+            WeightUpdateError: what the engine did is not what it did at its first load.
+        """
+
+
 class WeightReceiver:
     """Takes updates from a trainer into this rank's memory.
 
@@ -43,9 +66,10 @@ class WeightReceiver:
         manager: The rank's state machine; told when the first byte is about to be written.
         load_weights: The model's loader. Planning runs it on meta tensors.
         parameters: The parameters that a complete update must cover, by the engine's name.
-        load_opaque: Loads, for real, tensors that the plan cannot replay, with whatever processing the engine
-            needs before and after. Called once for each update that has any, with an iterator over them; it may
-            keep the tensors. The model's loader where it is not given.
+        load_opaque: Loads, for real, tensors that the plan cannot replay. Called once for each update that has
+            any, with an iterator over them; it may keep the tensors. The model's loader where it is not given.
+        reload: Gives what loads all tensors in place of both, if the engine has transformed any weights. Asked
+            for each manifest; raises `UnsupportedError` if the engine has and cannot do it again.
         ignorable: Whether the model's loader may ignore a name of the manifest.
         allow_cast: Take tensors of another dtype than the engine's.
         check_finite: Refuse tensors that hold a NaN or an infinity.
@@ -58,6 +82,7 @@ class WeightReceiver:
         parameters: Callable[[], Mapping[str, torch.Tensor]],
         *,
         load_opaque: Loader | None = None,
+        reload: Callable[[], Reload | None] = lambda: None,
         ignorable: Callable[[str], bool] = ignore_derived,
         allow_cast: bool = False,
         check_finite: bool = False,
@@ -66,6 +91,7 @@ class WeightReceiver:
         self._load_weights = load_weights
         self._parameters = parameters
         self._load_opaque = load_opaque or load_weights
+        self._reload = reload
         self._ignorable = ignorable
         self._allow_cast = allow_cast
         self._check_finite = check_finite
@@ -137,22 +163,33 @@ class WeightReceiver:
 
         Raises:
             ManifestError: the tensors do not fit.
+            UnsupportedError: the engine has transformed weights and cannot do it again.
         """
         expected = self._parameters()
         self.drop_outdated_plans(expected)
         digest = manifest.digest()
         if digest not in self._plans:
-            plan = trace(
-                self._load_weights,
-                manifest,
-                expected=expected,
-                ignorable=self._ignorable,
-                allow_cast=self._allow_cast,
-            )
+            reload = self._reload()
+            with nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
+                plan = trace(
+                    self._load_weights,
+                    manifest,
+                    expected=layout,
+                    ignorable=self._ignorable,
+                    allow_cast=self._allow_cast,
+                    whole_layers="" if reload is None else reload.why,
+                )
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[digest] = plan
         return self._plans[digest]
+
+    def _load_what_is_opaque(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        reload = self._reload()
+        if reload is not None:
+            reload.load(weights, partial=plan.partial)
+        elif plan.opaque:
+            self._load_opaque(weights)
 
     def drop_outdated_plans(self, expected: Mapping[str, torch.Tensor] | None = None) -> None:
         """Forget plans that write memory which is no longer the parameters'; they would keep it alive."""
@@ -215,8 +252,7 @@ class _Session:
         try:
             plan = self._validate(connection, offer.manifest)
             arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
-            if plan.opaque:
-                self._receiver._load_opaque(arrivals)
+            self._receiver._load_what_is_opaque(plan, arrivals)
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not take {name}", name=name, rank=manager.rank)
             if not self._committed:
@@ -230,7 +266,7 @@ class _Session:
             buffer.close()
         self._receiver.drop_outdated_plans()  # the engine's loader may have made new tensors
         if not plan.partial and plan.digest in self._receiver._plans:
-            self._receiver._complete_plan = plan
+            self._receiver._complete_plan = plan if plan.steps else None  # what is opaque has no checksum
         report = self._report(plan)
         connection.send(wire.Done(report), timeout_s)
         if isinstance(buffer, DirectAttached) and buffer.kept:

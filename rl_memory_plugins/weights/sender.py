@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BUCKET_BYTES = 512 << 20
 
+DEFAULT_TIMEOUT_S = 60.0
+
 HOST_BUCKET_BYTES = 128 << 20
 """At most so much to a bucket in host memory: making and page-locking pages takes longer than copying."""
 
@@ -107,7 +109,7 @@ class WeightSender:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         slots: int = 2,
-        timeout_s: float = 60.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
         settle_unused: Callable[[list[str]], list[str]] = list,
@@ -584,7 +586,7 @@ def push_weights(
     mode: str = "keep",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     slots: int = 2,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     directory: str | os.PathLike[str] | None = None,
     transport: str = "auto",
     keep_mapped: bool = False,
@@ -598,6 +600,8 @@ def push_weights(
         receivers: The devices of all ranks, or their number.
         weight_version: The engine's version of the weights after the update.
         mode: What happens to running requests meanwhile.
+        timeout_s: The longest silence of either side. Where not given, `DEFAULT_TIMEOUT_S` on this side, and on the
+            engine's its option `update_timeout_s`.
         transport: How the bytes travel; see `WeightSender` for this and `keep_mapped`.
 
     Returns: the sender's report, with the engine's answer under `"engine"`.
@@ -605,11 +609,12 @@ def push_weights(
     Raises:
         RLMemoryError: the more specific one, where both sides fail.
     """
+    wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     sender = WeightSender(
         receivers,
         bucket_bytes=bucket_bytes,
         slots=slots,
-        timeout_s=timeout_s,
+        timeout_s=wait_s,
         directory=directory,
         transport=transport,
         keep_mapped=keep_mapped,
@@ -638,12 +643,12 @@ def push_weights(
         report = sender.send(tensors, partial=partial)
     except Exception as error:
         failures.append(error)
-    thread.join(timeout_s)
+    thread.join(wait_s)
     if failures:
         raise max(failures, key=specificity)
     if not answers:
         raise WeightUpdateError(
-            f"the engine has the weights but did not answer within {timeout_s:g} s", reason="stalled"
+            f"the engine has the weights but did not answer within {wait_s:g} s", reason="stalled"
         )
     return {**report, "engine": answers[0]}
 

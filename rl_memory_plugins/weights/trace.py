@@ -39,18 +39,23 @@ Step = CopyStep | FillStep
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
-    """Records what a loader does with the tensors of `specs`.
+    """Records what a loader does with the tensors of `specs` to a model's `memory`.
 
     Attributes:
         steps: Per name, what loading it does to real memory, in order. Not for opaque names.
         opaque: Names only the loader can load, and why.
         wrong_dtype: Names whose copy would cast; empty with `allow_cast`.
         written: All real memory that the loader meant to write.
+        derives: What the loader computes of the model's own memory, if it does: then no replay is what it does.
         current: The name that the loader took last.
     """
 
-    def __init__(self, specs: Iterable[TensorSpec], *, allow_cast: bool = False) -> None:
+    def __init__(
+        self, specs: Iterable[TensorSpec], memory: Iterable[torch.Tensor] = (), *, allow_cast: bool = False
+    ) -> None:
         super().__init__()
+        self._memory = {_storage(tensor) for tensor in memory}
+        self.derives = ""
         self.steps: dict[str, list[Step]] = {}
         self.opaque: dict[str, str] = {}
         self.wrong_dtype: dict[str, Mismatch] = {}
@@ -115,6 +120,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         fresh = [tensor for tensor in _tensors(out) if _storage(tensor) not in known]
         if not fresh and not written:  # a view; it shares its base's names
             return out
+        if fresh and known & self._memory and not _is_factory(func):
+            self.derives = self.derives or str(func)
         names = self._names(*inputs)
         if not names:
             return out
@@ -253,6 +260,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += _tensors(value)
     return found
+
+
+def _is_factory(func: Any) -> bool:
+    """Whether an operator takes a tensor's shape only."""
+    name = func._schema.name.partition("::")[2]
+    return bool(name.startswith("new_") or name.endswith("_like"))
 
 
 def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:

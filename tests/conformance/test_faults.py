@@ -7,8 +7,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import AF_INET
 
 import httpx
+import psutil
 import pytest
 
 from integration.engines.base import Server
@@ -98,9 +100,11 @@ def test_a_client_that_disconnects_in_the_middle_of_its_body(server: Server) -> 
 
 def outside_address() -> str:
     """An address of this machine that is not a loopback one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: it only asks the routing table
-        return str(probe.getsockname()[0])
+    addresses = [one.address for found in psutil.net_if_addrs().values() for one in found if one.family == AF_INET]
+    outside = [address for address in addresses if not address.startswith("127.")]
+    if not outside:
+        pytest.skip("this machine has loopback addresses only")
+    return outside[0]
 
 
 def test_callers_from_elsewhere_need_a_key(server: Server) -> None:

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from integration.engines.base import Server
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
-from rl_memory_plugins.weights.checksums import tensor_checksum
-from tests.conformance.conftest import PROMPT, Weights
+from tests.conformance.conftest import PROMPT, Weights, greedy
 from tests.conformance.trainers import broken_update, push, push_with_wrong_token, start_killable_trainer
-
-
-def greedy(model: torch.nn.Module, prompt: list[int], tokens: int = 8) -> list[int]:
-    """What transformers itself answers."""
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        for _ in range(tokens):
-            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return ids[0, len(prompt) :].tolist()
 
 
 def test_the_engine_answers_with_the_new_weights(server: Server, weights: Weights, first_tokens: list[int]) -> None:
@@ -57,7 +46,7 @@ def test_versions_and_checksums(server: Server, weights: Weights) -> None:
     assert server.control.memory()["weight_version"] == "step-41"
     checksums = server.control.checksums()
     assert checksums["layout"] == "checkpoint"
-    own = {name: tensor_checksum(tensor) for name, tensor in weights.other.named_parameters()}
+    own = weights.checksums(weights.other)
     assert checksums["tensors"] == own
     push(server, weights.first)
     assert server.control.weight_version() != "step-41"
@@ -68,7 +57,7 @@ def test_every_mismatch_is_in_one_answer(server: Server, weights: Weights, first
     tensors = dict(weights.other.state_dict())
     names = [name for name in tensors if "layers" in name and name.endswith("weight")]
     tensors[names[0]] = torch.zeros(3, 5)
-    tensors[names[5]] = tensors[names[5]].to(torch.float16)
+    tensors[names[5]] = tensors[names[5]].to(torch.bfloat16)
     tensors["model.layers.0.self_attn.unheard_of.weight"] = torch.zeros(4, 4)
     del tensors["model.norm.weight"]
     with pytest.raises(ManifestError) as caught:
@@ -126,8 +115,8 @@ def test_a_broken_update_closes_the_engine_until_a_complete_one(server: Server, 
     assert server.generate(PROMPT) == greedy(weights.other, PROMPT)
 
 
-def test_a_killed_trainer(server: Server, weights: Weights, model_folder: Path) -> None:
-    trainer = start_killable_trainer(server, model_folder)
+def test_a_killed_trainer(server: Server, weights: Weights) -> None:
+    trainer = start_killable_trainer(server)
     assert trainer.stdout is not None
     assert trainer.stdout.readline().strip() == "halfway"
     trainer.kill()

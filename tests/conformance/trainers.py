@@ -7,7 +7,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,23 +87,25 @@ def push_with_wrong_token(server: Server, module: Any) -> None:
     push_weights(post, module, receivers=server.control.devices(), timeout_s=5)
 
 
-def start_killable_trainer(server: Server, folder: Path) -> subprocess.Popen[str]:
+def start_killable_trainer(server: Server) -> subprocess.Popen[str]:
     """A trainer in its own process, which says when the first buckets are out and then waits to be killed."""
+    launch = server.launch
     script = f"""
-        import sys, threading
+        import threading
         from pathlib import Path
         from integration.models import new_model
         from rl_memory_plugins.client import EngineClient
         from tests.conformance.trainers import BUCKET_BYTES, BreakingSource
 
-        source = BreakingSource(new_model(Path({str(folder)!r}), 2), after=30, release=threading.Event())
+        model = new_model(Path({str(launch.model)!r}), 2, {launch.dtype!r}).to({launch.device!r})
+        source = BreakingSource(model, after=30, release=threading.Event())
 
         def tell():
             source.reached.wait()
             print("halfway", flush=True)
 
         threading.Thread(target=tell, daemon=True).start()
-        client = EngineClient({server.url!r}, {server.launch.api_key!r})
+        client = EngineClient({server.url!r}, {launch.api_key!r})
         client.update_weights(source, bucket_bytes=BUCKET_BYTES, timeout_s=60)
     """
     return subprocess.Popen(

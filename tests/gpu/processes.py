@@ -66,6 +66,47 @@ def gpu_memory_taken(left_bytes: int, byte: int = 0xAB) -> Iterator[None]:
         yield
 
 
+class MemoryTaker:
+    """See `memory_taker`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> None:
+        """Until it has taken what it could get."""
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().strip() == "taken"
+
+
+@contextmanager
+def memory_taker(first_left: int, then_left: int) -> Iterator[MemoryTaker]:
+    """Another process leaves `first_left` bytes of the GPU free, and from `go()` on takes all but `then_left`."""
+    code = f"""
+        import sys, torch
+        held = []
+        def take(left, step):
+            while torch.cuda.mem_get_info()[0] - left > step:
+                try:
+                    held.append(torch.empty(step, dtype=torch.uint8, device="cuda"))
+                except torch.OutOfMemoryError:
+                    return
+        torch.zeros(1, device="cuda")
+        take({first_left}, 256 << 20)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        take({then_left}, 256 << 20)
+        print("taken", flush=True)
+        sys.stdin.read()
+    """
+    with other_process(code) as process:
+        yield MemoryTaker(process)
+
+
 def _environment(extra: dict[str, str]) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **extra}

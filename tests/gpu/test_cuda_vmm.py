@@ -10,7 +10,7 @@ import torch
 from processes import gpu_memory_taken, run
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
-from rl_memory_plugins.memory import cuda_vmm
+from rl_memory_plugins.memory import cuda_driver, cuda_vmm
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.memory.cuda_vmm import TORCH_SYMBOLS, CudaVmmAllocator
@@ -136,7 +136,8 @@ def test_expandable_segments_are_handled_and_other_settings_kept():
     output = run(
         """
         import torch
-        from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator, torch_options
+        from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
+        from rl_memory_plugins.memory.torch_settings import torch_options
         from rl_memory_plugins.tags import Tag
         vmm = CudaVmmAllocator(0)
         with vmm.region(Tag.WEIGHTS):
@@ -355,6 +356,6 @@ def test_a_driver_without_what_is_needed_is_refused(monkeypatch):
     def absent(name):
         raise ImportError(f"no module named {name}")
 
-    monkeypatch.setattr(cuda_vmm, "importlib", SimpleNamespace(import_module=absent))
+    monkeypatch.setattr(cuda_driver, "importlib", SimpleNamespace(import_module=absent))
     with pytest.raises(UnsupportedError, match="cuda-bindings"):
         CudaVmmAllocator(0)

@@ -40,7 +40,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module = types.ModuleType("sglang.srt.distributed")
         module.get_tp_group = lambda: group  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "sglang.srt.distributed", module)
-        monkeypatch.setattr(worker, "_memory", config and Memory(config, lambda: ("cpu", rank)))
+        monkeypatch.setattr(worker, "_memory", config and Memory(config, lambda: ("cpu", rank), None))
 
         def gather(ranks: list[Any], mine: dict[str, Any], group: Any) -> None:
             assert mine["free"] == frees[rank]

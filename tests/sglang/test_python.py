@@ -121,7 +121,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
                 return True
             return False
 
-        found["cancelled"] = engine.loop.run_until_complete(cancelled(face.sleep(1)))
+        found["cancelled"] = engine.loop.run_until_complete(cancelled(face.run(face.sleep(1))))
         deadline = time.monotonic() + 30
         while not engine.is_sleeping() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -146,11 +146,11 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
                        for _ in range(3)]
             await asyncio.sleep(0.3)
             refused = await asyncio.gather(
-                face.native_release(None), return_exceptions=True)
-            await face.sleep(1, None, "wait")
+                face.run(face.native_release(None)), return_exceptions=True)
+            await face.run(face.sleep(1, None, "wait"))
             late = await asyncio.gather(
                 engine.async_generate(input_ids=[5], sampling_params=SAMPLING), return_exceptions=True)
-            await face.wake_up()
+            await face.run(face.wake_up())
             lengths = [len((await request)["output_ids"]) for request in running]
             return [type(refused[0]).__name__, type(late[0]).__name__, lengths]
 

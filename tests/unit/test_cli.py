@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from rl_memory_plugins import cli
 from rl_memory_plugins.errors import DeviceMemoryError
+from rl_memory_plugins.memory import torch_saver
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.router import build_router
 
@@ -55,6 +56,23 @@ def test_the_cpu_build_of_vllm_is_started_by_its_server_module(executed, monkeyp
     run("serve", "vllm", "m", "--port", "1")
     module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert executed[0][0] == [*module, "--model", "m", "--port", "1", "--rl-memory"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("flag", ["--rl-memory", "--rl_memory"])
+def test_serve_preloads_the_memory_saver_where_that_is_asked_for(executed, monkeypatch, engine, flag):
+    monkeypatch.setattr(torch_saver, "preload_library", lambda: Path("/lib/torch_memory_saver.so"))
+    monkeypatch.setenv("LD_PRELOAD", "/lib/other.so:/lib/torch_memory_saver.so")
+    run("serve", engine, "m", f"{flag}=allocator=tms,tms_hook_mode=preload")
+    run("serve", engine, "m", flag, '{"allocator": "tms", "tms_hook_mode": "preload"}', "--port", "1")
+    run("serve", engine, "m", flag, "allocator=tms")
+    run("serve", engine, "m")
+    monkeypatch.setenv("RL_MEMORY_ALLOCATOR", "tms")
+    monkeypatch.setenv("RL_MEMORY_TMS_HOOK_MODE", "preload")
+    run("serve", engine, "m")
+    preloaded = [environment["LD_PRELOAD"] for _, environment in executed]
+    as_asked, as_before = "/lib/torch_memory_saver.so:/lib/other.so", "/lib/other.so:/lib/torch_memory_saver.so"
+    assert preloaded == [as_asked, as_asked, as_before, as_before, as_asked]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ class World:
         self.ranks = [FakeRank(0), FakeRank(1)]
         self.engine = Engine()
         self.board = StatusBoard()
-        self.controller = Controller(LocalRanks([rank.agent for rank in self.ranks]), self.engine, self.board)
+        ranks = LocalRanks([rank.agent for rank in self.ranks])
+        self.controller = Controller(ranks, self.engine, self.board, update_timeout_s=7.5)
         self.reader = BoardReader(self.board.path)
 
     def run(self, command: commands.AnyCommand) -> Any:
@@ -177,6 +178,23 @@ def test_an_update_of_sleeping_weights_is_refused_before_anything_happens(world:
     with pytest.raises(StateConflictError):
         world.run(commands.UpdateWeights(endpoints={"*": "/x"}, token="t"))
     assert world.engine.calls == calls
+
+
+@pytest.mark.parametrize(("named", "used"), [(None, 7.5), (2.0, 2.0)])
+def test_the_option_decides_how_long_a_trainer_may_be_silent_unless_the_update_does(
+    world: World, monkeypatch: pytest.MonkeyPatch, named: float | None, used: float
+) -> None:
+    given = []
+    for rank in world.ranks:
+
+        def receive(endpoints: Any, token: str, timeout_s: float, manager: Any = rank.manager) -> dict[str, Any]:
+            given.append(timeout_s)
+            manager.begin_writing()
+            return {"bytes": 0, "seconds": {}}
+
+        monkeypatch.setattr(rank.receiver, "receive", receive)
+    world.run(commands.UpdateWeights(endpoints={"*": "/x"}, token="t", timeout_s=named))
+    assert given == [used, used]
 
 
 def test_noise_is_answered(world: World) -> None:

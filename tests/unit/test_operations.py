@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_memory_plugins import commands, operations
-from rl_memory_plugins.errors import DrainTimeoutError, HostMemoryError, StateConflictError
+from rl_memory_plugins.errors import DrainTimeoutError, HostMemoryError, InvalidRequestError, StateConflictError
 from rl_memory_plugins.records import EngineStatus, Reply
 
 REPORT = {"changes": [], "seconds": {"total": 1.0}, "details": {}}
@@ -84,3 +84,68 @@ def test_a_drain_that_takes_too_long_is_given_up() -> None:
     with pytest.raises(DrainTimeoutError):
         asyncio.run(main())
     assert [type(command) for command in asked] == [commands.Sleep, commands.CancelDrain]
+
+
+def test_a_question_that_takes_long_gives_up_nobodys_drain() -> None:
+    asked: list[commands.AnyCommand] = []
+
+    async def call(command: commands.AnyCommand) -> list[Reply[Any]]:
+        asked.append(command)
+        await asyncio.sleep(0.05)
+        return [Reply(rank=0, result=[])]
+
+    assert asyncio.run(operations.run_within(operations.checksums(), call, drain_timeout_s=0.001)) == [[]]
+    assert [type(command) for command in asked] == [commands.Checksums]
+
+
+def test_a_transition_goes_on_without_its_caller() -> None:
+    finished = asyncio.Event()
+
+    async def call(command: commands.AnyCommand) -> list[Reply[Any]]:
+        await asyncio.sleep(0.01)
+        finished.set()
+        return [Reply(rank=0, result=REPORT)]
+
+    async def main() -> None:
+        operation = operations.transition(operations.sleep(1), status(1))
+        caller = asyncio.ensure_future(operations.run_within(operation, call, drain_timeout_s=10))
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        await asyncio.wait_for(finished.wait(), 10)
+
+    asyncio.run(main())
+
+
+def test_checksums_are_in_the_order_of_engines() -> None:
+    def call(command: commands.AnyCommand) -> list[Reply[Any]]:
+        return [Reply(rank=1, result=["of engine 1"]), Reply(rank=0, result=["of engine 0"])]
+
+    assert operations.run(operations.checksums(), call) == [["of engine 0"], ["of engine 1"]]
+
+
+def test_an_update_without_a_time_leaves_it_to_the_engine() -> None:
+    command = operations.update_weights({"*": "/s"}, "t", weight_version="v", mode="wait")
+    assert command == commands.UpdateWeights({"*": "/s"}, "t", weight_version="v", mode="wait", timeout_s=None)
+    assert operations.update_weights({"*": "/s"}, "t", timeout_s=2).timeout_s == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"endpoints": None},
+        {"endpoints": {}},
+        {"endpoints": {"*": 1}},
+        {"token": ""},
+        {"token": None},
+        {"mode": "later"},
+        {"timeout_s": 0},
+        {"timeout_s": float("inf")},
+        {"timeout_s": float("nan")},
+        {"weight_version": 3},
+    ],
+)
+def test_a_wrong_update_is_refused_before_anything_is_sent(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        operations.update_weights(**{"endpoints": {"*": "/s"}, "token": "t", **wrong})

@@ -37,7 +37,7 @@ def test_an_engine_without_a_symbol_is_refused_by_name(monkeypatch: pytest.Monke
     with pytest.raises(UnsupportedError) as caught:
         hooks.wrap("fake_engine:Core.wake_up", lambda original: original)
     assert "fake_engine:Core.wake_up" in str(caught.value)
-    assert caught.value.details["symbol"] == "fake_engine:Core.wake_up"
+    assert caught.value.details["symbols"] == ["fake_engine:Core.wake_up"]
     assert caught.value.details["engine"].startswith("vllm")
     with pytest.raises(UnsupportedError, match=r"fake_engine\.missing:anything"):
         hooks.require("fake_engine.missing:anything")

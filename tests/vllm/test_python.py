@@ -157,6 +157,27 @@ def test_discard_and_update(llm: Child, model_folder: Path, first_tokens: list[i
     assert llm(restore, model_folder) == first_tokens
 
 
+def answers_name_their_weights(llm: Any, folder: Path) -> None:
+    from vllm import SamplingParams
+
+    def spans() -> list[tuple[str, int, int]]:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0].outputs
+        return [(span.version, span.start, span.end) for span in answer.weight_versions]
+
+    assert spans() == [(llm.weight_version(), 0, 8)]
+    push(llm, new_model(folder, OTHER_SEED), weight_version="step-41")
+    assert spans() == [("step-41", 0, 8)]
+    llm.update_weight_version("renamed")  # vLLM's own way
+    assert llm.weight_version() == "renamed"
+    assert spans() == [("renamed", 0, 8)]
+    restore(llm, folder)
+
+
+def test_answers_name_their_weights(llm: Child, model_folder: Path) -> None:
+    llm(answers_name_their_weights, model_folder)
+
+
 def wake_without_update(llm: Any) -> None:
     llm.sleep(2)
     llm.wake_up()

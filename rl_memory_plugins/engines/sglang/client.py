@@ -7,20 +7,19 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-import msgspec
-
-from rl_memory_plugins import admission, commands, operations
-from rl_memory_plugins.board import BoardReader
+from rl_memory_plugins import commands, operations
+from rl_memory_plugins.admission import first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.sglang.native import native_level
-from rl_memory_plugins.engines.sglang.scheduler import has_attention_dp
+from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
 from rl_memory_plugins.engines.sglang.switch import config_of
 from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
+from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation
-from rl_memory_plugins.records import EngineStatus, Reply, Report
-from rl_memory_plugins.weights.checksums import merge_checksums
+from rl_memory_plugins.records import INITIAL_VERSION, Reply, Report
+from rl_memory_plugins.server.gate import refuse_if_closed
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 ENGINE = "sglang.srt.entrypoints.engine:Engine"
@@ -35,6 +34,7 @@ def install(hooks: Hooks) -> None:
     for name in ("async_generate", "async_encode"):
         hooks.wrap(f"{ENGINE}.{name}", _gated_async)
     hooks.wrap(f"{ENGINE}.update_weights_from_ipc", _update_weights_from_ipc)
+    hooks.require("sglang.srt.managers.io_struct:hook_custom_types")
     engine = hooks.require(ENGINE)
     for name in ("sleep", "wake_up", "is_sleeping", "memory_status", "weight_version", "weight_checksums"):
         setattr(engine, name, _engine_method(name))
@@ -54,17 +54,19 @@ class _Call:
             self.done.set_result([self.replies[rank] for rank in sorted(self.replies)])
 
 
-class AsyncFace:
+class SglangFace(Face):
     """The contract over a `TokenizerManager`; its coroutines run on the loop that manager runs on."""
 
     def __init__(self, tokenizer: Any, config: RLMemoryConfig) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._drain_timeout_s = config.drain_timeout_s
-        self.update_timeout_s = config.update_timeout_s
         self._calls: dict[str, _Call] = {}
-        self._boards: list[BoardReader] | None = None
 
     # -- transport --------------------------------------------------------------------------------------------
+
+    async def run(self, operation: Operation) -> Any:
+        return await operations.run_within(operation, self._call, self._drain_timeout_s)
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         from rl_memory_plugins.engines.sglang.messages import RLMemoryReqInput
@@ -85,59 +87,14 @@ class AsyncFace:
         if call is not None:  # else nobody waits for it any more
             call.add(decode_reply(output.payload))
 
-    async def _run(self, operation: Operation) -> Any:
-        return await operations.run_within(operation, self._call, self._drain_timeout_s)
+    # -- SGLang's own words -----------------------------------------------------------------------------------
 
-    # -- the contract -----------------------------------------------------------------------------------------
-
-    async def status(self) -> list[EngineStatus]:
-        if self._boards is None:
-            told = await operations.run_async(operations.hello(), self._call)
-            self._boards = [BoardReader(engine["board"]) for engine in told]
-        return self.status_now()
-
-    def status_now(self) -> list[EngineStatus]:
-        """The status, for code that cannot await; empty as long as nobody has awaited `status`.
-
-        Until then nobody has asked for a transition either, and the schedulers refuse what they must.
-        """
-        return [board.read() for board in self._boards or ()]
-
-    async def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Report:
-        """Release memory; see the contract."""
-        return await self._run(operations.transition(operations.sleep(level, tags, mode), await self.status()))  # type: ignore[no-any-return]
-
-    async def wake_up(self, tags: object = None) -> Report:
-        """Take memory back; see the contract."""
-        return await self._run(operations.transition(operations.wake_up(tags), await self.status()))  # type: ignore[no-any-return]
-
-    async def update_weights(self, command: commands.UpdateWeights) -> Report:
-        """Take weights from a trainer's sockets."""
-        report: Report = await self._run(operations.transition(command, await self.status()))
-        self._tokenizer._update_weight_version_if_provided(await self.weight_version())
+    def update_weights(self, command: commands.UpdateWeights) -> Operation:
+        report: Report = yield from super().update_weights(command)
+        self._tokenizer._update_weight_version_if_provided((yield from self.weight_version()))
         return report
 
-    async def is_sleeping(self) -> bool:
-        return admission.is_sleeping(await self.status())
-
-    async def memory_status(self) -> list[EngineStatus]:
-        """Every engine's and rank's memory by tag; never waits for a transition."""
-        return await self.status()
-
-    async def weight_version(self) -> str:
-        return (await self.status())[0].weight_version
-
-    async def weight_checksums(self) -> dict[str, Any]:
-        """Checksums of the weights as they are; see `weights.checksums`."""
-        engines = await operations.run_async(operations.checksums(), self._call)
-        return msgspec.to_builtins(merge_checksums(engines[0]))  # type: ignore[no-any-return]
-
-    async def checksums(self) -> dict[str, Any]:
-        return await self.weight_checksums()
-
-    # -- SGLang's own calls -----------------------------------------------------------------------------------
-
-    async def native_release(self, tags: list[str] | None) -> None:
+    def native_release(self, tags: list[str] | None) -> Operation:
         """SGLang's own release. It is for an engine without requests, or whose requests are paused.
 
         Raises:
@@ -149,15 +106,10 @@ class AsyncFace:
                 f"{len(running)} requests are running: abort them, let them end, or pause_generation() first",
                 running=len(running),
             )
-        await self.sleep(native_level(self._tokenizer.server_args), tags, "keep")
-
-    def raise_if_closed(self, engines: list[EngineStatus]) -> None:
-        error = admission.first_refusal(engines)
-        if error is not None:
-            raise error
+        return (yield from self.sleep(native_level(self._tokenizer.server_args), tags, "keep"))
 
 
-def face_of(tokenizer: Any) -> AsyncFace | None:
+def face_of(tokenizer: Any) -> SglangFace | None:
     """The face of a `TokenizerManager`; `None` if its engine is not enabled."""
     return getattr(tokenizer, "rl_memory", None)
 
@@ -180,7 +132,9 @@ def _add_face(original: Callable[..., Any]) -> Callable[..., Any]:
 
             from rl_memory_plugins.engines.sglang.messages import RLMemoryReqOutput
 
-            self.rl_memory = AsyncFace(self, config)
+            self.rl_memory = SglangFace(self, config)
+            if given_version(self.server_args) is None:
+                self._update_weight_version_if_provided(INITIAL_VERSION)
             self._result_dispatcher += TypeBasedDispatcher([(RLMemoryReqOutput, self.rl_memory.on_reply)])
         return result
 
@@ -192,7 +146,8 @@ def _native_release(original: Callable[..., Any]) -> Callable[..., Any]:
         face = face_of(self)
         if face is None:
             return await original(self, obj, request)
-        return await face.native_release(obj.tags or None)
+        await face.run(face.native_release(obj.tags or None))
+        return None
 
     return release_memory_occupation
 
@@ -202,7 +157,7 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         face = face_of(self)
         if face is None:
             return await original(self, obj, request)
-        await face.wake_up(obj.tags or None)
+        await face.run(face.wake_up(obj.tags or None))
         return None
 
     return resume_memory_occupation
@@ -211,7 +166,7 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
 # -- hooks on Engine ----------------------------------------------------------------------------------------
 
 
-def _required_face(engine: Any) -> AsyncFace:
+def _required_face(engine: Any) -> SglangFace:
     face = face_of(engine.tokenizer_manager)
     if face is None:
         raise UnsupportedError("this engine was started without rl_memory")
@@ -220,10 +175,11 @@ def _required_face(engine: Any) -> AsyncFace:
 
 def _engine_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.loop.run_until_complete(getattr(_required_face(self), name)(*args, **kwargs))
+        face = _required_face(self)
+        return self.loop.run_until_complete(face.run(getattr(face, name)(*args, **kwargs)))
 
     method.__name__ = name
-    method.__doc__ = getattr(AsyncFace, name).__doc__
+    method.__doc__ = getattr(SglangFace, name).__doc__
     return method
 
 
@@ -231,14 +187,10 @@ def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]
     """SGLang's own method has this name too. Ours has a token: `update_weights_from_ipc(endpoints, token)`."""
 
     def update_weights_from_ipc(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = "token" in kwargs or (len(args) > 1 and isinstance(args[1], str))
-        if not ours:
-            return original(self, *args, **kwargs)
-        options = {**dict(zip(("endpoints", "token"), args, strict=False)), **kwargs}
-        face = _required_face(self)
-        options.setdefault("timeout_s", face.update_timeout_s)
-        return self.loop.run_until_complete(face.update_weights(commands.UpdateWeights(**options)))
+        is_ours = "token" in kwargs or (len(args) > 1 and isinstance(args[1], str))
+        return (ours if is_ours else original)(self, *args, **kwargs)
 
+    ours = _engine_method("update_weights_from_ipc")
     return update_weights_from_ipc
 
 
@@ -249,7 +201,7 @@ def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
         face = face_of(self.tokenizer_manager)
         if face is None:
             return original(self, *args, **kwargs)
-        face.raise_if_closed(face.status_now())
+        refuse_if_closed(face.status_now())
         try:
             return original(self, *args, **kwargs)
         except Exception as error:
@@ -264,7 +216,7 @@ def _gated_async(original: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[
         face = face_of(self.tokenizer_manager)
         if face is None:
             return await original(self, *args, **kwargs)
-        face.raise_if_closed(face.status_now())
+        refuse_if_closed(face.status_now())
         try:
             outputs = await original(self, *args, **kwargs)
         except Exception as error:
@@ -275,7 +227,7 @@ def _gated_async(original: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[
     return call
 
 
-async def _checked(face: AsyncFace, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _checked(face: SglangFace, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
     try:
         async for output in outputs:
             yield output
@@ -284,9 +236,9 @@ async def _checked(face: AsyncFace, outputs: AsyncIterator[Any]) -> AsyncIterato
         raise
 
 
-def _raise_refusal(face: AsyncFace, error: Exception) -> None:
+def _raise_refusal(face: SglangFace, error: Exception) -> None:
     """SGLang reports a request that arrived at a closed scheduler by an HTTP exception with our words in it."""
     if getattr(error, "status_code", None) == EngineAsleepError.status:
-        refusal = admission.first_refusal(face.status_now())
+        refusal = first_refusal(face.status_now())
         if refusal is not None:
             raise refusal from error

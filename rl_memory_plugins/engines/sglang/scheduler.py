@@ -27,6 +27,7 @@ from rl_memory_plugins.tags import PauseMode, Tag
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+SGLANG_DEFAULT_VERSION = "default"
 IDLE_SECONDS = 0.001  # between two looks for requests while closed; an SGLang scheduler otherwise never rests
 
 
@@ -38,8 +39,11 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{SCHEDULER}.handle_embedding_request", _refuse_while_closed)
     hooks.wrap(f"{SCHEDULER}.pause_generation", _native_pause)
     hooks.wrap(f"{SCHEDULER}.continue_generation", _native_continue)
+    if hasattr(hooks.require(SCHEDULER), "handle_update_weight_version"):
+        hooks.wrap(f"{SCHEDULER}.handle_update_weight_version", _native_weight_version)
     for name in ("is_fully_idle", "flush_cache", "abort_request"):
         hooks.require(f"{SCHEDULER}.{name}")
+    hooks.require("sglang.srt.runtime_context:get_parallel")
 
 
 class RankedGroup:
@@ -183,7 +187,7 @@ class SglangEngine:
         offloaded.clear()
         offloaded.update(asleep_tags)
         record = getattr(self._scheduler, "record_weight_version_change", None)
-        if record is not None and self._shown_version not in (None, weight_version):
+        if record is not None and self._shown_version != weight_version:
             record(new_version=weight_version)
         self._shown_version = weight_version
 
@@ -205,7 +209,12 @@ class SglangScheduler:
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
             atexit.register(board.close)
-        self.controller = Controller(self.ranks, self.engine, board, engine_rank(scheduler))
+        self.controller = Controller(
+            self.ranks, self.engine, board, engine_rank(scheduler), update_timeout_s=config.update_timeout_s
+        )
+        named = given_version(scheduler.server_args)
+        if named is not None:
+            self.controller.note_foreign_changes(named)
 
     def handle(self, request: Any) -> None:
         """Obey a command; the reply is sent, by one rank for all, when the operation has ended."""
@@ -269,6 +278,12 @@ def of(scheduler: Any) -> SglangScheduler | None:
     return getattr(scheduler, "rl_memory", None)
 
 
+def given_version(server_args: Any) -> str | None:
+    """The version of the weights that SGLang is started with, where its own option names one."""
+    version: str = getattr(server_args, "weight_version", SGLANG_DEFAULT_VERSION)
+    return None if version == SGLANG_DEFAULT_VERSION else version
+
+
 def engine_rank(scheduler: Any) -> int:
     """The data-parallel rank of this scheduler's engine. With attention-DP all ranks are one engine."""
     if has_attention_dp(scheduler.server_args):
@@ -321,7 +336,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         if config is None:
             original(self, server_args, *args, **kwargs)
             return
-        memory = Memory(config, lambda: _device_and_rank(self))
+        memory = Memory(config, lambda: _device_and_rank(self), server_args)
         worker.prepare(memory)
         original(self, server_args, *args, **kwargs)
         self.rl_memory = SglangScheduler(self, memory, config)
@@ -410,3 +425,16 @@ def _native_continue(original: Callable[..., Any]) -> Callable[..., Any]:
         return added.engine.continue_later()
 
     return continue_generation
+
+
+def _native_weight_version(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's own way to name the weights."""
+
+    def handle_update_weight_version(self: Any, recv_req: Any) -> Any:
+        output = original(self, recv_req)
+        added = of(self)
+        if added is not None:
+            added.controller.note_foreign_changes(recv_req.new_version)
+        return output
+
+    return handle_update_weight_version

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from rl_memory_plugins.engines.sglang.client import AsyncFace, face_of
+from rl_memory_plugins.engines.sglang.client import SglangFace, face_of
 from rl_memory_plugins.hooking import Hooks
 
 HTTP = "sglang.srt.entrypoints.http_server"
@@ -52,19 +53,20 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
     return setup_and_run
 
 
-def attach(app: Any, face: AsyncFace, server_args: Any) -> None:
+def attach(app: Any, face: SglangFace, server_args: Any) -> None:
     """Put the control routes in front of SGLang's own, and the gate around the app."""
     from sglang.srt.utils.auth import AuthLevel
     from starlette.routing import Route
 
     from rl_memory_plugins.server.auth import ControlAuth
+    from rl_memory_plugins.server.control import Control
     from rl_memory_plugins.server.gate import AdmissionGate, posts_to
     from rl_memory_plugins.server.router import build_router
 
     # SGLang's own check comes first: the admin key if there is one, else the API key. Ours then agrees with it,
     # and without keys admits local clients only.
     keys = [server_args.admin_api_key or server_args.api_key or ""]
-    router = build_router(face, ControlAuth(keys), update_timeout_s=face.update_timeout_s)
+    router = build_router(Control(lambda: face), ControlAuth(keys))
     routes: list[Any] = [
         Route(SHARED_ROUTE, _shared(route.endpoint, app), methods=["POST"]) if route.path == SHARED_ROUTE else route
         for route in cast("list[Any]", router.routes)
@@ -72,7 +74,20 @@ def attach(app: Any, face: AsyncFace, server_args: Any) -> None:
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
     app.router.routes[:0] = routes
+    app.router.lifespan_context = _knowing(face, app.router.lifespan_context)
     app.add_middleware(AdmissionGate, status=face.status_now, is_generation=posts_to(GENERATION))
+
+
+def _knowing(face: SglangFace, lifespan: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Before the first request the schedulers tell where their status is shown."""
+
+    @asynccontextmanager
+    async def started(app: Any) -> AsyncIterator[Any]:
+        await face.run(face.status())
+        async with lifespan(app) as state:
+            yield state
+
+    return started
 
 
 def _shared(ours: Callable[[Any], Awaitable[Any]], app: Any) -> Callable[..., Awaitable[Any]]:

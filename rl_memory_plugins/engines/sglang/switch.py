@@ -50,15 +50,8 @@ def install() -> None:
     """Put in the hooks of all roles. Each acts only on engines whose configuration enables it."""
     from rl_memory_plugins.engines.sglang import balance, client, native, scheduler, server, worker
 
-    hooks.wrap(f"{ENGINE}:Engine._launch_subprocesses", _launch_subprocesses)
-    if "data_parallel_controller" not in _original:
-        engine = hooks.require(f"{ENGINE}:run_data_parallel_controller_process")
-        _original["data_parallel_controller"] = engine
-        import sglang.srt.entrypoints.engine as module
-
-        module.run_data_parallel_controller_process = run_data_parallel_controller_process
-    for role in (worker, scheduler, native, client, server, balance):
-        role.install(hooks)
+    roles = (worker, scheduler, native, client, server, balance)
+    hooks.install(_hook_launch, *(role.install for role in roles))
 
 
 def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> Any:
@@ -110,6 +103,9 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def _accept_keyword() -> None:
     """`Engine(..., rl_memory=…)`. Assigned, because SGLang's registry would hook the class in every module."""
     engine = hooks.require(f"{ENGINE}:Engine")
+    if not hasattr(engine, "server_args_class"):
+        hooks.wrap(f"{ARGUMENTS}.__init__", _refuse_keyword)
+        return
     if "server_args_class" in _original:
         return
     original = _original["server_args_class"] = engine.server_args_class
@@ -121,6 +117,17 @@ def _accept_keyword() -> None:
         return _enable(original(*args, **kwargs), config)
 
     engine.server_args_class = staticmethod(server_args_class)
+
+
+def _refuse_keyword(original: Callable[..., None]) -> Callable[..., None]:
+    """Releases whose `Engine` does not say how it makes `ServerArgs` lack more than that: `install` names it all."""
+
+    def __init__(self: Any, *args: Any, rl_memory: Any = None, **kwargs: Any) -> None:
+        if _requested(rl_memory) is not None:
+            install()
+        original(self, *args, **kwargs)
+
+    return __init__
 
 
 def _requested(value: Any) -> RLMemoryConfig | None:
@@ -138,6 +145,16 @@ def _enable(server_args: Any, config: RLMemoryConfig | None) -> Any:
 
 
 # -- the launch ---------------------------------------------------------------------------------------------
+
+
+def _hook_launch(hooks: Hooks) -> None:
+    hooks.require(f"{ENGINE}:Engine.server_args_class")
+    hooks.require(f"{ENGINE}:run_data_parallel_controller_process")
+    hooks.wrap(f"{ENGINE}:Engine._launch_subprocesses", _launch_subprocesses)
+    from sglang.srt.entrypoints import engine
+
+    # Assigned, because a wrapped function keeps its name, and a child finds it by that.
+    engine.run_data_parallel_controller_process = run_data_parallel_controller_process
 
 
 def _launch_subprocesses(original: Callable[..., Any]) -> Callable[..., Any]:

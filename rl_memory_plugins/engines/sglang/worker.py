@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.engines.sglang.switch import launching
+from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import HostArena
@@ -22,13 +26,18 @@ if TYPE_CHECKING:
 
 #: SGLang's region names. Every other name is run-time state and stays resident.
 TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
-GRAPHS_STAY = "CUDA graphs stay on the device: SGLang captures them outside of the regions"
+REGISTERED_GRAPHS = (
+    "custom all-reduce registers graph memory with other ranks;"
+    " start with --disable-custom-all-reduce, or with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"
+)
 
 _memory: Memory | None = None
 
 
 def install(hooks: Hooks) -> None:
     hooks.wrap("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create", _create)
+    hooks.wrap("sglang.srt.model_loader.loader:_initialize_model", _initialize_model)
+    hooks.wrap("sglang.srt.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
 
 
 class Memory:
@@ -37,11 +46,14 @@ class Memory:
     Args:
         config: The engine's options.
         place: Tells torch's name of the device, and the process's number among all schedulers.
+        server_args: SGLang's own options.
     """
 
-    def __init__(self, config: RLMemoryConfig, place: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, config: RLMemoryConfig, place: Callable[[], tuple[str, int]], server_args: Any) -> None:
         self.config = config
+        self.notes: list[str] = []
         self._place = place
+        self._server_args = server_args
         self._chosen: tuple[Allocator, HostArena] | None = None
 
     def _choose(self) -> tuple[Allocator, HostArena]:
@@ -60,6 +72,33 @@ class Memory:
     def arena(self) -> HostArena:
         return self._choose()[1]
 
+    def region(self, tag: Tag) -> AbstractContextManager[None]:
+        if tag is Tag.WEIGHTS:
+            self._capture_graphs_in_a_region()
+        return self.allocator.region(tag)
+
+    def _capture_graphs_in_a_region(self) -> None:
+        """Have SGLang capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
+        reason = self._use_graph_pool() if self.allocator.name != "host" else None
+        if reason is not None:
+            self.notes = [f"CUDA graphs stay resident: {reason}"]
+
+    def _use_graph_pool(self) -> str | None:
+        pool_id = getattr(self.allocator, "pool_id", None)
+        if pool_id is None:
+            return f"the {self.allocator.name} allocator has no graph pool"
+        unregistered = self._server_args.disable_custom_all_reduce or os.environ.get(
+            "SGLANG_MEMORY_SAVER_CUDA_GRAPH", ""
+        ).lower() in ("1", "true")
+        if self._server_args.tp_size > 1 and not unregistered:
+            return REGISTERED_GRAPHS
+        try:
+            from sglang.srt.model_executor.runner_utils import pool
+        except ImportError:
+            return "this SGLang has no pool that all its graphs share"
+        pool.set_global_graph_memory_pool(pool_id(Tag.CUDA_GRAPH))
+        return None
+
 
 def prepare(memory: Memory) -> None:
     """Say what the regions of this process are to use, before the engine makes any."""
@@ -75,21 +114,37 @@ def config() -> RLMemoryConfig | None:
 def _create(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(enable: bool) -> Any:
         if _memory is not None:
-            return RegionAdapter(_memory)
+            return RegionAdapter(_memory, enable)
         if launching():  # the process that starts the schedulers
-            return RegionAdapter(None)
+            return RegionAdapter(None, enable)
         return original(enable)
 
     return create
 
 
+def _initialize_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang makes a model: what it does to its weights after loading is to be seen."""
+
+    def _initialize_model(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        if _memory is not None:
+            post_load.attach(model)
+        return model
+
+    return _initialize_model
+
+
 class RegionAdapter:
-    """Takes the place of SGLang's `TorchMemorySaverAdapter`. `pause` and `resume` are the manager's affair."""
+    """Takes the place of SGLang's `TorchMemorySaverAdapter`. `pause` and `resume` are the manager's affair.
 
-    enabled = True
+    Args:
+        memory: None in a process that owns no device.
+        enabled: What SGLang asked for. Graph backends go by it, and some refuse to start when they find it on.
+    """
 
-    def __init__(self, memory: Memory | None) -> None:
+    def __init__(self, memory: Memory | None, enabled: bool) -> None:
         self._memory = memory
+        self.enabled = enabled
 
     def check_validity(self, caller_name: str) -> None:
         pass
@@ -101,7 +156,7 @@ class RegionAdapter:
         ours = TAGS.get(tag)
         if ours is None or self._memory is None:
             return nullcontext()
-        return self._memory.allocator.region(ours)
+        return self._memory.region(ours)
 
     @contextmanager
     def cuda_graph(self, cuda_graph: Any, **kwargs: Any) -> Iterator[None]:
@@ -138,12 +193,14 @@ class SglangWorker:
             self._discardable,
             poison=config.poison,
             zero_on_wake=(Tag.KV_CACHE,),  # the table of requests and the padding rows must read as zeros
-            notes=() if memory.allocator.name == "host" else (GRAPHS_STAY,),
+            eager_backup=config.eager_backup,
+            notes=memory.notes,
         )
         receiver = WeightReceiver(
             self.manager,
             load_weights=model.load_weights,
             parameters=self.parameters,
+            reload=self._refuse_transformed,
             ignorable=self._ignorable,
             allow_cast=config.allow_cast,
             check_finite=config.check_finite,
@@ -157,6 +214,24 @@ class SglangWorker:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._model.named_parameters())
+
+    def _refuse_transformed(self) -> None:
+        """SGLang's restore before loading covers few methods and may move what CUDA graphs have captured.
+
+        Raises:
+            UnsupportedError: SGLang has transformed weights after loading them, or may have.
+        """
+        watch = post_load.of(self._model)
+        if watch is None:
+            raise UnsupportedError("what this load format does to weights after loading is not known")
+        layers = watch.transformed()
+        if layers:
+            name, method = next(iter(layers.items()))
+            raise UnsupportedError(
+                f"SGLang transforms the weights of {len(layers)} layers after loading, such as {name} by {method}, "
+                "and cannot do that again in place: start it without this quantisation, or reload from disk",
+                layers=dict(list(layers.items())[:20]),
+            )
 
     def _ignorable(self, name: str) -> bool:
         """Names of a checkpoint that the loader skips on purpose."""

@@ -8,30 +8,38 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-import msgspec
-
 from rl_memory_plugins import admission, commands, operations
-from rl_memory_plugins.board import BoardReader
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm.core import REFUSED, with_graphs, without_scheduling
 from rl_memory_plugins.engines.vllm.switch import config_of
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
+from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation
-from rl_memory_plugins.records import EngineStatus, Reply, Report
-from rl_memory_plugins.server.gate import report_refusal
-from rl_memory_plugins.weights.checksums import Checksums, merge_checksums
+from rl_memory_plugins.records import Reply, Report
+from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
+from rl_memory_plugins.tags import parse_level
 
 LLM = "vllm.entrypoints.llm:LLM"
 SYNC = "vllm.v1.engine.llm_engine:LLMEngine"
 ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 
+#: The engines' own methods, and those added to them, with the operation of the face that each runs.
+NATIVE = {"sleep": "native_sleep", "wake_up": "native_wake_up", "is_sleeping": "is_sleeping"}
+METHODS = {
+    "memory_status": "memory_status",
+    "wake_up_with_report": "wake_up",
+    "update_weights_from_ipc": "update_weights_from_ipc",
+    "weight_version": "weight_version",
+    "weight_checksums": "weight_checksums",
+}
+
 
 def install(hooks: Hooks) -> None:
     for engine, make in ((SYNC, SyncFace), (ASYNC, AsyncFace)):
-        for name in ("sleep", "wake_up", "is_sleeping"):
-            hooks.wrap(f"{engine}.{name}", _native(make, name))
+        for name, operation in NATIVE.items():
+            hooks.wrap(f"{engine}.{name}", _led_to(make, operation))
     hooks.wrap(f"{SYNC}.add_request", _gated_add)
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
     hooks.wrap(f"{ASYNC}.encode", _gated_stream)
@@ -43,30 +51,44 @@ def install(hooks: Hooks) -> None:
     hooks.require(LLM).is_sleeping = lambda llm: llm.llm_engine.is_sleeping()
 
 
-class _Boards:
-    """The status of all engines: read from their boards, or as they last told where a board is not local."""
+class VllmFace(Face):
+    """The contract, with vLLM's own calls beside it."""
 
-    def __init__(self, told: list[dict[str, Any]]) -> None:
-        self.complete = True
-        self._readers: list[Callable[[], EngineStatus]] = []
-        for engine in told:
-            try:
-                self._readers.append(BoardReader(engine["board"]).read)
-            except OSError:
-                status = msgspec.convert(engine["status"], EngineStatus)
-                self._readers.append(lambda status=status: status)  # type: ignore[misc]
-                self.complete = False
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._engine = weakref.proxy(engine)  # vLLM shuts its processes down when the engine's last reference goes
 
-    def read(self) -> list[EngineStatus]:
-        return [read() for read in self._readers]
+    def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Operation:
+        report: Report = yield from super().sleep(level, tags, mode)
+        _record_sleep(self._engine, 1, parse_level(level))
+        return report
+
+    def wake_up(self, tags: object = None) -> Operation:
+        """As vLLM's `wake_up`, but wakes what is named and nothing else, and returns the report."""
+        report: Report = yield from super().wake_up(without_scheduling(tags, (yield from self.status())))
+        if not (yield from self.is_sleeping()):
+            _record_sleep(self._engine, 0, 0)
+        return report
+
+    def native_sleep(self, level: object = 1, mode: object = "abort", tags: object = None) -> Operation:
+        """Release memory; see the contract. `mode` stands second, as in vLLM's own `sleep`."""
+        return (yield from self.sleep(level, tags, mode))
+
+    def native_wake_up(self, tags: object = None) -> Operation:
+        """Take memory back. Returns whether nothing sleeps any more, as vLLM's own `wake_up` does."""
+        engines = yield from self.status()
+        yield from self.wake_up(with_graphs(without_scheduling(tags, engines), engines))
+        return not (yield from self.is_sleeping())
 
 
-class SyncFace:
-    """The contract over a blocking engine (`LLM`, `LLMEngine`)."""
+class SyncFace(VllmFace):
+    """Over a blocking engine (`LLM`, `LLMEngine`)."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
-        self._engine = weakref.proxy(engine)  # vLLM shuts its processes down when the engine's last reference goes
-        self._boards: _Boards | None = None
+        super().__init__(engine)
+
+    def run(self, operation: Operation) -> Any:
+        return operations.run(operation, self._call)
 
     def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         client, payload = self._engine.engine_core, commands.encode_command(command)
@@ -75,66 +97,16 @@ class SyncFace:
             return [decode_reply(core.rl_memory_call(payload))]
         return [decode_reply(client.call_utility("rl_memory_call", payload))]
 
-    def _run(self, operation: Operation) -> Any:
-        result = operations.run(operation, self._call)
-        if self._boards is not None and not self._boards.complete:
-            self._boards = None
-        return result
 
-    def status(self) -> list[EngineStatus]:
-        if self._boards is None:
-            self._boards = _Boards(operations.run(operations.hello(), self._call))
-        return self._boards.read()
-
-    def sleep(self, level: object = 1, mode: object = "abort", tags: object = None) -> Report:
-        """Release memory; see the contract. `mode` stands second, as in vLLM's own `sleep`."""
-        command = operations.sleep(level, tags, mode)
-        report: Report = self._run(operations.transition(command, self.status()))
-        _record_sleep(self._engine, 1, command.level)
-        return report
-
-    def wake_up(self, tags: object = None) -> bool:
-        """Take memory back. Returns whether nothing sleeps any more, as vLLM's own `wake_up` does."""
-        status = self.status()
-        self.wake_up_with_report(with_graphs(without_scheduling(tags, status), status))
-        return not admission.is_sleeping(self.status())
-
-    def wake_up_with_report(self, tags: object = None) -> Report:
-        """As `wake_up`, but returns the report."""
-        status = self.status()
-        command = operations.wake_up(without_scheduling(tags, status))
-        report: Report = self._run(operations.transition(command, status))
-        if not self.is_sleeping():
-            _record_sleep(self._engine, 0, 0)
-        return report
-
-    def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Report:
-        """Take weights from a trainer's sockets; blocks until they are in place. See `commands.UpdateWeights`."""
-        command = commands.UpdateWeights(endpoints=endpoints, token=token, **options)
-        return self._run(operations.transition(command, self.status()))  # type: ignore[no-any-return]
-
-    def is_sleeping(self) -> bool:
-        return admission.is_sleeping(self.status())
-
-    def memory_status(self) -> list[EngineStatus]:
-        """Every engine's and rank's memory by tag; never waits for a transition."""
-        return self.status()
-
-    def weight_version(self) -> str:
-        return self.status()[0].weight_version
-
-    def weight_checksums(self) -> Checksums:
-        """Checksums of the weights as they are; see `weights.checksums`."""
-        return merge_checksums(operations.run(operations.checksums(), self._call)[0])
-
-
-class AsyncFace:
-    """The contract over `AsyncLLM`; it is also the router's control plane."""
+class AsyncFace(VllmFace):
+    """Over `AsyncLLM`."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
-        self._engine = weakref.proxy(engine)
+        super().__init__(engine)
         self._drain_timeout_s = config.drain_timeout_s
-        self._boards: _Boards | None = None
+
+    async def run(self, operation: Operation) -> Any:
+        return await operations.run_within(operation, self._call, self._drain_timeout_s)
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         client, payload = self._engine.engine_core, commands.encode_command(command)
@@ -142,64 +114,6 @@ class AsyncFace:
             *(client._call_utility_async("rl_memory_call", payload, engine=core) for core in client.core_engines)
         )
         return [decode_reply(reply) for reply in replies]
-
-    async def _run(self, operation: Operation) -> Any:
-        try:
-            return await operations.run_within(operation, self._call, self._drain_timeout_s)
-        finally:
-            if self._boards is not None and not self._boards.complete:
-                self._boards = None
-
-    async def status(self) -> list[EngineStatus]:
-        if self._boards is None:
-            self._boards = _Boards(await operations.run_async(operations.hello(), self._call))
-        return self._boards.read()
-
-    def status_now(self) -> list[EngineStatus]:
-        """The status once `status` has been awaited; for code that cannot await."""
-        if self._boards is None:
-            raise EngineAsleepError("the server is still starting", reason="starting", retry_after_s=1)
-        return self._boards.read()
-
-    async def sleep(self, level: object = 1, mode: object = "abort", tags: object = None) -> Report:
-        """Release memory; see the contract. `mode` stands second, as in vLLM's own `sleep`."""
-        command = operations.sleep(level, tags, mode)
-        report: Report = await self._run(operations.transition(command, await self.status()))
-        _record_sleep(self._engine, 1, command.level)
-        return report
-
-    async def wake_up(self, tags: object = None) -> bool:
-        status = await self.status()
-        await self.wake_up_with_report(with_graphs(without_scheduling(tags, status), status))
-        return not admission.is_sleeping(await self.status())
-
-    async def wake_up_with_report(self, tags: object = None) -> Report:
-        """As `wake_up`, but returns the report."""
-        status = await self.status()
-        command = operations.wake_up(without_scheduling(tags, status))
-        report: Report = await self._run(operations.transition(command, status))
-        if not await self.is_sleeping():
-            _record_sleep(self._engine, 0, 0)
-        return report
-
-    async def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Report:
-        """Take weights from a trainer's sockets. See `commands.UpdateWeights`."""
-        return await self.update_weights(commands.UpdateWeights(endpoints=endpoints, token=token, **options))
-
-    async def update_weights(self, command: commands.UpdateWeights) -> Report:
-        return await self._run(operations.transition(command, await self.status()))  # type: ignore[no-any-return]
-
-    async def is_sleeping(self) -> bool:
-        return admission.is_sleeping(await self.status())
-
-    async def memory_status(self) -> list[EngineStatus]:
-        return await self.status()
-
-    async def weight_version(self) -> str:
-        return (await self.status())[0].weight_version
-
-    async def weight_checksums(self) -> Checksums:
-        return merge_checksums((await operations.run_async(operations.checksums(), self._call))[0])
 
 
 def _record_sleep(engine: Any, asleep: int, level: int) -> None:
@@ -219,15 +133,15 @@ def face_of(engine: Any, make: type[SyncFace] | type[AsyncFace]) -> Any:
     return face
 
 
-def _native(make: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The engine's own method, led to the face where one is enabled."""
+def _led_to(make: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The engine's own method, led to one of the face where one is enabled."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             face = face_of(self, make)
-            return (original if face is None else getattr(type(face), name))(
-                self if face is None else face, *args, **kwargs
-            )
+            if face is None:
+                return original(self, *args, **kwargs)
+            return face.run(getattr(face, name)(*args, **kwargs))
 
         return method
 
@@ -247,20 +161,17 @@ def _llm_native(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return wrap
 
 
-_METHODS = ("memory_status", "wake_up_with_report", "update_weights_from_ipc", "weight_version", "weight_checksums")
-
-
 def _add_methods(owner: type, make: Any, of: Callable[[Any], Any]) -> None:
-    for name in _METHODS:
+    for name, operation in METHODS.items():
 
-        def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> Any:
+        def method(self: Any, *args: Any, _operation: str = operation, **kwargs: Any) -> Any:
             face = face_of(of(self), make)
             if face is None:
                 raise UnsupportedError("this engine was started without rl_memory")
-            return getattr(face, _name)(*args, **kwargs)
+            return face.run(getattr(face, _operation)(*args, **kwargs))
 
         method.__name__ = name
-        method.__doc__ = getattr(make, name).__doc__
+        method.__doc__ = getattr(make, operation).__doc__
         setattr(owner, name, method)
 
 
@@ -268,7 +179,7 @@ def _gated_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
         face = face_of(self, SyncFace)
         if face is not None:
-            _raise_if_closed(face.status())
+            refuse_if_closed(face.run(face.status()))
         return original(self, *args, **kwargs)
 
     return add_request
@@ -287,7 +198,7 @@ def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _checked_stream(face: AsyncFace, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
-    _raise_if_closed(await face.status())
+    refuse_if_closed(face.status_now() or await face.run(face.status()))
     async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
         async for output in outputs:
             reason = _stop_reason(output)
@@ -307,10 +218,3 @@ def _stop_reason(output: Any) -> str:
     completions = output.outputs if output.finished else None
     reason = completions[0].stop_reason if isinstance(completions, list) and completions else None
     return reason if isinstance(reason, str) else ""
-
-
-def _raise_if_closed(status: list[EngineStatus]) -> None:
-    refusal = admission.first_refusal(status)
-    if refusal is not None:
-        report_refusal(refusal)
-        raise refusal

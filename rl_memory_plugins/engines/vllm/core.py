@@ -39,6 +39,8 @@ def install(hooks: Hooks) -> None:
     for name in ("pause_scheduler", "is_scheduler_paused", "reset_prefix_cache", "reset_encoder_cache"):
         hooks.require(f"{CORE}.{name}")
     core = hooks.require(CORE)
+    if hasattr(core, "set_weight_version"):
+        hooks.wrap(f"{CORE}.set_weight_version", _native_set_weight_version)
     if hasattr(core, "release_kv_cache_memory"):
         hooks.wrap(f"{CORE}.release_kv_cache_memory", _native_release_kv_cache)
     core.rl_memory_call = _call
@@ -110,11 +112,17 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, vllm_config, *args, **kwargs)
-        if config_of(vllm_config) is not None:
+        config = config_of(vllm_config)
+        if config is not None:
             board = StatusBoard()
             atexit.register(board.close)
-            rank = vllm_config.parallel_config.data_parallel_index
-            self.rl_memory = Controller(VllmRanks(self.model_executor), VllmEngine(self), board, rank)
+            self.rl_memory = Controller(
+                VllmRanks(self.model_executor),
+                VllmEngine(self),
+                board,
+                vllm_config.parallel_config.data_parallel_index,
+                update_timeout_s=config.update_timeout_s,
+            )
         return result
 
     return _initialize_kv_caches
@@ -224,6 +232,19 @@ def _native_release_kv_cache(original: Callable[..., Any]) -> Callable[..., Any]
         return _obey(controller, operations.sleep(1, [Tag.KV_CACHE.value], PauseMode.KEEP.value))
 
     return release_kv_cache_memory
+
+
+def _native_set_weight_version(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's own way to name the weights, e.g. at the end of its own updates."""
+
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        controller = _controller(self)
+        if controller is None:
+            original(self, weight_version)
+        else:
+            controller.note_foreign_changes(weight_version)
+
+    return set_weight_version
 
 
 def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:

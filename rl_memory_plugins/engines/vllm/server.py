@@ -11,12 +11,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from rl_memory_plugins.commands import UpdateWeights
-from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm.client import AsyncFace, face_of
 from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.hooking import Hooks
-from rl_memory_plugins.records import EngineStatus, Report
 
 #: Every route of vLLM that runs the model.
 GENERATION = (
@@ -55,36 +52,6 @@ def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_endpoint_plugins
 
 
-class _Control:
-    """The router's control plane, over an engine that exists only after the routes do."""
-
-    def __init__(self) -> None:
-        self.face: AsyncFace | None = None
-
-    def _ready(self) -> AsyncFace:
-        if self.face is None:
-            raise EngineAsleepError("the server is still starting", reason="starting", retry_after_s=1)
-        return self.face
-
-    async def sleep(self, level: object, tags: object, mode: object) -> Report:
-        return await self._ready().sleep(level, mode, tags)
-
-    async def wake_up(self, tags: object) -> Report:
-        return await self._ready().wake_up_with_report(tags)
-
-    async def update_weights(self, command: UpdateWeights) -> Report:
-        return await self._ready().update_weights(command)
-
-    async def status(self) -> list[EngineStatus]:
-        return await self._ready().status()
-
-    def status_now(self) -> list[EngineStatus]:
-        return self._ready().status_now()
-
-    async def checksums(self) -> Any:
-        return await self._ready().weight_checksums()
-
-
 class RLMemoryEndpoints:
     """A `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
@@ -92,31 +59,30 @@ class RLMemoryEndpoints:
     required_tasks = None
 
     def __init__(self) -> None:
-        self._control = _Control()
+        self._face: AsyncFace | None = None  # the engine exists only after the routes do
 
     def attach_router(self, app: Any) -> None:
         from rl_memory_plugins.server.auth import ControlAuth
+        from rl_memory_plugins.server.control import Control
         from rl_memory_plugins.server.gate import AdmissionGate, posts_to
         from rl_memory_plugins.server.router import build_router
 
-        auth = ControlAuth(_keys(app.state.args))
-        router = build_router(self._control, auth, update_timeout_s=_update_timeout_s())
+        router = build_router(Control(self._ready), ControlAuth(_keys(app.state.args)))
         # In front, because vLLM 0.26 lets a core route win over a plugin's on the same path.
         app.router.routes[:0] = router.routes
-        app.add_middleware(AdmissionGate, status=self._control.status_now, is_generation=posts_to(GENERATION))
+        app.add_middleware(AdmissionGate, status=lambda: self._ready().status_now(), is_generation=posts_to(GENERATION))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is not None:
             face: AsyncFace | None = face_of(engine_client, AsyncFace)
             if face is not None:
-                await face.status()
-                self._control.face = face
+                await face.run(face.status())
+                self._face = face
 
-
-def _update_timeout_s() -> float:
-    """The routes are made before the engine's configuration is at hand; the flag is."""
-    config = RLMemoryConfig.from_environment() or RLMemoryConfig.parse(None)
-    return config.update_timeout_s
+    def _ready(self) -> AsyncFace:
+        if self._face is None:
+            raise EngineAsleepError("the server is still starting", reason="starting", retry_after_s=1)
+        return self._face
 
 
 def _keys(args: Any) -> list[str]:

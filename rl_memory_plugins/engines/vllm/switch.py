@@ -36,8 +36,7 @@ def install() -> None:
     """Put in the hooks of all roles. Each acts only on engines whose configuration enables it."""
     from rl_memory_plugins.engines.vllm import client, core, server, worker
 
-    for role in (worker, core, client, server):
-        role.install(hooks)
+    hooks.install(worker.install, core.install, client.install, server.install)
 
 
 def config_of(vllm_config: Any) -> RLMemoryConfig | None:

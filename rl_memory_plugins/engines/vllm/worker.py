@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -34,6 +39,10 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(
         "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing", _finish_layerwise_load
     )
+    hooks.wrap("vllm.model_executor.model_loader.utils:record_metadata_for_reloading", _watch_post_load)
+    for symbol in reload.SYMBOLS:
+        hooks.require(symbol)
+    hooks.wrap("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
     hooks.require("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context")
     base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
     base.rl_memory_rank_call = _rank_call
@@ -44,6 +53,8 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
         if config is not None:
+            # NCCL shares captured buffers with other ranks, which a sleep leaves with memory that is gone.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             VllmWorker(self, config).attach()
 
     return __init__
@@ -98,7 +109,7 @@ class VllmWorker:
     @contextlib.contextmanager
     def _load_weights_region(self) -> Iterator[None]:
         self._capture_graphs_in_a_region()
-        with self.manager.allocator.region(Tag.WEIGHTS), _plain_linear():
+        with self.manager.allocator.region(Tag.WEIGHTS), _enabled_load():
             yield
         self._foreign_loads = ForeignLoads(self.manager, self.model)
 
@@ -128,6 +139,7 @@ class VllmWorker:
                 self._discardable,
                 poison=self._config.poison,
                 zero_on_wake=(Tag.KV_CACHE,),  # vLLM allocates it zeroed, and reads masked entries
+                eager_backup=self._config.eager_backup,
             )
         return self._manager
 
@@ -142,6 +154,7 @@ class VllmWorker:
                 self.manager,
                 load_weights=self._load_weights,
                 parameters=lambda: dict(self.model.named_parameters()),
+                reload=self._reload,
                 ignorable=self._ignorable,
                 allow_cast=self._config.allow_cast,
                 check_finite=self._config.check_finite,
@@ -156,6 +169,26 @@ class VllmWorker:
         assert self._foreign_loads is not None
         with set_current_vllm_config(self._worker.vllm_config):
             self._foreign_loads.original(weights)
+
+    def _reload(self) -> reload.LayerwiseReload | None:
+        """vLLM's own reload, if it has transformed weights after loading them."""
+        assert self._foreign_loads is not None
+        watch = post_load.of(self.model)
+        if watch is None:
+            load_format = self._worker.vllm_config.load_config.load_format
+            raise UnsupportedError(
+                f"what load_format={load_format} does to weights after loading is not known: they cannot be updated",
+                load_format=str(load_format),
+            )
+        if not watch.transformed():
+            return None
+        return reload.LayerwiseReload(
+            watch,
+            self._worker.vllm_config,
+            self._foreign_loads.original,
+            region=lambda: self.manager.allocator.region(Tag.WEIGHTS),
+            graphs=not self._worker.model_config.enforce_eager,
+        )
 
     def _ignorable(self, name: str) -> bool:
         """Names of a checkpoint that the loader skips on purpose."""
@@ -174,9 +207,12 @@ class VllmWorker:
             yield Block(storage.data_ptr(), storage.nbytes())
 
     def _after_wake(self, tags: list[Tag]) -> None:
-        # vLLM 0.26 keeps pointers into the KV cache that must be read again after a wake; later ones need nothing.
-        refresh = getattr(self._worker.model_runner, "post_kv_cache_wake_up", None)
-        if Tag.KV_CACHE in tags and refresh is not None:
+        # vLLM 0.26's second model runner keeps pointers into the KV cache, which must be read again. Its first one
+        # only clears the cache and takes the FP8 scales for lost: it would set calibrated ones, which we preserve,
+        # to 1.0. Later versions need nothing.
+        runner = self._worker.model_runner
+        refresh = getattr(runner, "post_kv_cache_wake_up", None)
+        if Tag.KV_CACHE in tags and refresh is not None and not hasattr(runner, "init_fp8_kv_scales"):
             refresh()
 
     @staticmethod
@@ -233,17 +269,29 @@ def _flatten(caches: Any) -> Iterator[torch.Tensor]:
             yield from _flatten(cache)
 
 
-_linear_is_plain = False
+_loading = False
 
 
 @contextlib.contextmanager
-def _plain_linear() -> Iterator[None]:
-    global _linear_is_plain
-    _linear_is_plain = True
+def _enabled_load() -> Iterator[None]:
+    """In this process an enabled engine makes its models now."""
+    global _loading
+    _loading = True
     try:
         yield
     finally:
-        _linear_is_plain = False
+        _loading = False
+
+
+def _watch_post_load(original: Callable[..., None]) -> Callable[..., None]:
+    """vLLM calls it for each model that it has just made."""
+
+    def record_metadata_for_reloading(model: Any) -> None:
+        original(model)
+        if _loading:
+            post_load.attach(model)
+
+    return record_metadata_for_reloading
 
 
 def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., None]:
@@ -253,7 +301,7 @@ def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         from torch.nn.functional import linear
 
-        if _linear_is_plain or getattr(layer, "cpu_linear", None) is linear:
+        if _loading or getattr(layer, "cpu_linear", None) is linear:
             layer.cpu_linear = linear
         else:
             original(layer, remove_weight)

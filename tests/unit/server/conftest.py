@@ -10,7 +10,7 @@ from rl_memory_plugins.server.router import build_router
 @pytest.fixture
 def app(control: FakeControl) -> FastAPI:
     app = FastAPI()
-    app.include_router(build_router(control, ControlAuth(), update_timeout_s=7.5))
+    app.include_router(build_router(control, ControlAuth()))
     return app
 
 

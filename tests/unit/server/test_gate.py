@@ -1,8 +1,10 @@
 import asyncio
+from urllib.parse import unquote
 
 import pytest
 from fake_control import rank_status
 from fastapi import FastAPI, WebSocket
+from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
 from rl_memory_plugins.records import EngineStatus
@@ -153,3 +155,70 @@ def test_status_is_read_for_generation_only():
 )
 def test_posts_to(scope, matches):
     assert posts_to(["/generate"])(scope) is matches
+
+
+def at_version(version: str) -> EngineStatus:
+    return EngineStatus([rank_status()], weight_version=version)
+
+
+def versions(response):
+    return response.headers["x-weight-version"], response.headers["x-weight-version-end"]
+
+
+def test_an_answer_names_the_weights_that_gave_it(client, engines):
+    engines[:] = [at_version("step-41")]
+    assert versions(client.post("/v1/completions", json={})) == ("step-41", "step-41")
+    assert "x-weight-version" not in client.get("/v1/completions").headers
+
+
+def test_an_answer_over_an_update_names_both_weights(client, engines):
+    engines[:] = [at_version("41")]
+
+    @client.app.post("/generate")
+    async def generate():
+        engines[:] = [at_version("42")]
+        return "by both"
+
+    assert versions(client.post("/generate")) == ("41", "42")
+
+
+def test_a_stream_names_the_weights_that_it_begins_with(client, engines):
+    engines[:] = [at_version("41")]
+
+    @client.app.post("/generate")
+    async def generate():
+        async def tokens():
+            yield "first"
+            engines[:] = [at_version("42")]
+            yield "second"
+
+        return StreamingResponse(tokens())
+
+    response = client.post("/generate")
+    assert response.text == "firstsecond"
+    assert versions(response) == ("41", "41")
+
+
+@pytest.mark.parametrize("version", ["a b", "a, b", "a\r\nx-injected: 1", "100%", "schritt-ä"])
+def test_any_version_fits_into_a_header(client, engines, version):
+    engines[:] = [at_version(version)]
+    response = client.post("/v1/completions", json={})
+    assert [unquote(named) for named in versions(response)] == [version, version]
+    assert "x-injected" not in response.headers
+
+
+def test_an_answer_that_is_there_is_given_though_the_status_is_gone(client, engines):
+    @client.app.post("/generate")
+    async def generate():
+        engines[:] = [None]
+        return "an answer"
+
+    response = client.post("/generate")
+    assert response.status_code == 200
+    assert response.headers["x-weight-version"] == "initial"
+    assert "x-weight-version-end" not in response.headers
+
+
+def test_a_refusal_names_no_weights(client, engines):
+    engines[:] = [ASLEEP]
+    assert "x-weight-version" not in client.post("/v1/completions", json={}).headers

@@ -8,6 +8,9 @@ from toys import Rank, ToyModel
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError
 
 
+OPTION_S = 60.0  # `update_timeout_s`, for bodies that name no time
+
+
 class ToyEngine:
     """Tensor-parallel toy ranks in this process. `log` is what was asked of it; `fail[call]` is raised once.
 
@@ -48,7 +51,7 @@ class ToyEngine:
         def receive(rank):
             report, error = None, None
             try:
-                report = rank.receiver.receive(body["endpoints"], body["token"], body["timeout_s"])
+                report = rank.receiver.receive(body["endpoints"], body["token"], body["timeout_s"] or OPTION_S)
             except RLMemoryError as caught:
                 error = caught
             return report, error

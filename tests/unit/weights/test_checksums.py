@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,7 +7,7 @@ from toys import EXPERTS, Rank, ToyModel, checkpoint, update
 
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.weights import checksums
-from rl_memory_plugins.weights.checksums import merge_checksums, region_checksum, tensor_checksum
+from rl_memory_plugins.weights.checksums import merge_checksums, merge_engines, region_checksum, tensor_checksum
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,64 @@ def test_before_an_update_the_engines_own_names_are_used():
     update(ranks[:1], checkpoint(1))
     with pytest.raises(EngineFaultError):
         merge_checksums([rank.receiver.checksums() for rank in ranks])
+
+
+def replicas(tp):
+    """Two data-parallel engines with the same weights."""
+    engines = [[Rank(ToyModel(i, tp), i) for i in range(tp)] for _ in range(2)]
+    for ranks in engines:
+        update(ranks, checkpoint(1))
+    return engines
+
+
+def sums(engines):
+    return merge_engines([[rank.receiver.checksums() for rank in ranks] for ranks in engines])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_engine_answers_as_it_always_did(tp):
+    [ranks, _] = replicas(tp)
+    assert sums([ranks]) == merge_checksums([rank.receiver.checksums() for rank in ranks])
+    assert set(msgspec.to_builtins(sums([ranks]))) == {"layout", "tensors", "partial", "opaque"}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_replicas_that_agree_answer_as_one(tp):
+    engines = replicas(tp)
+    merged = sums(engines)
+    alone = sums(engines[:1])
+    assert (merged.tensors, merged.partial, merged.opaque) == (alone.tensors, alone.partial, alone.opaque)
+    assert merged.differing == []
+    assert merged.engines == [alone, alone]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_replica_that_differs_is_named_and_cannot_pass_for_the_trainers(tp):
+    engines = replicas(tp)
+    before = sums(engines)
+    engines[1][-1].model.o.data[0, 0] += 1
+    merged = sums(engines)
+    assert merged.differing == ["o.weight"]
+    assert merged.tensors == {name: value for name, value in before.tensors.items() if name != "o.weight"}
+    own = tensor_checksum(checkpoint(1)["o.weight"])
+    assert [one.tensors["o.weight"] == own for one in merged.engines] == [True, False]
+
+
+def test_experts_spread_over_engines_are_whole_together():
+    """Each engine alone has some rows; as in `test_ranks_add_up…`, but the ranks are engines."""
+    engines = [[Rank(ToyModel(i, 2), i)] for i in range(2)]
+    update([rank for [rank] in engines], checkpoint(1))
+    merged = sums(engines)
+    assert merged.tensors["o.weight"] == tensor_checksum(checkpoint(1)["o.weight"])
+    assert all("o.weight" in one.partial for one in merged.engines)
+    assert merged.differing == []
+
+
+def test_an_update_that_reached_one_engine_only_is_a_fault():
+    engines = [[Rank(ToyModel(0, 1), 0)] for _ in range(2)]
+    before = sums(engines)
+    assert before.layout == "engine"
+    assert before.tensors == before.engines[0].tensors
+    update(engines[0], checkpoint(1))
+    with pytest.raises(EngineFaultError, match="that others have not"):
+        sums(engines)

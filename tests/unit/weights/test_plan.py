@@ -290,3 +290,26 @@ def test_rows_loaded_one_part_at_a_time_are_what_the_whole_is(cuts, by_rows, loa
     if not by_rows:
         plan.apply("a", source)
     assert torch.equal(parameter, expected)
+
+
+def test_a_loader_that_computes_of_the_model_s_own_memory_loads_everything_itself():
+    """As models do that absorb one matrix into another at the end of `load_weights`: a replay would leave that out."""
+
+    def load(model, weights):
+        for name, weight in weights:
+            getattr(model, name).data.copy_(weight)
+        model.absorbed = model.weight.data @ model.other.data
+
+    model = Odd(load)
+    plan = plan_for(model, {"weight": torch.zeros(4, 4), "other": torch.zeros(4, 4)})
+    assert plan.opaque.keys() == {"weight", "other"} and not plan.steps
+    assert "on the model's memory" in plan.opaque["weight"]
+
+
+def test_memory_of_a_parameter_s_shape_is_nothing_computed_of_it():
+    def load(model, weights):
+        for name, weight in weights:
+            torch.empty_like(model.weight)
+            getattr(model, name).data.copy_(weight)
+
+    assert not plan_for(Odd(load), {"weight": torch.zeros(4, 4), "other": torch.zeros(4, 4)}).opaque

@@ -1,0 +1,418 @@
+"""Weight updates on a GPU through a whole engine: the plugin's routes and the engine's own, in the same run.
+
+    python -m integration.bench_weights --engine vllm --model 7b --out results.json
+
+Each subject is a process of its own with the engine's offline class, dummy weights and CUDA graphs; the trainer is
+another process on the same GPU (`bench_weights_trainer`). It sends a checkpoint's tensors through the engine's public
+methods; between the processes there is one pipe. After every route the engine's checksums (with the plugin) and its
+answers are compared: the same numbers by any route must give the same tokens, and other numbers others.
+
+    update_*_s               the trainer's whole call, from before anything is made until the engine has answered
+    update_*_first_s         the first such call: it traces the loader, opens memory, makes contexts
+    engine_closed_*_s        how long requests are refused, seen by reading the engine's status all the time
+    peak_extra_mib_*         GPU memory beyond what was held before, in one more update. The trainer's part is exact
+                             (torch's peak and its staging buffer), the engine's is the rest of what the GPU lost
+    engine_closed_s          the same as of `direct`; peak_extra_mib_engine and _trainer: the highest of all routes
+
+`direct` sends the trainer's own tensors and keeps them open, `direct_unkept` opens them every time, `staged` packs
+buckets, `cpu` sends offloaded tensors from page-locked host memory. `native` hands over one IPC handle a tensor by
+the engine's own route, `native_packed` buckets of 1 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from integration import bench_weights_trainer
+from integration.models import SHAPES, write_model
+
+PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(4)]
+TOKENS = 16
+SUBJECTS = ("plugin", "native")
+OPTIONS = {"host_arena_max_bytes": 1 << 20}
+"""No engine sleeps here; host memory for it would only be made during the first updates."""
+
+POLL_S = 0.0001
+
+
+class AdmissionWatch:
+    """Reads the boards of the engine in this process's children, and notes for how long they refuse requests."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        from rl_memory_plugins.board import BoardReader
+
+        directory = Path(tempfile.gettempdir(), f"rl-memory-{os.getuid()}")
+        here = {process.pid for process in psutil.Process().children(recursive=True)}
+        paths = [path for path in directory.glob("*.board") if int(path.name.split("-", 1)[0]) in here]
+        self._readers = [BoardReader(str(path)) for path in paths]
+        self._over = threading.Event()
+        self._since: float | None = None
+        self.closed: list[float] = []
+
+    def __enter__(self) -> None:
+        self._over.clear()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._over.wait(POLL_S):
+            self._look()
+
+    def _look(self) -> None:
+        from rl_memory_plugins.admission import first_refusal
+
+        refused = first_refusal([reader.read() for reader in self._readers]) is not None
+        now = time.perf_counter()
+        if refused and self._since is None:
+            self._since = now
+        elif not refused and self._since is not None:
+            self.closed.append(now - self._since)
+            self._since = None
+
+
+class Subject:
+    """An engine's offline class, and what the trainer may call."""
+
+    def __init__(self) -> None:
+        self._watch: AdmissionWatch | None = None
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "devices": self.devices,
+            "update": self.update,
+            "closed": self.closed,
+            "checksums": self.checksums,
+            "tokens": self.tokens,
+            "native_init": self.native_init,
+            "native_start": self.native_start,
+            "native_update": self.native_update,
+            "native_finish": self.native_finish,
+        }
+
+    engine: Any
+    plugin: bool
+
+    def devices(self) -> list[str]:
+        return [rank.device for engine in self.engine.memory_status() for rank in engine.ranks]
+
+    def update(self, body: dict[str, Any]) -> Any:
+        self._watch = self._watch or AdmissionWatch()
+        with self._watch:
+            report = self.engine.update_weights_from_ipc(**body)
+        return msgspec.to_builtins(report)
+
+    def closed(self) -> list[float]:
+        """Seconds that each update since the last call was seen to refuse requests."""
+        if self._watch is None:
+            return []
+        found, self._watch.closed = self._watch.closed, []
+        return found
+
+    def checksums(self) -> Any:
+        return msgspec.to_builtins(self.engine.weight_checksums()) if self.plugin else None
+
+    def tokens(self) -> list[list[int]]:
+        raise NotImplementedError
+
+    def native_init(self, info: dict[str, Any]) -> None: ...
+
+    def native_start(self) -> None: ...
+
+    def native_update(self, *arguments: Any) -> None:
+        raise NotImplementedError
+
+    def native_finish(self) -> None: ...
+
+
+class VllmSubject(Subject):
+    def __init__(self, model: Path, plugin: bool, device: str, memory: float) -> None:
+        super().__init__()
+        import vllm
+
+        self._vllm = vllm
+        self.plugin = plugin
+        switch: dict[str, Any] = {"additional_config": {"rl_memory": OPTIONS}} if plugin else {}
+        if not plugin:
+            switch = {"weight_transfer_config": {"backend": "ipc"}} if device == "cuda" else {}
+        where = {"gpu_memory_utilization": memory} if device == "cuda" else {"enforce_eager": True}
+        self.engine = vllm.LLM(
+            str(model),
+            load_format="dummy",
+            dtype="bfloat16" if device == "cuda" else "float32",
+            max_model_len=512,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=(1 << 30) if device == "cuda" else (64 << 20),
+            **where,
+            **switch,
+        )
+
+    def tokens(self) -> list[list[int]]:
+        sampling = self._vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [list(o.outputs[0].token_ids) for o in self.engine.generate(requests, sampling, use_tqdm=False)]
+
+    def native_init(self, info: dict[str, Any]) -> None:
+        self.engine.init_weight_transfer_engine({"init_info": info})
+
+    def native_start(self) -> None:
+        self.engine.start_weight_update()
+
+    def native_update(self, *arguments: Any) -> None:
+        self.engine.update_weights({"update_info": arguments[0]})
+
+    def native_finish(self) -> None:
+        self.engine.finish_weight_update()
+        self.engine.reset_prefix_cache()  # the route leaves that to its caller
+
+
+class SglangSubject(Subject):
+    def __init__(self, model: Path, plugin: bool, device: str, memory: float) -> None:
+        super().__init__()
+        import sglang
+
+        self.plugin = plugin
+        switch = {"rl_memory": OPTIONS} if plugin else {}
+        if device == "cuda":
+            where: dict[str, Any] = {
+                "dtype": "bfloat16",
+                "attention_backend": "triton",
+                "disable_prefill_cuda_graph": True,
+                "mem_fraction_static": memory,
+            }
+        else:
+            where = {
+                "dtype": "float32",
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "disable_overlap_schedule": True,
+                "max_total_tokens": 4096,
+            }
+        self.engine = sglang.Engine(
+            model_path=str(model),
+            load_format="dummy",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            skip_tokenizer_init=True,
+            context_length=512,
+            max_running_requests=8,
+            log_level="warning",
+            **where,
+            **switch,
+        )
+
+    def tokens(self) -> list[list[int]]:
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        answers = self.engine.generate(input_ids=PROMPTS, sampling_params=[sampling] * len(PROMPTS))
+        return [list(answer["output_ids"]) for answer in answers]
+
+    def native_update(self, *arguments: Any) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        payload, load_format, last = arguments
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload], load_format=load_format, flush_cache=last
+        )
+        manager = self.engine.tokenizer_manager
+        success, message = self.engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))
+        if not success:
+            raise RuntimeError(message)
+
+
+ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}
+
+
+# -- one subject ----------------------------------------------------------------------------------------------
+
+
+class Records:
+    """The figures, written to the file as each comes."""
+
+    def __init__(self, out: Path, common: dict[str, Any]) -> None:
+        self._out = out
+        self._common = common
+        self._records = json.loads(out.read_text()) if out.exists() else []
+
+    def about(self, details: dict[str, Any]) -> None:
+        self._common |= details
+
+    def add(self, metric: str, values: list[float], unit: str, details: dict[str, Any]) -> None:
+        figures = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+        self._records.append({**self._common, "metric": metric, "unit": unit, **figures, **details})
+        self._out.write_text(json.dumps(self._records, indent=1))
+        print(f"{metric:40} {figures['median']:12.5f} {unit} {details or ''}", flush=True)
+
+
+def run_subject(arguments: argparse.Namespace) -> list[str]:
+    """Measure one subject; returns the routes that failed."""
+    from importlib.metadata import version
+
+    import torch
+
+    with tempfile.TemporaryDirectory() as scratch:
+        dtype = "bfloat16" if arguments.device == "cuda" else "float32"
+        model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype=dtype)
+        subject = ENGINES[arguments.engine](model, arguments.subject == "plugin", arguments.device, arguments.memory)
+        records = Records(
+            arguments.out,
+            {
+                "engine": arguments.engine,
+                "engine_version": version(arguments.distribution or arguments.engine),
+                "torch": torch.__version__,
+                "gpu": _gpu_name() if arguments.device == "cuda" else "none",
+                "model": arguments.model,
+                "subject": arguments.subject,
+                "commit": arguments.commit,
+                "command": "python -m integration.bench_weights " + " ".join(arguments.given),
+            },
+        )
+        # Only now: engines measure the GPU's memory while they start, and want no one else to change it.
+        context = mp.get_context("spawn")
+        pipe, inside = context.Pipe()
+        trainer = context.Process(
+            target=bench_weights_trainer.main,
+            args=(
+                inside,
+                arguments.engine,
+                arguments.subject,
+                arguments.model,
+                arguments.device,
+                arguments.repeats,
+                arguments.bucket_mib << 20,
+            ),
+            daemon=True,
+        )
+        trainer.start()
+        inside.close()
+        return serve(pipe, {**subject.methods(), "record": records.add, "about": records.about})
+
+
+def serve(pipe: Connection, methods: dict[str, Callable[..., Any]]) -> list[str]:
+    """Do what the trainer asks until it is done; returns the routes that failed."""
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return ["the trainer's process ended"]
+        if name == "done":
+            failed: list[str] = arguments[0]
+            return failed
+        try:
+            pipe.send((methods[name](*arguments), ""))
+        except Exception as error:
+            traceback.print_exc()
+            pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+def _gpu_name() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+
+
+# -- all subjects ---------------------------------------------------------------------------------------------
+
+
+def environment(engine: str, device: str, scratch: Path) -> dict[str, str]:
+    """What a subject's processes need: CPU engines their stand-ins, vLLM 0.26's own route a module `ray`."""
+    found = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # vLLM pickles IPC handles
+    paths = [os.environ.get("PYTHONPATH", "")]
+    if device == "cpu":
+        from integration.engines import ENGINES as SERVERS
+        from integration.engines.base import Launch
+
+        found |= SERVERS[engine]().environment(Launch(scratch))
+        paths.append(found.get("PYTHONPATH", ""))
+    else:
+        found["VLLM_USE_FLASHINFER_SAMPLER"] = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if engine == "vllm":
+        try:
+            import ray  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError:
+            (scratch / "ray.py").write_text("def get(value):\n    return value\n")
+            paths.append(str(scratch))
+    return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _run_bounded(command: list[str], variables: dict[str, str], timeout_s: float) -> bool:
+    """Run a subject; one that fails or hangs takes none of its processes' GPU memory into the next."""
+    process = subprocess.Popen(command, start_new_session=True, env=variables, cwd=Path(__file__).parents[1])
+    try:
+        return process.wait(timeout_s) == 0
+    except subprocess.TimeoutExpired:
+        print(f"not done within {timeout_s:g} s: {' '.join(command)}", flush=True)
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="7b")
+    parser.add_argument("--subject", choices=SUBJECTS, default=None, help="both, one after the other, if not given")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script")
+    parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that the engine takes")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
+    parser.add_argument("--distribution", default="", help="that the engine was installed from, if not its name")
+    parser.add_argument("--timeout", type=float, default=280, help="of one subject, in seconds")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.out = arguments.out.absolute()
+    arguments.given = [word for word in sys.argv[1:] if word != "--inside"]
+    if arguments.inside:
+        failed = run_subject(arguments)
+        if failed:
+            print(f"{arguments.subject}: failed: {', '.join(failed)}", flush=True)
+        sys.stdout.flush()
+        os._exit(1 if failed else 0)  # an engine's own way out can take long; its processes are killed anyway
+    succeeded = True
+    for subject in [arguments.subject] if arguments.subject else SUBJECTS:
+        command = [sys.executable, "-m", "integration.bench_weights", *sys.argv[1:], "--subject", subject, "--inside"]
+        with tempfile.TemporaryDirectory() as scratch:
+            variables = environment(arguments.engine, arguments.device, Path(scratch))
+            succeeded = _run_bounded(command, variables, arguments.timeout) and succeeded
+    sys.exit(0 if succeeded and answers_agree(arguments.out) else 1)
+
+
+def answers_agree(out: Path) -> bool:
+    """Whether the same numbers gave the same tokens by every route of both subjects."""
+    records = json.loads(out.read_text()) if out.exists() else []
+    answers = {record["metric"]: record["median"] for record in records if record["metric"].startswith("answers_")}
+    agree = len(set(answers.values())) == 1
+    print(f"the answers by all routes are {'the same' if agree else f'not the same: {answers}'}", flush=True)
+    return agree
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""The trainer of `bench_weights`: a process that sends a checkpoint's tensors by every route, and times each."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from integration.models import SHAPES, checkpoint_shapes
+from rl_memory_plugins.trainer import ModelSource, Offloader
+from rl_memory_plugins.weights.checksums import tensor_checksum
+from rl_memory_plugins.weights.cuda_ipc import release_mapped
+from rl_memory_plugins.weights.manifest import Manifest
+from rl_memory_plugins.weights.sender import push_weights
+
+MiB = 1 << 20
+SEED, OTHER_SEED = 1, 2
+CALL_TIMEOUT_S = 120.0
+
+Send = Callable[[], "dict[str, Any] | None"]
+
+
+class Engine:
+    """The engine's process, from here: its methods by name."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """
+        Raises:
+            RuntimeError: the engine's own error, as text; or none came in time.
+        """
+        self._pipe.send((method, arguments))
+        if not self._pipe.poll(CALL_TIMEOUT_S):
+            raise RuntimeError(f"the engine did not answer {method} within {CALL_TIMEOUT_S:g} s")
+        result, error = self._pipe.recv()
+        if error:
+            raise RuntimeError(f"{method}: {error}")
+        return result
+
+
+class Weights:
+    """A checkpoint's tensors, on the device or offloaded to page-locked host memory."""
+
+    def __init__(self, model: str, device: str, dtype: torch.dtype) -> None:
+        self.tensors = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, shape in checkpoint_shapes(SHAPES[model]).items()
+        }
+        self._device = device
+        self._offloader = Offloader(self.tensors, moves=lambda tensor: True)
+        self._on_host = False
+        self.checksums: dict[str, str] = {}  # of what `fill` wrote last
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def fill(self, seed: int) -> None:
+        """Numbers that a model answers with, in place; the same for a seed wherever they lie."""
+        self._offloader.load()
+        generator = torch.Generator(self._device).manual_seed(seed)
+        for name, tensor in self.tensors.items():
+            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.02, generator=generator)
+        self.checksums = {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
+        if self._on_host:
+            self._offloader.offload()
+            empty_cache(self._device)
+
+    def move_to_host(self) -> None:
+        """From the next `fill` on the tensors lie in host memory."""
+        self._on_host = True
+
+    def source(self) -> ModelSource:
+        return ModelSource(self.tensors)
+
+
+class Bench:
+    """Measures routes: a warm-up update, several timed ones, a check of what arrived, one with the memory watched."""
+
+    def __init__(self, engine: Engine, weights: Weights, repeats: int, device: str) -> None:
+        self._engine = engine
+        self._weights = weights
+        self._repeats = repeats
+        self._device = device
+        self._tokens: list[list[int]] | None = None
+        self._figures: dict[str, list[float]] = {}
+        self.failed: list[str] = []
+
+    def record(self, metric: str, values: list[float], unit: str = "s", **details: Any) -> None:
+        self._figures[metric] = values
+        self._engine.call("record", metric, values, unit, details)
+
+    def route(self, name: str, send: Send, *, staging: Callable[[], int] = lambda: 0) -> None:
+        """Record `update_{name}_s` and what belongs to it. A route that fails does not end the others.
+
+        Args:
+            staging: Bytes of GPU memory that the trainer takes outside of torch's allocator meanwhile.
+        """
+        try:
+            self._measure(name, send)
+            self._measure_memory(name, send, staging)
+        except Exception:
+            self.failed.append(name)
+            print(f"the route {name} failed:\n{traceback.format_exc()}", flush=True)
+
+    def _measure(self, name: str, send: Send) -> None:
+        self._weights.fill(OTHER_SEED)
+        self.record(f"update_{name}_first_s", [seconds(send)[0]])
+        other = self._engine.call("tokens")
+        self._weights.fill(SEED)
+        self._engine.call("closed")  # forget what was seen so far
+        times, report = [], None
+        for _ in range(self._repeats):
+            took, report = seconds(send)
+            times.append(took)
+        self.record(f"update_{name}_s", times, steps=steps(report))
+        closed = self._engine.call("closed")
+        if closed:
+            self.record(f"engine_closed_{name}_s", closed)
+        self._verify(name, other)
+
+    def _verify(self, name: str, other: list[list[int]]) -> None:
+        """The engine has the numbers that were sent last, and answers with them."""
+        found = self._engine.call("checksums")
+        if found is not None:
+            if found["layout"] != "checkpoint" or found["partial"]:
+                raise RuntimeError(f"after {name} the engine knows no checksums of the checkpoint")
+            compared = found["tensors"]
+            wrong = [one for one, value in compared.items() if value != self._weights.checksums[one]]
+            if wrong or len(compared) + len(found["opaque"]) < len(self._weights.checksums):
+                raise RuntimeError(f"after {name} {len(wrong)} of {len(compared)} checksums differ: {wrong[:3]}")
+            self.record(f"checksums_{name}", [len(compared)], "tensors")
+        tokens = self._engine.call("tokens")
+        self._tokens = self._tokens or tokens
+        if tokens == other or tokens != self._tokens:
+            raise RuntimeError(f"after {name} the engine answers {tokens}, not {self._tokens}; other weights: {other}")
+        self.record(f"answers_{name}", [zlib.crc32(repr(tokens).encode())], "crc32")
+
+    def _measure_memory(self, name: str, send: Send, staging: Callable[[], int]) -> None:
+        if self._device != "cuda":
+            return
+        empty_cache(self._device)
+        torch.cuda.reset_peak_memory_stats()
+        reserved = torch.cuda.memory_reserved()
+        total = peak_extra_bytes(send)
+        mine = torch.cuda.max_memory_reserved() - reserved + staging()
+        self.record(f"peak_extra_mib_trainer_{name}", [mine / MiB], "MiB")
+        self.record(f"peak_extra_mib_engine_{name}", [max(total - mine, 0) / MiB], "MiB")
+
+    def summarise(self) -> None:
+        """The figures that stand for all routes: how long the best one closes the engine, and the worst peaks."""
+        if "engine_closed_direct_s" in self._figures:
+            self.record("engine_closed_s", self._figures["engine_closed_direct_s"])
+        for whose in ("peak_extra_mib_engine", "peak_extra_mib_trainer"):
+            peaks = [values[0] for metric, values in self._figures.items() if metric.startswith(whose)]
+            if peaks:
+                self.record(whose, [max(peaks)], "MiB")
+
+    # -- the subjects -----------------------------------------------------------------------------------------
+
+    def plugin(self, bucket_bytes: int) -> None:
+        weights, receivers = self._weights, self._engine.call("devices")
+
+        def sending(**options: Any) -> Send:
+            def send() -> dict[str, Any]:
+                return push_weights(
+                    lambda body: self._engine.call("update", body),
+                    weights.source(),
+                    receivers=receivers,
+                    bucket_bytes=bucket_bytes,
+                    **options,
+                )
+
+            return send
+
+        def slots() -> int:
+            return 2 * Manifest(weights.source().specs(), bucket_bytes, 2).slot_bytes()
+
+        if self._device != "cuda":
+            self.route("staged", sending())
+            weights.move_to_host()
+            self.route("cpu", sending())
+            return
+        self.record("copy_floor_s", list(copy_floor(weights.tensors, self._repeats)))
+        self.route("staged", sending(transport="cuda_ipc"), staging=slots)
+        self.route("direct", sending(transport="cuda_direct", keep_mapped=True))
+        release_mapped()
+        self.route("direct_unkept", sending(transport="cuda_direct"))
+        weights.move_to_host()
+        self.route("cpu", sending(transport="cuda_ipc"), staging=slots)
+
+    def native(self, engine: str) -> None:
+        send = {"vllm": self._vllm_route, "sglang": self._sglang_route}[engine]
+        self.route("native", send(packed=False))
+        self.route("native_packed", send(packed=True))
+
+    def _vllm_route(self, packed: bool) -> Send:
+        """vLLM's weight transfer by IPC, with its own trainer's side."""
+        from vllm.distributed.weight_transfer import ipc_engine
+
+        call, weights = self._engine.call, self._weights
+        largest = max(tensor.nbytes for tensor in weights.tensors.values())
+        buffer = {"packed": packed, "packed_buffer_size_bytes": max(largest, 1 << 30)}
+        if not hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):  # before the trainer's side was a class
+
+            def send() -> None:
+                def ship(info: Any) -> None:
+                    call("native_update", {key: value for key, value in vars(info).items() if value is not None})
+
+                call("native_start")
+                ipc_engine.IPCWeightTransferEngine.trainer_send_weights(
+                    iter(weights.tensors.items()), {"send_mode": ship, **buffer}
+                )
+                call("native_finish")
+
+            call("native_init", {})
+            return send
+
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+        class Source(WeightSource):
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.tensors.items()]
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return iter(weights.tensors.items())
+
+        class Client:
+            def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+                call("native_init", init_info)
+
+            def start_weight_update(self) -> None:
+                call("native_start")
+
+            def update_weights(self, update_info: dict[str, Any]) -> None:
+                call("native_update", update_info)
+
+            def finish_weight_update(self, weight_version: str | None = None) -> None:
+                call("native_finish")
+
+        def send_by_class() -> None:
+            sender.send_weights()
+
+        sender = ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
+            ipc_engine.IPCTrainerInitInfo(rank=0, **buffer), client=Client(), source=Source()
+        )
+        return send_by_class
+
+    def _sglang_route(self, packed: bool) -> Send:
+        """SGLang's update from tensors, serialised as its callers do: as they are, or in flattened buckets."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        monkey_patch_torch_reductions()
+        call, named = self._engine.call, list(self._weights.tensors.items())
+
+        def send_as_they_are() -> None:
+            call("native_update", MultiprocessingSerializer.serialize(named), None, True)
+
+        def send_buckets() -> None:
+            buckets = list(cut(named, 1 << 30))
+            for number, bucket in enumerate(buckets):
+                flat = FlattenedTensorBucket(named_tensors=bucket)
+                content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+                payload = MultiprocessingSerializer.serialize(content)
+                call("native_update", payload, "flattened_bucket", number == len(buckets) - 1)
+
+        return send_buckets if packed else send_as_they_are
+
+
+def seconds(send: Send) -> tuple[float, dict[str, Any] | None]:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    report = send()
+    return time.perf_counter() - start, report
+
+
+def steps(report: dict[str, Any] | None) -> dict[str, Any]:
+    """Milliseconds of the last update's steps, at the sender and in the engine."""
+    if report is None:
+        return {}
+    engine = report["engine"]["seconds"]
+    return {
+        "transport": report["transport"],
+        "sender": {step: round(1000 * value, 2) for step, value in report["seconds"].items()},
+        "engine": {step: round(1000 * value, 2) for step, value in engine.items()},
+    }
+
+
+def cut(named: list[tuple[str, torch.Tensor]], nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Lists of at most so many bytes, or of one tensor."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if bucket and size + tensor.nbytes > nbytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    yield bucket
+
+
+def copy_floor(tensors: dict[str, torch.Tensor], repeats: int) -> Iterator[float]:
+    """Seconds to copy all the bytes on the GPU, and nothing else; into memory too large for the cache."""
+    itemsize = next(iter(tensors.values())).element_size()
+    room = max(max(tensor.numel() for tensor in tensors.values()), (2 << 30) // itemsize)
+    scratch = torch.empty(room, dtype=next(iter(tensors.values())).dtype, device="cuda")
+    pairs, at = [], 0
+    for tensor in tensors.values():
+        at = 0 if at + tensor.numel() > room else at
+        pairs.append((scratch[at : at + tensor.numel()].view(tensor.shape), tensor))
+        at += tensor.numel()
+    for turn in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for destination, tensor in pairs:
+            destination.copy_(tensor)
+        torch.cuda.synchronize()
+        if turn:
+            yield time.perf_counter() - start
+
+
+def peak_extra_bytes(send: Send) -> int:
+    """GPU memory that all processes together take beyond what they hold, at its highest."""
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    lowest, over = [before], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.0005):
+            lowest.append(torch.cuda.mem_get_info()[0])
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        send()
+    finally:
+        over.set()
+        thread.join()
+    return before - min(lowest)
+
+
+def empty_cache(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def main(pipe: Connection, engine: str, subject: str, model: str, device: str, repeats: int, bucket_bytes: int) -> None:
+    """The process. Its last call is `done`, with the routes that failed."""
+    proxy = Engine(pipe)
+    try:
+        weights = Weights(model, device, torch.bfloat16 if device == "cuda" else torch.float32)
+        bench = Bench(proxy, weights, repeats, device)
+        proxy.call("about", {"bytes": weights.nbytes, "tensors": len(weights.tensors)})
+        print(f"{model}: {len(weights.tensors)} tensors, {weights.nbytes / 1e9:.2f} GB", flush=True)
+        if subject == "plugin":
+            bench.plugin(bucket_bytes)
+        else:
+            bench.native(engine)
+        bench.summarise()
+        failed = bench.failed
+    except Exception:
+        traceback.print_exc()
+        failed = ["all"]
+    pipe.send(("done", (failed,)))

@@ -1,0 +1,52 @@
+"""The table of `bench_weights`: one row a route, one page an engine and model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROUTES = {
+    "direct": "trainer's tensors as they are, kept open",
+    "direct_unkept": "the same, opened every time",
+    "staged": "staged in two buckets",
+    "cpu": "from page-locked host memory",
+    "native": "the engine's own, a handle a tensor",
+    "native_packed": "the engine's own, in buckets",
+}
+HEAD = ("", "whole call", "first call", "engine closed", "more memory, engine", "trainer")
+
+Record = dict[str, Any]
+Metrics = dict[str, dict[str, Record]]  # by metric and subject
+
+
+def page(title: str, metrics: Metrics) -> list[str]:
+    """Lines of Markdown; none where no update was measured."""
+    records = {metric: record for metric, subjects in metrics.items() for record in subjects.values()}
+    about = [record for metric, record in records.items() if metric.startswith("update_") and "tensors" in record]
+    if not about:
+        return []
+    first = about[0]
+    lines = [f"### Weight updates through {title}: {first['tensors']} tensors, {first['bytes'] / 1e9:.1f} GB", ""]
+    lines += ["| " + " | ".join(HEAD) + " |", "|---" + "|---:" * (len(HEAD) - 1) + "|"]
+    if "copy_floor_s" in records:
+        lines.append(f"| a copy on the GPU, and nothing else | {_ms(records['copy_floor_s'])} | | | | |")
+    for route, name in ROUTES.items():
+        if f"update_{route}_s" not in records:
+            continue
+        cells = [
+            _ms(records.get(f"update_{route}_s")),
+            _ms(records.get(f"update_{route}_first_s")),
+            _ms(records.get(f"engine_closed_{route}_s")),
+            _mib(records.get(f"peak_extra_mib_engine_{route}")),
+            _mib(records.get(f"peak_extra_mib_trainer_{route}")),
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    commands = dict.fromkeys(record["command"] for record in about)
+    return [*lines, "", *(f"Measured by `{command}`." for command in commands), ""]
+
+
+def _ms(record: Record | None) -> str:
+    return "-" if record is None else f"{1000 * record['median']:.1f} ms"
+
+
+def _mib(record: Record | None) -> str:
+    return "-" if record is None else f"{record['median']:.0f} MiB"

@@ -1,0 +1,199 @@
+"""What an engine does to a model's weights after it has loaded them: quantising, packing, absorbing.
+
+A layer that was transformed so does not hold what a checkpoint holds, and a copy into it would be garbage. Which
+layers are transformed is not looked up in a list of methods, it is seen: while a post-load step runs, every
+operator that makes something of the layer's parameters is noted, and whether the parameters are others afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl_memory_plugins.errors import WeightUpdateError
+
+STEP = "process_weights_after_loading"
+"""What both engines call the step, of a layer or of its `quant_method`."""
+
+NEW_LAYOUT = "other parameters"
+"""Noted beside the operators where the step left other tensors than it found."""
+
+_ATTRIBUTE = "_rl_memory_post_load"
+
+
+class PostLoad:
+    """The post-load steps of one model, from its first load on.
+
+    Attributes:
+        model: Its layers are watched; `watch` must be called before its weights are loaded.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._first: dict[tuple[torch.nn.Module, bool], set[str]] = {}  # what each step did at the first load
+        self._now = self._first
+        self._derived: dict[torch.nn.Module, list[StorageWeakRef]] = {}
+
+    def watch(self) -> None:
+        """Wrap the steps of all layers, where that is not done yet: engines exchange quantisation methods."""
+        for layer in self.model.modules():
+            for owner in (layer, getattr(layer, "quant_method", None)):
+                step = getattr(owner, STEP, None)
+                if step is not None and not hasattr(step, _ATTRIBUTE):
+                    setattr(owner, STEP, self._watched(owner, step))
+
+    def transformed(self) -> dict[str, str]:
+        """The layers whose steps transformed weights at the first load, and what for: their quantisation methods."""
+        names = self._names()
+        return {names.get(layer, type(layer).__name__): _method_of(layer) for layer, _ in self._first}
+
+    def hidden(self) -> dict[str, str]:
+        """Those of them that keep something made of weights where nothing can exchange it: in no module's tensors."""
+        held = {
+            StorageWeakRef(tensor.untyped_storage())
+            for layer in self.model.modules()
+            for tensor in tensors_of(layer).values()
+        }
+        names = self._names()
+        return {
+            names.get(layer, type(layer).__name__): _method_of(layer)
+            for layer, storages in self._derived.items()
+            if any(not storage.expired() and storage not in held for storage in storages)
+        }
+
+    def _names(self) -> dict[torch.nn.Module, str]:
+        return {layer: name for name, layer in self.model.named_modules()}
+
+    @contextmanager
+    def repeating(self, *, partial: bool) -> Iterator[None]:
+        """The body loads weights again. Each step must do what it did at the first load.
+
+        Engines skip steps that have run already; what then lies in the layer is not what its kernel expects.
+
+        Raises:
+            WeightUpdateError: a step did less, or did not run. That is right where `partial` leaves a layer out, and
+                for a `quant_method` of attention: its scales stay unless new ones come.
+        """
+        self.watch()
+        self._now = {}
+        try:
+            yield
+            for (layer, own), first in self._first.items():
+                now = self._now.get((layer, own))
+                optional = partial or (hasattr(type(layer), STEP) and not own)
+                if (now is None and optional) or (now is not None and first <= now):
+                    continue
+                name, skipped = self._names().get(layer, ""), sorted(first - (now or set()))
+                raise WeightUpdateError(
+                    f"the engine's reload left {name} without its post-load processing by "
+                    f"{_method_of(layer)}: {', '.join(skipped)}",
+                    layer=name,
+                    quant_method=_method_of(layer),
+                    skipped=skipped,
+                )
+        finally:
+            self._now = self._first
+
+    def _watched(self, owner: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            layer = owner if isinstance(owner, torch.nn.Module) else next(iter((*args, *kwargs.values())), None)
+            if not isinstance(layer, torch.nn.Module):
+                return step(*args, **kwargs)
+            before = _layout(layer)
+            reads = _Derivations(layer.parameters())
+            with reads:
+                result = step(*args, **kwargs)
+            found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
+            if found or self._now is not self._first:  # of a second load, that it ran at all counts
+                self._now.setdefault((layer, owner is layer), set()).update(found)
+                kept = [*self._derived.get(layer, ()), *reads.storages]
+                self._derived[layer] = [storage for storage in kept if not storage.expired()]
+            return result
+
+        setattr(watched, _ATTRIBUTE, self)
+        return watched
+
+
+def attach(model: torch.nn.Module) -> None:
+    """Watch a model that has just been made."""
+    post_load = PostLoad(model)
+    post_load.watch()
+    setattr(model, _ATTRIBUTE, post_load)
+
+
+def of(model: torch.nn.Module) -> PostLoad | None:
+    """A model's watch, if it had one from the start."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's own tensors: parameters, buffers and plain attributes."""
+    own: Mapping[str, Any] = {**vars(layer), **layer._buffers, **layer._parameters}
+    return {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+
+
+class _Derivations(TorchDispatchMode):  # type: ignore[misc]
+    """Notes the operators that make something of weights, or change them, and the memory of what they make."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+        self.storages: list[StorageWeakRef] = []
+        self._of_weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights if not _is_lazy(weight)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
+        if inputs.isdisjoint(self._of_weights) or _reads_nothing(func) or _is_copy_of_itself(func, args):
+            return out
+        made = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(out)} - inputs
+        if made or func._schema.is_mutable or not _tensors(out):
+            self.operators.add(str(func))
+            self._of_weights |= made
+            self.storages += made
+            if func._schema.is_mutable:
+                self._of_weights |= inputs  # what was written holds something of the weights too
+        return out
+
+
+def _reads_nothing(func: Any) -> bool:
+    name = func._schema.name.partition("::")[2]
+    return name.startswith("new_") or name.endswith("_like") or name in ("is_pinned", "is_same_size")
+
+
+def _is_copy_of_itself(func: Any, args: Any) -> bool:
+    return (
+        func is torch.ops.aten.copy_.default
+        and args[0].data_ptr() == args[1].data_ptr()
+        and args[0].stride() == args[1].stride()
+    )
+
+
+def _layout(layer: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (weight.data_ptr(), tuple(weight.shape), tuple(weight.stride()), weight.dtype)
+        for name, weight in layer._parameters.items()
+        if weight is not None and not _is_lazy(weight)
+    }
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+
+
+def _method_of(layer: torch.nn.Module) -> str:
+    method = getattr(layer, "quant_method", None)
+    scheme = getattr(layer, "scheme", None)
+    return type(scheme or method or layer).__name__
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

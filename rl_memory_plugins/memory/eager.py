@@ -1,0 +1,82 @@
+"""Copying a tag to host memory while the engine runs, so that the next preserving sleep only unmaps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.memory.allocator import Allocator
+from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.tags import Tag
+
+logger = logging.getLogger(__name__)
+
+
+class EagerBackup:
+    """A copy of a tag that a thread makes, from now on.
+
+    It is a backup like any other: its epoch and fingerprint tell at the sleep whether it is clean. A copy that
+    overlapped a write is thrown away. Whoever releases the tag's memory calls `finish` first.
+
+    Args:
+        epoch: The content epoch of what is copied.
+        former: An earlier copy, which is cancelled and whose thread is waited for.
+    """
+
+    def __init__(
+        self, allocator: Allocator, arena: HostArena, tag: Tag, epoch: int, former: EagerBackup | None = None
+    ) -> None:
+        self._allocator = allocator
+        self._arena = arena
+        self._tag = tag
+        self._epoch = epoch
+        self._cancelled = threading.Event()
+        self._backup: Backup | None = None
+        if former is not None:
+            former.cancel()
+        # Not a daemon: Python's end waits for it, so it is in no call of torch or CUDA when these go.
+        self._thread = threading.Thread(target=self._run, args=(former,), name="rl-memory-eager-backup")
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Have the copy given up; does not wait."""
+        self._cancelled.set()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self) -> Backup | None:
+        """Wait for the end, and hand over the backup; None if the copy was given up or failed."""
+        self._thread.join()
+        backup, self._backup = self._backup, None
+        return backup
+
+    def _go_on(self) -> bool:
+        return not self._cancelled.is_set() and threading.main_thread().is_alive()
+
+    def _run(self, former: EagerBackup | None) -> None:
+        unused = former.finish() if former is not None else None
+        if unused is not None:
+            unused.free()
+        try:
+            self._copy()
+        except RLMemoryError as error:  # the sleep itself tries again, and says what it lacks
+            logger.warning("%s was not copied in advance: %s", self._tag.value, error)
+        except Exception:
+            logger.exception("%s was not copied in advance", self._tag.value)
+
+    def _copy(self) -> None:
+        with self._allocator.held(self._tag) as blocks:
+            if not self._go_on():
+                return
+            backup = Backup(self._arena, blocks)
+            complete = False
+            try:
+                complete = backup.save_in_steps(self._allocator.device, self._epoch, self._go_on)
+            finally:
+                if complete:
+                    self._backup = backup
+                else:
+                    backup.free()

@@ -1,0 +1,29 @@
+"""The settings of torch's caching allocator."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+
+def torch_options() -> dict[str, Any]:
+    """The settings of torch's caching allocator that are in effect, whoever set them."""
+    return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
+
+
+def set_torch_option(name: str, value: bool) -> None:
+    """Change one setting of torch's caching allocator, for the process.
+
+    torch resets what a new settings string does not name, so the string in effect is amended.
+    """
+    in_effect = torch_options()
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    text = next((str(in_effect[key]) for key in names if in_effect.get(key)), "")
+    text = text or next((os.environ[key] for key in names if os.environ.get(key)), "")
+    fields = [field for field in text.split(",") if field and field.partition(":")[0].strip() != name]
+    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if set_settings is None:
+        set_settings = torch.cuda.memory._set_allocator_settings
+    set_settings(",".join([*fields, f"{name}:{value}"]))

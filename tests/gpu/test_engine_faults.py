@@ -1,0 +1,290 @@
+"""Faults around a real engine's server on a GPU, through its public face: `pytest tests/gpu --engine sglang`.
+
+The engine's KV cache takes more than half of the GPU, so that two of these servers do not fit together.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from processes import gpu_memory_taken, memory_taker, other_process
+
+from integration.engines import ENGINES
+from integration.engines.base import Launch, Server, gpu_used_bytes
+from integration.models import SHAPES, write_model
+from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
+from rl_memory_plugins.weights.cuda_ipc import release_mapped
+from tests.conformance.conftest import PROMPT, SEED, STALL_S, Weights, assert_greedy, restore
+from tests.conformance.test_sleep_wake import states
+from tests.conformance.trainers import push
+
+MiB, GiB = 1 << 20, 1 << 30
+SHARE = 0.55  # of the GPU's memory
+LONG = 1500
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> Launch:
+    folder = tmp_path_factory.mktemp("model") / "small"
+    kv_bytes = int(SHARE * torch.cuda.mem_get_info()[1])
+    launch = Launch(folder, device="cuda", kv_bytes=kv_bytes, options={"poison": True, "update_timeout_s": STALL_S})
+    write_model(folder, SHAPES["small"], dtype=launch.dtype, seed=SEED)
+    return launch
+
+
+@contextmanager
+def started(request, launch, log):
+    server = Server(ENGINES[request.config.getoption("--engine")](), launch, log)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def running(request, big, tmp_path_factory):
+    with started(request, big, tmp_path_factory.mktemp("server") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def weights(big):
+    return Weights(big)
+
+
+@pytest.fixture(scope="module")
+def first_tokens(running):
+    return running.generate(PROMPT)
+
+
+@pytest.fixture
+def server(running, weights, first_tokens):
+    restore(running, weights, first_tokens)
+    yield running
+    assert running.is_alive(), running.tail()
+    release_mapped()
+    restore(running, weights, first_tokens)
+    assert running.control.checksums()["tensors"] == weights.checksums(weights.first)
+
+
+# -- device memory ----------------------------------------------------------------------------------------
+
+
+def test_a_wake_finds_the_memory_taken(server, first_tokens):
+    server.control.sleep(1)
+    before = states(server)
+    with gpu_memory_taken(left_bytes=4 * GiB):  # the weights would fit, the cache does not
+        used = gpu_used_bytes()
+        response = server.http.post("/v1/rl_memory/wake_up")
+        assert response.status_code == 507, response.text
+        error = response.json()["error"]
+        assert error["code"] == "DeviceMemoryError"
+        assert error["details"]["needed_bytes"] > error["details"]["free_bytes"] - error["details"]["margin_bytes"]
+        assert states(server) == before
+        assert abs(gpu_used_bytes() - used) < 16 * MiB  # nothing is half mapped
+        assert server.post(PROMPT).status_code == 503
+        server.control.wake_up(["weights"])
+        with pytest.raises(DeviceMemoryError):
+            server.control.wake_up(["kv_cache"])
+        assert states(server)["weights"] == {"resident"}
+        assert states(server)["kv_cache"] == {"discarded"}
+    assert server.control.wake_up()["status"] == "awake"
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_the_memory_is_taken_while_the_wake_runs(server, big, first_tokens):
+    """Whoever comes first: the wake happens, or leaves everything as it was; what it left works."""
+    failed = 0
+    for attempt in range(12):
+        server.control.sleep(1)
+        before = states(server)
+        with memory_taker(first_left=big.kv_bytes + 2 * GiB, then_left=1 * GiB) as taker:
+            taker.go()
+            time.sleep(0.003 * attempt)
+            try:
+                server.control.wake_up()
+            except DeviceMemoryError as error:
+                failed += 1
+                assert {"needed_bytes", "free_bytes", "margin_bytes"} <= set(error.details)
+                assert states(server) == before
+                assert server.post(PROMPT).status_code == 503
+            taker.wait()
+        server.control.wake_up()
+        assert server.generate(PROMPT) == first_tokens
+    print(f"{failed} of 12 wakes lost the race")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_trainer_scribbles_over_the_freed_memory(server, weights, first_tokens, level):
+    server.control.sleep(level)
+    with gpu_memory_taken(left_bytes=512 * MiB):  # written full of 0xAB
+        pass
+    server.control.wake_up()
+    if level == 2:
+        assert server.post(PROMPT).status_code == 503
+        push(server, weights.first)
+    assert server.generate(PROMPT) == first_tokens
+
+
+# -- host memory ------------------------------------------------------------------------------------------
+
+
+def test_too_little_host_memory_is_found_before_anything_is_released(request, big, weights, running, tmp_path):
+    """Beside the other server, which sleeps."""
+    running.control.sleep(1)
+    options = {**big.options, "host_arena_max_bytes": 1 * MiB}
+    launch = Launch(big.model, device="cuda", kv_bytes=1 * GiB, options=options)
+    with started(request, launch, tmp_path / "server.log") as server:
+        tokens = server.generate(PROMPT)
+        for _ in range(2):
+            with pytest.raises(HostMemoryError) as caught:
+                server.control.sleep(1)
+            assert caught.value.status == 507
+            assert caught.value.details["needed_bytes"] > 1 * MiB
+            assert set().union(*states(server).values()) == {"resident"}
+            assert server.generate(PROMPT) == tokens
+        server.control.sleep(2)  # keeps little
+        server.control.wake_up()
+        push(server, weights.first)
+        assert server.generate(PROMPT) == tokens
+
+
+# -- requests that run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_sleeping_under_load(server, weights, first_tokens, mode):
+    """Eight requests, of which four run at a time, from CUDA graphs."""
+    prompts = [[token + number for token in PROMPT] for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(server.post, prompt, LONG) for prompt in prompts]
+        time.sleep(0.5)
+        running = [request for request in asking if not request.done()]
+        assert running
+        server.control.sleep(1, mode=mode)
+        if mode == "keep":
+            time.sleep(0.5)
+            assert any(not request.done() for request in running)
+        else:
+            assert all(request.result(10) for request in asking)
+        assert server.post(PROMPT).status_code == 503
+        server.control.wake_up()
+        answers = [request.result(60) for request in asking]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if mode == "abort" and answer.status_code == 503:
+            continue
+        assert answer.status_code == 200, answer.text
+        tokens = server.kind.tokens(answer.json())
+        assert len(tokens) == LONG or (mode == "abort" and server.kind.was_aborted(answer.json()))
+        if tokens:
+            assert_greedy(weights.first, prompt, tokens)
+    assert server.generate(PROMPT) == first_tokens
+
+
+# -- two engines ------------------------------------------------------------------------------------------
+
+
+def test_two_engines_take_turns(request, server, big, weights, first_tokens, tmp_path):
+    server.control.sleep(1)
+    with started(request, big, tmp_path / "server.log") as second:
+        tokens = second.generate(PROMPT)
+        assert tokens == first_tokens
+        with pytest.raises(DeviceMemoryError):
+            server.control.wake_up()
+        asleep: list[int] = []
+        for _ in range(50):
+            second.control.sleep(1)
+            asleep.append(gpu_used_bytes())
+            server.control.wake_up()
+            assert server.generate(PROMPT) == first_tokens
+            server.control.sleep(1)
+            second.control.wake_up()
+            assert second.generate(PROMPT) == tokens
+        assert asleep[-1] - asleep[1] < 32 * MiB
+        assert second.control.checksums()["tensors"] == weights.checksums(weights.first)
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+# -- trainers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["cuda_direct", "cuda_ipc", "shm_pinned", "shm"])
+def test_every_transport_reaches_the_engine(server, weights, transport):
+    for model in (weights.other, weights.first):
+        server.control.sleep(2)
+        server.control.wake_up(["weights"])
+        report = push(server, model, transport=transport)
+        assert report["transport"] == transport
+        server.control.wake_up()
+        assert_greedy(model, PROMPT, server.generate(PROMPT))
+        assert server.control.checksums()["tensors"] == weights.checksums(model)
+
+
+TRAINER = """
+    import sys, threading
+    from pathlib import Path
+    from integration.models import new_model
+    from rl_memory_plugins.client import EngineClient
+    from rl_memory_plugins.weights import sender
+    from tests.conformance.trainers import BUCKET_BYTES, BreakingSource
+
+    class Resident(BreakingSource):
+        def resident(self):
+            return self._inner.resident()
+
+    sender.DIRECT_BUCKET_BYTES = BUCKET_BYTES  # so that some are sent before the end
+    model = new_model(Path({folder!r}), 2, {dtype!r}).to("cuda")
+    source = Resident(model, after=30, release=threading.Event())
+
+    def tell():
+        source.reached.wait()
+        print("halfway", flush=True)
+
+    threading.Thread(target=tell, daemon=True).start()
+    client = EngineClient({url!r})
+    client.update_weights(source, bucket_bytes=BUCKET_BYTES, timeout_s=60, transport={transport!r})
+"""
+
+
+@pytest.mark.parametrize("transport", ["cuda_direct", "cuda_ipc"])
+def test_a_trainer_is_killed_while_its_memory_is_mapped(server, big, weights, first_tokens, transport):
+    used = gpu_used_bytes()
+    code = TRAINER.format(folder=str(big.model), dtype=big.dtype, url=server.url, transport=transport)
+    with other_process(code) as trainer:
+        assert trainer.first_line.strip() == "halfway"
+        assert server.post(PROMPT).status_code == 503
+        trainer.kill()
+        trainer.wait()
+    wait_until(lambda: server.control.memory()["reason"] != "updating")
+    assert server.control.memory()["content"] == "failed"
+    assert server.post(PROMPT).status_code == 503
+    wait_until(lambda: gpu_used_bytes() - used < 64 * MiB)  # the engine holds none of the dead process's memory
+    push(server, weights.other, transport=transport)
+    assert_greedy(weights.other, PROMPT, server.generate(PROMPT))
+
+
+def test_updates_and_sleeps_alternate_with_a_trainer_that_keeps_its_tensors_mapped(server, weights):
+    """A step of training, twenty times: nothing grows."""
+    used: list[int] = []
+    for step in range(20):
+        model = (weights.other, weights.first)[step % 2]
+        server.control.sleep(2)
+        server.control.wake_up(["weights"])
+        assert push(server, model, keep_mapped=True)["transport"] == "cuda_direct"
+        server.control.wake_up()
+        assert_greedy(model, PROMPT, server.generate(PROMPT))
+        used.append(gpu_used_bytes())
+    assert used[-1] - used[3] < 32 * MiB
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert condition()

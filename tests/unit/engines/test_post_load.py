@@ -1,0 +1,159 @@
+"""Which layers count as transformed after loading, and what a second load must repeat."""
+
+import pytest
+import torch
+
+from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.errors import WeightUpdateError
+
+
+class Method:
+    """A quantisation method whose step is given as a function of the layer."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def process_weights_after_loading(self, layer):
+        self._step(layer)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3), requires_grad=False)
+        self.register_buffer("scale", torch.ones(1))
+        self.quant_method = Method(step)
+
+
+class Attention(torch.nn.Module):
+    """Like MLA: the step is the layer's own, and reads another layer's weights."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.absorbed = None
+
+    def process_weights_after_loading(self, dtype):
+        self.absorbed = self.linear.weight.t().contiguous()
+
+
+def loaded(step):
+    model = torch.nn.Sequential(Layer(step))
+    post_load.attach(model)
+    model[0].quant_method.process_weights_after_loading(model[0])
+    return model
+
+
+def set_weight(layer, tensor):
+    layer.weight = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def read_value(layer):
+    layer.value = layer.weight.max().item()
+
+
+def drop(layer):
+    del layer.weight
+
+
+TRANSFORMING = {
+    "packed into new memory": lambda layer: set_weight(layer, layer.weight.t().contiguous()),
+    "another view of the same memory": lambda layer: set_weight(layer, layer.weight.data.t()),
+    "changed in place": lambda layer: layer.weight.mul_(2),
+    "filled": lambda layer: layer.weight.zero_(),
+    "other data of the same shape": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
+    "an attribute made of it": lambda layer: setattr(layer, "packed", layer.weight.to(torch.float64)),
+    "a number made of it": read_value,
+    "a buffer made of it": lambda layer: layer.scale.copy_(layer.weight.max()),
+    "taken away": drop,
+}
+
+
+@pytest.mark.parametrize("step", TRANSFORMING.values(), ids=TRANSFORMING.keys())
+def test_what_makes_something_of_weights_transforms_the_layer(step):
+    assert post_load.of(loaded(step)).transformed() == {"0": "Method"}
+
+
+HARMLESS = {
+    "nothing": lambda layer: None,
+    "the same memory as another parameter": lambda layer: set_weight(layer, layer.weight.data),
+    "contiguous already": lambda layer: set_weight(layer, layer.weight.data.contiguous()),
+    "a copy of itself over itself": lambda layer: layer.weight.data.copy_(layer.weight.data),
+    "default scales": lambda layer: layer.scale.fill_(1.0),
+    "memory of the same size": lambda layer: setattr(layer, "workspace", torch.zeros_like(layer.weight)),
+}
+
+
+@pytest.mark.parametrize("step", HARMLESS.values(), ids=HARMLESS.keys())
+def test_what_leaves_weights_alone_does_not(step):
+    assert post_load.of(loaded(step)).transformed() == {}
+
+
+def test_a_step_of_a_layer_s_own_is_seen():
+    model = torch.nn.Sequential(Layer(lambda layer: None))
+    model.append(Attention(model[0]))
+    post_load.attach(model)
+    model[1].process_weights_after_loading(torch.float32)
+    assert post_load.of(model).transformed() == {"1": "Attention"}
+
+
+def test_what_only_a_closure_keeps_is_hidden():
+    kept = []
+    model = loaded(lambda layer: kept.append(layer.weight.t().contiguous()))
+    assert post_load.of(model).hidden() == {"0": "Method"}
+    kept.clear()
+    assert post_load.of(model).hidden() == {}
+    assert post_load.of(loaded(TRANSFORMING["an attribute made of it"])).hidden() == {}
+
+
+def pack(layer):
+    set_weight(layer, layer.weight.data.t().contiguous())
+
+
+class Once:
+    """As engines write it: the second call does nothing."""
+
+    def __init__(self):
+        self.done = False
+
+    def __call__(self, layer):
+        if not self.done:
+            pack(layer)
+        self.done = True
+
+
+def reload(model, *, partial=False):
+    with post_load.of(model).repeating(partial=partial):
+        model[0].quant_method.process_weights_after_loading(model[0])
+
+
+def test_a_step_that_is_repeated_is_right():
+    model = loaded(pack)
+    for _ in range(2):
+        reload(model)
+        reload(model, partial=True)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_step_that_does_less_the_second_time_is_an_error(partial):
+    with pytest.raises(WeightUpdateError, match="Method") as error:
+        reload(loaded(Once()), partial=partial)
+    assert error.value.details["layer"] == "0"
+    assert "other parameters" in error.value.details["skipped"]
+
+
+def test_a_step_that_does_not_run_is_an_error_unless_the_layer_may_be_left_out():
+    model = loaded(pack)
+    with pytest.raises(WeightUpdateError), post_load.of(model).repeating(partial=False):
+        pass
+    with post_load.of(model).repeating(partial=True):
+        pass
+
+
+def test_a_method_that_was_exchanged_after_the_first_load_is_watched_too():
+    model = loaded(pack)
+    model[0].quant_method = Method(pack)
+    reload(model)
+    model[0].quant_method = Method(lambda layer: None)
+    with pytest.raises(WeightUpdateError):
+        reload(model)

@@ -1,0 +1,125 @@
+"""The face over engines that only answer: what it asks, and when it asks again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from fake_control import rank_status
+
+from rl_memory_plugins import commands, operations
+from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.face import Face
+from rl_memory_plugins.operations import Operation
+from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.tags import TagState
+
+REPORT = {"changes": [], "seconds": {"total": 1.0}, "details": {}}
+
+
+class Engine:
+    """One engine that obeys at once; its board is on this host or, where `local` is false, on another."""
+
+    def __init__(self, rank: int = 0, local: bool = True) -> None:
+        self.rank = rank
+        self.board = StatusBoard() if local else None
+        self.asleep: list[str] = []
+        self.checksums: list[dict[str, Any]] = []
+        self.publish()
+
+    def status(self) -> EngineStatus:
+        states = dict.fromkeys(self.asleep, TagState.PRESERVED)
+        return EngineStatus([rank_status(**states)], f"v{self.rank}", engine_rank=self.rank)
+
+    def publish(self) -> None:
+        if self.board is not None:
+            self.board.publish(self.status())
+
+    def answer(self, command: commands.AnyCommand) -> Any:
+        if isinstance(command, commands.Hello):
+            path = "/nonexistent/other-host.board" if self.board is None else self.board.path
+            return {"board": path, "status": self.status()}
+        if isinstance(command, commands.Checksums):
+            return self.checksums
+        if isinstance(command, commands.Sleep | commands.WakeUp):
+            self.asleep = command.tags or [] if isinstance(command, commands.Sleep) else []
+            self.publish()
+        return {"held": True} if getattr(command, "hold", False) else REPORT
+
+
+class LocalFace(Face):
+    def __init__(self, *engines: Engine) -> None:
+        super().__init__()
+        self.engines = engines
+        self.asked: list[commands.AnyCommand] = []
+
+    def run(self, operation: Operation) -> Any:
+        return operations.run(operation, self._call)
+
+    def _call(self, command: commands.AnyCommand) -> list[Reply[Any]]:
+        self.asked.append(command)
+        return [Reply(engine.rank, msgspec.to_builtins(engine.answer(command))) for engine in self.engines]
+
+    def names(self) -> list[str]:
+        return [type(command).__name__ for command in self.asked]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.board.close()
+
+
+def test_the_status_is_read_from_the_board_after_one_question(engine: Engine) -> None:
+    face = LocalFace(engine)
+    assert face.status_now() == []  # nobody has asked yet
+    assert face.run(face.memory_status()) == [engine.status()] == face.status_now()
+    assert not face.run(face.is_sleeping())
+    face.run(face.sleep(1, ["weights"]))
+    assert face.run(face.is_sleeping())
+    assert face.run(face.weight_version()) == "v0"
+    face.run(face.wake_up())
+    assert not face.run(face.is_sleeping())
+    assert face.names() == ["Hello", "Sleep", "WakeUp"]
+
+
+def test_a_board_on_another_host_is_asked_for_again_after_a_transition() -> None:
+    face = LocalFace(Engine(local=False))
+    assert not face.run(face.is_sleeping())
+    face.run(face.sleep(1))
+    assert face.status_now() == []  # what was told is no longer so; the engine refuses by itself
+    assert face.run(face.is_sleeping())
+    assert face.run(face.is_sleeping())
+    assert face.names() == ["Hello", "Sleep", "Hello"]
+
+
+def test_a_wrong_argument_is_refused_before_anything_is_asked(engine: Engine) -> None:
+    face = LocalFace(engine)
+    for wrong in (face.sleep(9), face.wake_up(["bogus"]), face.update_weights_from_ipc({}, "t")):
+        with pytest.raises(InvalidRequestError):
+            face.run(wrong)
+    assert face.asked == []
+
+
+def test_an_update_names_no_time_unless_its_caller_does(engine: Engine) -> None:
+    face = LocalFace(engine)
+    face.run(face.update_weights_from_ipc({"*": "/s"}, "t"))
+    face.run(face.update_weights_from_ipc({"*": "/s"}, "t", timeout_s=3, weight_version="v"))
+    assert [command.timeout_s for command in face.asked[1:]] == [None, 3]
+
+
+def test_checksums_cover_every_engine() -> None:
+    engines = [Engine(0), Engine(1)]
+    for engine, value in zip(engines, ("aa", "bb"), strict=True):
+        engine.checksums = [{"layout": "engine", "parameters": {"same": "11", "own": value}}]
+    face = LocalFace(*engines)
+    found = face.run(face.weight_checksums())
+    assert found.tensors == {"same@0": "11"}
+    assert found.differing == ["own@0"]
+    assert [one.tensors["own@0"] for one in found.engines] == ["aa", "bb"]
+    for engine in engines:
+        engine.board.close()

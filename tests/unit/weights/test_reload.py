@@ -1,0 +1,136 @@
+"""Models whose engine transforms weights after loading: its own reload loads them, or nothing does."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from toys import Rank, checkpoint, update
+
+from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.tags import Content
+
+
+class Linear(torch.nn.Module):
+    """Stored transposed; its checkpoint has `weight` and `bias`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+
+class PackingEngine:
+    """A square weight is the trap: the checkpoint's tensor fits into the packed one, and would be garbage there."""
+
+    why = "weights are stored transposed"
+
+    def __init__(self):
+        self.model = torch.nn.ModuleDict({"one": Linear(), "two": Linear()})
+        self.calls = []
+
+    def load_weights(self, weights):
+        parameters = dict(self.model.named_parameters())
+        for name, weight in weights:
+            parameters[name].data.copy_(weight)
+
+    @contextmanager
+    def checkpoint_layout(self):
+        packed = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty_like(parameter.data)
+        try:
+            yield dict(self.model.named_parameters())
+        finally:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = packed[name]
+
+    def load(self, weights, *, partial):
+        self.calls.append(partial)
+        for name, weight in list(weights):  # it keeps them all until the end
+            self.model.get_parameter(name).data.copy_(weight.t() if weight.dim() == 2 else weight)
+
+
+def rank_of(engine):
+    return Rank(engine.model, reload=lambda: engine)
+
+
+@pytest.fixture
+def engine():
+    made = PackingEngine()
+    made.model.load_weights = made.load_weights
+    return made
+
+
+def tensors(seed=0, names=("one.weight", "one.bias", "two.weight", "two.bias")):
+    torch.manual_seed(seed)
+    return {name: torch.randn(4, 4) if name.endswith("weight") else torch.randn(4) for name in names}
+
+
+def assert_holds(engine, sent):
+    for name, tensor in sent.items():
+        assert torch.equal(engine.model.get_parameter(name), tensor.t() if tensor.dim() == 2 else tensor), name
+
+
+def test_all_tensors_take_the_engine_s_reload_once(engine):
+    rank = rank_of(engine)
+    for seed in (1, 2):
+        sent = tensors(seed)
+        _, (receiving,) = update([rank], sent)
+        assert receiving.error is None
+        assert (receiving.report["opaque"], receiving.report["replayed"]) == (4, 0)
+        assert_holds(engine, sent)
+    assert engine.calls == [False, False]
+    assert rank.receiver.checksums()["layout"] == "engine"
+
+
+def test_a_manifest_is_checked_against_the_checkpoint_s_shapes(engine):
+    rank = rank_of(engine)
+    sent = tensors()
+    sent["one.weight"] = torch.zeros(4, 3)
+    del sent["two.bias"]
+    error, _ = update([rank], sent)
+    assert isinstance(error, ManifestError)
+    assert {(m["kind"], m["name"]) for m in error.details["mismatches"]} == {
+        ("shape", "one.weight"),
+        ("missing", "one.weight"),
+        ("missing", "two.bias"),
+    }
+    assert engine.calls == [] and not any(parameter.any() for parameter in engine.model.parameters())
+
+
+def test_a_partial_update_gives_whole_layers(engine):
+    rank = rank_of(engine)
+    update([rank], first := tensors(1))
+    error, _ = update([rank], tensors(2, ("one.weight",)), partial=True)
+    assert isinstance(error, ManifestError)
+    assert [(m["kind"], m["name"]) for m in error.details["mismatches"]] == [("missing", "one.bias")]
+    assert_holds(engine, first)
+    _, (receiving,) = update([rank], second := tensors(2, ("one.weight", "one.bias")), partial=True)
+    assert receiving.error is None
+    assert_holds(engine, {**first, **second})
+    assert engine.calls == [False, True]
+
+
+def test_an_engine_that_cannot_is_left_as_it_is():
+    def refuse():
+        raise UnsupportedError("layer one is packed", layers={"one": "Packing"})
+
+    rank = Rank(reload=refuse)
+    before = rank.model.snapshot()
+    error, (receiving,) = update([rank], checkpoint(1))
+    assert isinstance(error, UnsupportedError) and isinstance(receiving.error, UnsupportedError)
+    assert error.details["layers"] == {"one": "Packing"}
+    assert rank.model.loads == 0
+    rank.model.assert_unchanged(before)
+
+
+def test_a_reload_that_did_not_do_its_work_fails_the_update(engine):
+    def load(weights, *, partial):
+        list(weights)
+        raise WeightUpdateError("the reload skipped a layer")
+
+    engine.load = load
+    rank = rank_of(engine)
+    error, _ = update([rank], tensors())
+    assert isinstance(error, WeightUpdateError)
+    assert rank.manager.content is Content.FAILED
