@@ -3,7 +3,9 @@
     python -m integration.bench_gpu --engine vllm --model 7b --out results.json
 
 Needs the engine and one NVIDIA GPU. Model folders are written without weights; the engines start with dummy ones.
-Each subject runs in a process of its own, one after the other, on an otherwise idle GPU.
+Each subject runs in a process of its own, one after the other, on an otherwise idle GPU. The file is rewritten with
+every figure, so that a run that is cut short leaves what it measured. On a machine where this model has never run,
+`--warm-start` first starts each subject once for nothing: the very first start fills the engine's compile caches.
 """
 
 from __future__ import annotations
@@ -19,40 +21,40 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from integration.engines.base import gpu_used_bytes
 from integration.models import SHAPES, write_model
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
 ASLEEP_S = 0.5  # a trainer's turn; the driver scrubs freed memory meanwhile, and whoever wakes at once waits for it
 SUBJECTS = ("plugin", "native")
+ENDS = 20  # cycles at each end of a long run that are compared
 
 
 class Bench:
-    """Runs one subject and collects its figures."""
+    """Runs one subject; `keep` is given each of its figures as it comes: metric, value, unit."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, idle_mib: float, keep: Callable[[str, float, str], None]) -> None:
         self._engine = engine
-        self.figures: dict[str, list[float]] = {}
-        self.units: dict[str, str] = {}
+        self._idle_mib = idle_mib
+        self._keep = keep
 
     def add(self, metric: str, value: float, unit: str = "s") -> None:
-        self.figures.setdefault(metric, []).append(value)
-        self.units[metric] = unit
+        self._keep(metric, value, unit)
 
-    def timed(self, metric: str, run: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        result = run()
-        self.add(metric, time.perf_counter() - start)
-        return result
+    def timed(self, metric: str, run: Callable[[], Any]) -> None:
+        self.add(metric, seconds_of(run))
 
     def run(self, cycles: int, drift_cycles: int) -> None:
         engine = self._engine
         tokens = engine.generate(PROMPTS, 32)
+        self._throughput("_before")
         engine.settle()
         self.timed("sleep_l1_first_s", lambda: engine.sleep(1))
-        self.add("gpu_left_mib", gpu_used_mib() - self.idle_mib, "MiB")
+        self.add("gpu_left_mib", gpu_used_mib() - self._idle_mib, "MiB")
         self.add("host_held_mib", host_held_mib(), "MiB")
         self._wake()
         identical = engine.generate(PROMPTS, 32) == tokens
@@ -65,12 +67,8 @@ class Bench:
             self._wake()
             identical = identical and engine.generate(PROMPTS, 32) == tokens
         self._throughput()
-        used = gpu_used_mib()
-        for _ in range(drift_cycles):
-            engine.sleep(1)
-            engine.wake_all()
         if drift_cycles:
-            self.add("drift_mib_200", gpu_used_mib() - used, "MiB")
+            self._drift(drift_cycles)
             identical = identical and engine.generate(PROMPTS, 32) == tokens
         self.add("tokens_identical", float(identical), "bool")
         if not engine.can_discard:
@@ -80,21 +78,31 @@ class Bench:
             time.sleep(ASLEEP_S)
             self.timed("wake_l2_s", engine.wake_all)
 
-    idle_mib = 0.0
+    def _drift(self, cycles: int) -> None:
+        """Many cycles: what they add to the memory in use, and to the time of a sleep and a wake."""
+        used = gpu_used_mib()
+        sleeps, wakes = [], []
+        for _ in range(cycles):
+            sleeps.append(seconds_of(lambda: self._engine.sleep(1)))
+            wakes.append(seconds_of(self._engine.wake_all))
+        self.add("drift_mib_200", gpu_used_mib() - used, "MiB")
+        for metric, seconds in (("drift_sleep_ratio_200", sleeps), ("drift_wake_ratio_200", wakes)):
+            self.add(metric, statistics.median(seconds[-ENDS:]) / statistics.median(seconds[:ENDS]), "last / first")
 
     def _wake(self) -> None:
         time.sleep(ASLEEP_S)
         self.timed("wake_weights_s", lambda: self._engine.wake(["weights"]))
         self.timed("wake_kv_s", self._engine.wake_rest)
 
-    def _throughput(self) -> None:
+    def _throughput(self, when: str = "") -> None:
         self._engine.generate(PROMPTS, 128)
         for _ in range(5):
             start = time.perf_counter()
             answers = self._engine.generate(PROMPTS, 128)
-            self.add("decode_tok_s", sum(map(len, answers)) / (time.perf_counter() - start), "tokens/s")
+            rate = sum(map(len, answers)) / (time.perf_counter() - start)
+            self.add("decode_tok_s" + when, rate, "tokens/s")
         for _ in range(7):
-            self.timed("ttft_s", lambda: self._engine.generate([PROMPTS[0] * 64], 1))
+            self.timed("ttft_s" + when, lambda: self._engine.generate([PROMPTS[0] * 64], 1))
 
 
 class VllmSubject:
@@ -248,15 +256,14 @@ def _negate_one_element(model: Any) -> None:
 ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}
 
 
-def gpu_used_mib() -> float:
-    import pynvml
+def seconds_of(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return float(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 2**20
-    finally:
-        pynvml.nvmlShutdown()
+
+def gpu_used_mib() -> float:
+    return gpu_used_bytes() / 2**20
 
 
 def host_held_mib() -> float:
@@ -274,43 +281,62 @@ def gpu_name() -> str:
     return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
 
 
-def run_subject(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from importlib.metadata import version
+class Results:
+    """The records of one subject, added to those that the file holds already."""
 
+    def __init__(self, out: Path, common: dict[str, Any]) -> None:
+        self._out = out
+        self._common = common
+        self._others = json.loads(out.read_text()) if out.exists() else []
+        self._figures: dict[str, list[float]] = {}
+        self._units: dict[str, str] = {}
+
+    def keep(self, metric: str, value: float, unit: str) -> None:
+        self._figures.setdefault(metric, []).append(value)
+        self._units[metric] = unit
+        records = [
+            {
+                **self._common,
+                "metric": name,
+                "unit": self._units[name],
+                "median": statistics.median(values),
+                "min": min(values),
+                "max": max(values),
+                "n": len(values),
+            }
+            for name, values in self._figures.items()
+        ]
+        fresh = self._out.with_suffix(".part")
+        fresh.write_text(json.dumps(self._others + records, indent=1))
+        fresh.replace(self._out)
+
+
+def run_subject(arguments: argparse.Namespace) -> None:
     kind = ENGINES[arguments.engine]
     idle = gpu_used_mib()
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype="bfloat16")
         start = time.perf_counter()
         engine = kind(model, arguments.subject == "plugin", arguments.memory)
-        bench = Bench(engine)
-        bench.idle_mib = idle
-        bench.add("startup_s", time.perf_counter() - start)
-        bench.run(arguments.cycles, arguments.drift_cycles)
-    import torch
+        startup = time.perf_counter() - start
+        if arguments.start_only:
+            return
+        import torch
 
-    common = {
-        "engine": arguments.engine,
-        "engine_version": version(kind.distributions[0]),
-        "torch": torch.__version__,
-        "gpu": gpu_name(),
-        "model": arguments.model,
-        "subject": arguments.subject,
-        "commit": arguments.commit,
-        "command": "python -m integration.bench_gpu " + " ".join(sys.argv[1:]),
-    }
-    return [
-        {
-            **common,
-            "metric": metric,
-            "unit": bench.units[metric],
-            "median": statistics.median(values),
-            "min": min(values),
-            "max": max(values),
-            "n": len(values),
+        common = {
+            "engine": arguments.engine,
+            "engine_version": version(kind.distributions[0]),
+            "torch": torch.__version__,
+            "gpu": gpu_name(),
+            "model": arguments.model,
+            "subject": arguments.subject,
+            "commit": arguments.commit,
+            "command": "python -m integration.bench_gpu " + " ".join(sys.argv[1:]),
         }
-        for metric, values in bench.figures.items()
-    ]
+        bench = Bench(engine, idle, Results(arguments.out, common).keep)
+        bench.add("startup_s", startup)
+        native = arguments.subject == "native" and arguments.native_cycles is not None
+        bench.run(arguments.native_cycles if native else arguments.cycles, arguments.drift_cycles)
 
 
 def _run_bounded(command: list[str], timeout_s: float) -> None:
@@ -332,21 +358,34 @@ def main() -> None:
     parser.add_argument("--subject", choices=SUBJECTS, default=None, help="both, one after the other, if not given")
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that the engine takes")
     parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--native-cycles", type=int, help="of the engine by itself, where its sleeps take long")
     parser.add_argument("--drift-cycles", type=int, default=0)
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
-    parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--warm-start", action="store_true", help="start each subject once before it is measured")
+    parser.add_argument("--start-only", action="store_true", help="measure nothing")
+    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="of this repository")
+    parser.add_argument("--timeout", type=float, default=240, help="of each subject")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.subject is not None:
-        records = run_subject(arguments)
-        existing = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-        arguments.out.write_text(json.dumps(existing + records, indent=1))
+        run_subject(arguments)
         return
-    for subject in SUBJECTS:
-        command = [sys.executable, "-m", "integration.bench_gpu", *sys.argv[1:], "--subject", subject]
+    failed = [subject for subject in SUBJECTS if not _measured(subject, arguments)]
+    for record in json.loads(arguments.out.read_text()) if arguments.out.exists() else []:
+        print(f"{record['subject']:7} {record['metric']:22} {record['median']:10.4f} {record['unit']}")
+    if failed:
+        raise SystemExit(f"did not end well: {', '.join(failed)}")
+
+
+def _measured(subject: str, arguments: argparse.Namespace) -> bool:
+    command = [sys.executable, "-m", "integration.bench_gpu", *sys.argv[1:], "--subject", subject]
+    try:
+        if arguments.warm_start:
+            _run_bounded([*command, "--start-only"], arguments.timeout)
         _run_bounded(command, arguments.timeout)
-    for record in json.loads(arguments.out.read_text()):
-        print(f"{record['subject']:7} {record['metric']:20} {record['median']:10.4f} {record['unit']}")
+    except subprocess.SubprocessError as error:
+        print(f"{subject}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ class Subject:
         return msgspec.to_builtins(self.engine.weight_checksums()) if self.plugin else None
 
     def tokens(self) -> list[list[int]]:
+        """Greedy answers, asked for one by one: in a batch, rounding depends on who else is in it."""
         raise NotImplementedError
 
     def native_init(self, info: dict[str, Any]) -> None: ...
@@ -173,8 +174,10 @@ class VllmSubject(Subject):
 
     def tokens(self) -> list[list[int]]:
         sampling = self._vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        return [list(o.outputs[0].token_ids) for o in self.engine.generate(requests, sampling, use_tqdm=False)]
+        answers = [
+            self.engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0] for prompt in PROMPTS
+        ]
+        return [list(answer.outputs[0].token_ids) for answer in answers]
 
     def native_init(self, info: dict[str, Any]) -> None:
         self.engine.init_weight_transfer_engine({"init_info": info})
@@ -227,7 +230,7 @@ class SglangSubject(Subject):
 
     def tokens(self) -> list[list[int]]:
         sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        answers = self.engine.generate(input_ids=PROMPTS, sampling_params=[sampling] * len(PROMPTS))
+        answers = [self.engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in PROMPTS]
         return [list(answer["output_ids"]) for answer in answers]
 
     def native_update(self, *arguments: Any) -> None:

@@ -18,6 +18,7 @@ from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.sender import push_weights
+from rl_memory_plugins.weights.source import as_source
 
 MiB = 1 << 20
 SEED, OTHER_SEED = 1, 2
@@ -78,8 +79,8 @@ class Weights:
         """From the next `fill` on the tensors lie in host memory."""
         self._on_host = True
 
-    def source(self) -> ModelSource:
-        return ModelSource(self.tensors)
+    def source(self) -> ModelSource | dict[str, torch.Tensor]:
+        return ModelSource(self.tensors) if self._on_host else self.tensors
 
 
 class Bench:
@@ -182,7 +183,7 @@ class Bench:
             return send
 
         def slots() -> int:
-            return 2 * Manifest(weights.source().specs(), bucket_bytes, 2).slot_bytes()
+            return 2 * Manifest(as_source(weights.tensors).specs(), bucket_bytes, 2).slot_bytes()
 
         if self._device != "cuda":
             self.route("staged", sending())

@@ -1,12 +1,12 @@
 """A tensor-parallel engine and an FSDP2 trainer on the same two GPUs, through whole training steps.
 
     python -m integration.fsdp_handoff --engine vllm --device cuda
-    python -m integration.fsdp_handoff --quick                     # on the CPU, over Gloo
+    python -m integration.fsdp_handoff --engine vllm               # on the CPU, over Gloo, with a tiny model
 
-Each cycle is a `RolloutHandoff` on both trainer processes: the engine sleeps at level 2, both ranks train, the engine's
-weights wake, each trainer process sends to the engine's rank on its own GPU while both gather, and the KV cache wakes.
-The last cycle sends from host memory. Then the trainer's weights are saved as a checkpoint, and a fresh engine that
-loads it must give the same tokens and the same checksums. Writes a JSON record; exit code 1 if a check fails.
+Each cycle is a `RolloutHandoff` of both trainer processes: the engine sleeps at level 2, both train, the engine's
+weights wake, each trainer process sends to the engine's rank on its own GPU while both gather, the KV cache wakes, and
+the engine answers. The last cycle sends from host memory. The trainer saves its last weights as a checkpoint, and a
+fresh engine that loads it must give the same tokens. Writes a JSON record; exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
@@ -28,11 +33,11 @@ RANKS = 2
 SEED = 5
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 TOKENS = 32
-TRAINER_TIMEOUT_S = 180
+TRAINER_TIMEOUT_S = 200
 
 
 class Trainer:
-    """One rank."""
+    """One process of torchrun."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         import torch
@@ -40,130 +45,199 @@ class Trainer:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self._torch, self._dist = torch, dist
-        self._rank = int(os.environ["RANK"])
-        if arguments.device == "cuda":
-            torch.cuda.set_device(self._rank)
+        self._torch = torch
+        self._arguments = arguments
+        self.rank = int(os.environ["RANK"])
+        self._device = arguments.device
+        if self._device == "cuda":
+            torch.cuda.set_device(self.rank)
         else:
             torch.set_num_threads(1)
-        dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
-        mesh = init_device_mesh(arguments.device, (RANKS,))
-        self._device = torch.device(arguments.device)
-        self.model = new_model(arguments.model, SEED)
-        for layer in self.model.model.layers:
+        dist.init_process_group("nccl" if self._device == "cuda" else "gloo")
+        mesh = init_device_mesh(self._device, (RANKS,))
+        self._model = new_model(arguments.model, SEED)
+        for layer in self._model.model.layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.model.to(self._device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        fully_shard(self._model, mesh=mesh)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
         self._dtype = getattr(torch, arguments.dtype)
-        self._url = arguments.url
 
-    def run(self, cycles: int) -> dict[str, Any]:
+    def run(self) -> list[dict[str, Any]]:
+        """All cycles' figures."""
         from rl_memory_plugins.trainer import EngineClient, ModelSource, Offloader, RolloutHandoff
 
-        everything: dict[str, Any] = {"moves": lambda tensor: True} if self._device.type == "cpu" else {}
-        parts = {
-            "weights": [Offloader(self.model, **everything)],
-            "others": [Offloader(self.optimizer, **everything)],
-        }
-        engines = [EngineClient(self._url, timeout_s=120)] if self._rank == 0 else []
-        source = ModelSource(self.model, dtype=self._dtype)
-        from_device = RolloutHandoff(engines, source, **parts)
-        from_host = RolloutHandoff(engines, source, from_host=True, **parts)
+        # On a CPU nothing leaves the device by itself; there everything is moved, so that the same code runs.
+        everything: dict[str, Any] = {"moves": lambda tensor: True} if self._device == "cpu" else {}
+        weights, others = Offloader(self._model, **everything), Offloader(self._optimizer, **everything)
+        engines = [EngineClient(self._arguments.url, timeout_s=120)] if self.rank == 0 else []
+        source = ModelSource(self._model, dtype=self._dtype)
+        handoffs = [
+            RolloutHandoff(engines, source, weights=[weights], others=[others], from_host=from_host)
+            for from_host in (False, True)
+        ]
         found = []
-        for cycle in range(1, cycles + 1):
-            handoff = from_host if cycle == cycles else from_device
-            with handoff.training(str(cycle)) as report:
+        for cycle in range(1, self._arguments.cycles + 1):
+            last = cycle == self._arguments.cycles
+            with handoffs[last].training(str(cycle)) as report:
                 loss = self._train(cycle)
-            found.append(
-                {
-                    "from_host": handoff is from_host,
-                    "loss": loss,
-                    "seconds": report.seconds,
-                    "moved_bytes": report.moved_bytes,
-                    "update": {key: report.update.get(key) for key in ("bytes", "buckets", "transport", "fallbacks")},
-                    "served": [receiver["rank"] for receiver in report.update["receivers"]],
-                }
-            )
-        from_device.release()  # loads the weights
-        return {"rank": self._rank, "cycles": found}
+                if last:
+                    self._save(self._arguments.model)
+            figures = {
+                "from_host": last,
+                "loss": loss,
+                "seconds": report.seconds,
+                "moved_bytes": report.moved_bytes,
+                "update": {key: report.update.get(key) for key in ("bytes", "buckets", "transport", "fallbacks")},
+                "served_ranks": sorted(receiver["rank"] for receiver in report.update["receivers"]),
+            }
+            found.append({**figures, "tokens": self._ask()} if engines else figures)
+        return found
 
     def _train(self, cycle: int) -> float:
         torch = self._torch
-        torch.manual_seed(100 * cycle + self._rank)
-        ids = torch.randint(2, 900, (4, 64), device=self._device)
-        logits = self.model(ids, use_cache=False).logits[:, :-1].float()
+        torch.manual_seed(100 * cycle + self.rank)
+        ids = torch.randint(2, 900, (8, 64), device=self._device)
+        logits = self._model(ids, use_cache=False).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
 
-    def save(self, folder: Path) -> dict[str, str]:
-        """Write a checkpoint in the engine's dtype. Returns its checksums; all ranks call it."""
+    def _save(self, folder: Path) -> None:
+        """Write a checkpoint in the engine's dtype, and its checksums; all ranks together."""
         from safetensors.torch import save_file
 
         from rl_memory_plugins.weights.checksums import tensor_checksum
 
-        whole = {
-            name: parameter.detach().full_tensor().to(self._dtype).cpu().contiguous()
-            for name, parameter in self.model.named_parameters()
-        }
-        if self._rank == 0:
+        whole = {}
+        for name, parameter in self._model.named_parameters():
+            tensor = parameter.detach().full_tensor().to(self._dtype)
+            if self.rank == 0:
+                whole[name] = tensor.cpu().contiguous()
+        if self.rank == 0:
             save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-        self._dist.barrier()
-        return {name: tensor_checksum(tensor) for name, tensor in whole.items()}
+            checksums = {name: tensor_checksum(tensor) for name, tensor in whole.items()}
+            (folder / "checksums.json").write_text(json.dumps(checksums))
+
+    def _ask(self) -> list[list[int]]:
+        kind = ENGINES[self._arguments.engine]()
+        with httpx.Client(base_url=self._arguments.url, timeout=120, trust_env=False) as http:
+            responses = [http.post(kind.generation_route, json=kind.request(prompt, TOKENS)) for prompt in PROMPTS]
+        return [kind.tokens(response.raise_for_status().json()) for response in responses]
 
 
 def train(arguments: argparse.Namespace) -> None:
     """What each process of torchrun does."""
+    import torch.distributed as dist
+
     trainer = Trainer(arguments)
-    found = trainer.run(arguments.cycles)
-    found["checksums"] = trainer.save(arguments.model)
-    (arguments.scratch / f"rank-{found['rank']}.json").write_text(json.dumps(found))
-    trainer._dist.destroy_process_group()
+    found = trainer.run()
+    (arguments.model / f"rank-{trainer.rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
-def run_trainer(arguments: argparse.Namespace, launch: Launch, url: str, scratch: Path) -> list[dict[str, Any]]:
-    """All ranks' results."""
+def run_trainer(arguments: argparse.Namespace, launch: Launch, url: str) -> list[list[dict[str, Any]]]:
+    """Every rank's cycles."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["-m", "integration.fsdp_handoff", "--trainer", "--device", launch.device, "--dtype", launch.dtype]
-    command += ["--model", str(launch.model), "--url", url, "--scratch", str(scratch), "--cycles", str(arguments.cycles)]
-    subprocess.run(command, check=True, timeout=TRAINER_TIMEOUT_S)
-    return [json.loads((scratch / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+    command += ["-m", "integration.fsdp_handoff", "--trainer", "--engine", arguments.engine]
+    command += ["--device", launch.device, "--dtype", launch.dtype, "--cycles", str(arguments.cycles)]
+    command += ["--model", str(launch.model), "--url", url]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(TRAINER_TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code != 0:
+        raise RuntimeError(f"the trainer exited with {code}")
+    return [json.loads((launch.model / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def answers(server: Server) -> dict[str, Any]:
+def ask(server: Server) -> list[list[int]]:
+    return [server.generate(prompt, TOKENS) for prompt in PROMPTS]
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The record; `checks` in it says what passed."""
+    kind = ENGINES[arguments.engine]()
+    cuda = arguments.device == "cuda"
+    launch = Launch(folder, tp=RANKS, device=arguments.device, dummy_weights=True)
+    launch.kv_bytes = arguments.kv_gib << 30 if cuda else 64 << 20
+    write_model(folder, SHAPES[arguments.shape], dtype=launch.dtype)
+    seconds, start = {}, time.monotonic()
+    server = Server(kind, launch, arguments.out / f"fsdp-{arguments.engine}-{arguments.device}.log")
+    try:
+        server.wait_ready()
+        seconds["engine start"] = time.monotonic() - start
+        ranks = run_trainer(arguments, launch, server.url)
+        seconds["trainer"] = time.monotonic() - start - seconds["engine start"]
+        trained = ask(server)
+        checksums = server.control.checksums()["tensors"]
+        version = server.control.weight_version()
+    finally:
+        server.stop()
+    launch.dummy_weights = False
+    fresh_log = arguments.out / f"fsdp-{arguments.engine}-{arguments.device}-fresh.log"
+    server = Server(kind, launch, fresh_log)
+    try:
+        server.wait_ready()
+        fresh = ask(server)
+    finally:
+        server.stop()
+    seconds["total"] = time.monotonic() - start
+    own = json.loads((folder / "checksums.json").read_text())
+    served = [[rank for cycle in cycles for rank in cycle["served_ranks"]] for cycles in ranks]
+    # On GPUs each process serves its neighbour; on the CPU, where no process shares a device, the first serves all.
+    expected = [[0] * arguments.cycles, [1] * arguments.cycles] if cuda else [[0, 1] * arguments.cycles, []]
+    answers = [cycle["tokens"] for cycle in ranks[0]]
     return {
-        "tokens": [server.generate(prompt, TOKENS) for prompt in PROMPTS],
-        "checksums": server.control.checksums()["tensors"],
-        "version": server.control.weight_version(),
+        "engine": arguments.engine,
+        "device": arguments.device,
+        "shape": arguments.shape,
+        "commit": arguments.commit,
+        "command": "python -m integration.fsdp_handoff " + " ".join(sys.argv[1:]),
+        "seconds": seconds,
+        "checks": {
+            "tokens equal a fresh engine's": trained == answers[-1] == fresh,
+            "checksums equal the trainer's": checksums == own,
+            "every cycle's answers differ": all(a != b for a, b in pairwise(answers)),
+            "the version is the last cycle's": version == str(arguments.cycles),
+            "each rank was served by the process on its device": served == expected,
+        },
+        "served_ranks": served,
+        "ranks": ranks,
     }
 
 
-def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    kind = ENGINES[arguments.engine]()
-    shape = SHAPES["tiny" if arguments.quick else arguments.shape]
-    launch = Launch(
-        scratch / "model",
-        tp=RANKS,
-        device=arguments.device,
-        dummy_weights=True,
-        kv_bytes=arguments.kv_gib << 30 if arguments.device == "cuda" else 64 << 20,
-    )
-    write_model(launch.model, shape, dtype=launch.dtype)
-    server = Server(kind, launch, arguments.out / f"fsdp-{arguments.engine}.log")
-    try:
-        server.wait_ready()
-        begun = answers(server)
-        trained = run_trainer(arguments, launch, server.url, scratch)
-        # The trainer left the engine asleep: its weights are there to be saved. Nothing has changed since the last
-        # update, so waking at level 2's end needs one more.
-        checks = {"asleep while the trainer has the devices": not server.control.memory()["admitting"]}
-    finally:
-        server.stop()
-    return {"begun": begun, "trained": trained, "checks": checks}
-
-
 def main() -> int:
-    raise NotImplementedError
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default=None, help="by default 0.5b, on the CPU tiny")
+    parser.add_argument("--kv-gib", type=int, default=90, help="of KV cache on each GPU")
+    parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    inside = parser.add_argument_group("of the trainer's processes")
+    inside.add_argument("--trainer", action="store_true")
+    inside.add_argument("--dtype")
+    inside.add_argument("--model", type=Path)
+    inside.add_argument("--url")
+    arguments = parser.parse_args()
+    if arguments.trainer:
+        train(arguments)
+        return 0
+    arguments.shape = arguments.shape or {"cpu": "tiny", "cuda": "0.5b"}[arguments.device]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rl-memory-fsdp-") as scratch:
+        found = run(arguments, Path(scratch, "model"))
+    (arguments.out / f"fsdp-{arguments.engine}-{arguments.device}.json").write_text(json.dumps(found, indent=1))
+    for check, passed in found["checks"].items():
+        print(f"{'passed' if passed else 'FAILED'}: {check}")
+    return 0 if all(found["checks"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,15 +6,12 @@ share of its tokens that are of that class. A model that does not look at its pr
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from integration.models import new_model
-
 CLASSES = 4
-VOCABULARY = 128  # so small that every token is tried often
+VOCABULARY = 64  # so small that every token is tried often
 PROMPT_TOKENS, ANSWER_TOKENS = 4, 8
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 EPOCHS = 2  # over each batch; in the second the policy is no longer the one that answered
@@ -39,12 +36,16 @@ def advantages(rewards: torch.Tensor) -> torch.Tensor:
 
 
 class Policy:
-    """The model that is trained, in float32, and its optimiser."""
+    """What is trained, and its optimiser.
 
-    def __init__(self, folder: Path, seed: int, device: str) -> None:
+    Args:
+        model: A causal language model of `transformers`, in float32.
+        device: Where it is moved to.
+    """
+
+    def __init__(self, model: Any, device: str) -> None:
         self.device = torch.device(device)
-        with self.device:
-            self.model = new_model(folder, seed)
+        self.model = model.to(self.device)
         rate = 0.2 / self.model.config.hidden_size  # a wider model takes smaller steps
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP_STEPS, 1.0, WARM_UP_STEPS)

@@ -1,4 +1,4 @@
-"""Tables and plots from the measurements in `integration/results/`, for the README and the documentation.
+"""Tables and plots from what is in `integration/results/`, for the README and the documentation.
 
     python -m integration.report
 
@@ -8,13 +8,16 @@ Rewrites what stands between the markers in README.md and docs/benchmarks.md, an
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from integration import report_weights
+from integration.models import SHAPES, checkpoint_shapes
 
 REPOSITORY = Path(__file__).parents[1]
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 BEGIN, END = "<!-- benchmark table -->", "<!-- end of benchmark table -->"
 
 #: What each metric is called in a table, and how many digits of it mean something.
@@ -28,28 +31,78 @@ METRICS = {
     "wake_l2_s": ("wake both after it", 1000, "ms", 0),
     "gpu_left_mib": ("GPU memory left while asleep", 1, "MiB", 0),
     "host_held_mib": ("resident host memory while asleep", 1, "MiB", 0),
+    "decode_tok_s_before": ("decoding, before any sleep", 1, "tokens/s", 0),
     "decode_tok_s": ("decoding, after all of that", 1, "tokens/s", 0),
-    "ttft_s": ("time to first token", 1000, "ms", 1),
+    "ttft_s_before": ("time to first token, before any sleep", 1000, "ms", 1),
+    "ttft_s": ("time to first token, after all of that", 1000, "ms", 1),
     "startup_s": ("start-up", 1, "s", 0),
-    "drift_mib_200": ("GPU memory after 200 more cycles", 1, "MiB", 0),
+    "drift_mib_200": ("GPU memory that 200 more cycles add", 1, "MiB", 0),
+    "drift_sleep_ratio_200": ("their last 20 sleeps to their first 20", 1, "x", 2),
+    "drift_wake_ratio_200": ("their last 20 wakes to their first 20", 1, "x", 2),
     "tokens_identical": ("tokens identical after every cycle", 1, "", 0),
 }
 
 EXPERTS = {"30b-a3b": "Qwen3-30B-A3B shape", "moe": "12 of 48 layers of the Qwen3-30B-A3B shape"}
+#: What the README shows of them.
+HEADLINE = [
+    "sleep_l1_first_s",
+    "sleep_l1_later_s",
+    "sleep_l1_clean_s",
+    "wake_weights_s",
+    "wake_kv_s",
+    "sleep_l2_s",
+    "wake_l2_s",
+    "gpu_left_mib",
+    "host_held_mib",
+    "decode_tok_s",
+    "ttft_s",
+    "tokens_identical",
+]
+
+#: Times that grow with the bytes of the weights.
+BY_BYTES = {
+    "sleep_l1_later_s": "sleep, weights kept",
+    "wake_weights_s": "wake the weights",
+    "sleep_l2_s": "sleep, weights dropped",
+    "wake_l2_s": "wake after that",
+}
+COPY_BYTES_S = 55.5e9  # pinned host memory to an H200 and back, measured alone
+
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
 
 Record = dict[str, Any]
 Run = tuple[str, str, str]  # engine, its version, model
 
 
-def load() -> dict[Run, dict[str, dict[str, Record]]]:
-    """Records by run, metric and subject."""
-    runs: dict[Run, dict[str, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
+Metrics = dict[str, dict[str, Record]]  # records by metric and subject
+
+
+def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
+    """The measurements, and by file what runs of the tests showed (`tests/run_report.py`)."""
+    runs: dict[Run, Metrics] = defaultdict(lambda: defaultdict(dict))
+    test_runs: dict[str, Record] = {}
     for path in sorted((REPOSITORY / "integration" / "results").glob("*.json")):
-        for record in json.loads(path.read_text()):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            test_runs[path.name] = content
+            continue
+        for record in content:
             run = (record["engine"], record["engine_version"], record["model"])
             runs[run][record["metric"]][record["subject"]] = record
-    return runs
+    return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
+
+
+def by_size(run: Run) -> tuple[Any, ...]:
+    """Engines by name, the newest version first, small models before large ones."""
+    engine, version, model = run
+    return engine, [-int(part) for part in version.split(".") if part.isdecimal()], weight_bytes(model), model
+
+
+def weight_bytes(model: str) -> int:
+    """Of a checkpoint in bfloat16; 0 for a name that is no shape."""
+    if model not in SHAPES:
+        return 0
+    return sum(2 * math.prod(shape) for shape in checkpoint_shapes(SHAPES[model]).values())
 
 
 def value(record: Record | None) -> str:
@@ -61,7 +114,7 @@ def value(record: Record | None) -> str:
     return f"{record['median'] * scale:.{digits}f} {unit}"
 
 
-def table(metrics: dict[str, dict[str, Record]]) -> list[str]:
+def table(metrics: Metrics) -> list[str]:
     lines = ["| | by itself | with the plugin |", "|---|---:|---:|"]
     for metric, (title, *_) in METRICS.items():
         if metric in metrics:
@@ -70,7 +123,46 @@ def table(metrics: dict[str, dict[str, Record]]) -> list[str]:
     return lines
 
 
-def wire_pages(runs: dict[Run, dict[str, dict[str, Record]]]) -> list[str]:
+def headline(runs: dict[Run, Metrics]) -> list[str]:
+    """One table of the newest version of each engine, 7B: the engine by itself beside the plugin in it."""
+    newest: dict[str, Run] = {}
+    for run in runs:  # the newest come first
+        if run[2] == "7b" and "sleep_l1_first_s" in runs[run]:
+            newest.setdefault(run[0], run)
+    shown = [newest[engine] for engine in ("vllm", "sglang") if engine in newest]
+    lines = ["| | " + " | ".join(f"{NAMES[engine]} {version} | with the plugin" for engine, version, _ in shown) + " |"]
+    lines.append("|---|" + "---:|---:|" * len(shown))
+    for metric in HEADLINE:
+        cells = [value(runs[run].get(metric, {}).get(subject)) for run in shown for subject in ("native", "plugin")]
+        lines.append(f"| {METRICS[metric][0]} | " + " | ".join(cells) + " |")
+    record = runs[shown[0]]["sleep_l1_first_s"]["plugin"]
+    setting = f"The shape of Qwen2.5-7B in bfloat16 on one {record['gpu']}, CUDA graphs on"
+    return [*lines, "", f"{setting}. How it was measured, and all figures: [docs/benchmarks.md](docs/benchmarks.md)."]
+
+
+def test_table(test_runs: dict[str, Record]) -> list[str]:
+    """What `make test-gpu` showed, one line a run."""
+    if not test_runs:
+        return []
+    lines = ["### Tests on a GPU", "", "Reports of `make test-gpu`, in `integration/results/`.", ""]
+    lines += ["| engine | torch | GPU | tests | seconds | commit | report |", "|---|---|---|---|---:|---|---|"]
+    for name, run in test_runs.items():
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in run["summary"].items())
+        seconds = sum(test["seconds"] for test in run["tests"].values())
+        cells = [
+            f"{NAMES[run['engine']]} {run['engine_version']}",
+            run["versions"]["torch"],
+            ", ".join(run["gpus"]) or "-",
+            outcomes if run["complete"] else f"{outcomes}; cut short",
+            f"{seconds:.0f}",
+            run["commit"] or "-",
+            f"`{name}`",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
     """The weight stream by itself: one table a model, every time that was measured."""
     pages: list[str] = []
     for (engine, _, model), metrics in runs.items():
@@ -88,10 +180,10 @@ def wire_pages(runs: dict[Run, dict[str, dict[str, Record]]]) -> list[str]:
     return pages
 
 
-def describe(run: Run, metrics: dict[str, dict[str, Record]]) -> str:
+def describe(run: Run, metrics: Metrics) -> str:
     record = next(iter(next(iter(metrics.values())).values()))
     engine, version, model = run
-    name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+    name = NAMES[engine]
     shape = EXPERTS.get(model, f"Qwen2.5-{model.upper()} shape")
     return f"{name} {version}, {shape}, one {record['gpu']}, torch {record['torch']}"
 
@@ -103,11 +195,8 @@ def replace(path: Path, lines: list[str]) -> None:
     path.write_text("\n".join([before + BEGIN, "", *lines, "", END]) + after)
 
 
-def draw(runs: dict[Run, dict[str, dict[str, Record]]], path: Path) -> None:
+def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
     """Bars of the times that users wait for, on a logarithmic axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     shown = ["sleep_l1_first_s", "sleep_l1_later_s", "sleep_l1_clean_s", "wake_weights_s", "sleep_l2_s", "wake_l2_s"]
@@ -124,26 +213,57 @@ def draw(runs: dict[Run, dict[str, dict[str, Record]]], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
+    """Times against the bytes of the weights, one axis an engine; False where no engine was measured at two sizes."""
+    from matplotlib import pyplot as plt
+
+    measured: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run, metrics in runs.items():
+        if weight_bytes(run[2]) and "plugin" in metrics.get("sleep_l1_later_s", {}):
+            measured[run[:2]].append(run)
+    shown = {engine: found for engine, found in measured.items() if len(found) > 1}
+    if not shown:
+        return False
+    figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4.5), constrained_layout=True, squeeze=False)
+    for axis, ((engine, version), found) in zip(axes[0], shown.items(), strict=True):
+        largest = max(weight_bytes(model) for *_, model in found) / 1e9
+        for metric, title in BY_BYTES.items():
+            records = [(weight_bytes(run[2]) / 1e9, runs[run].get(metric, {}).get("plugin")) for run in found]
+            points = [(size, record["median"]) for size, record in records if record is not None]
+            axis.plot(*zip(*points, strict=True), marker="o", label=title)
+        axis.plot([0, largest], [0, largest * 1e9 / COPY_BYTES_S], "k:", label="55.5 GB/s")
+        axis.set(title=f"{NAMES[engine]} {version} with the plugin", xlabel="weights, GB", ylabel="seconds")
+        axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
 def main() -> None:
-    found = load()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    found, test_runs = load()
     engines = {run: metrics for run, metrics in found.items() if run[0] != WITHOUT_ENGINE}
     runs = {run: metrics for run, metrics in engines.items() if METRICS.keys() & metrics.keys()}
     if not runs:
         raise SystemExit("no results")
-    pages: list[str] = []
+    docs = REPOSITORY / "docs"
+    pages: list[str] = test_table(test_runs)
     for run, metrics in runs.items():
-        command = next(iter(next(iter(metrics.values())).values()))["command"]
-        pages += [f"### {describe(run, metrics)}", "", *table(metrics), "", f"Measured by `{command}`.", ""]
+        records = [record for metric in METRICS for record in metrics.get(metric, {}).values()]
+        commands = dict.fromkeys(record["command"].partition(" --subject")[0] for record in records)
+        measured = ", ".join(f"`{command}`" for command in commands)
+        pages += [f"### {describe(run, metrics)}", "", *table(metrics), "", f"Measured by {measured}.", ""]
     for run, metrics in engines.items():
         pages += report_weights.page(describe(run, metrics), metrics)
-    replace(REPOSITORY / "docs" / "benchmarks.md", pages + wire_pages(found))
-    draw(runs, REPOSITORY / "docs" / "benchmarks.png")
-    headline = [run for run in runs if run[2] == "7b"] or list(runs)
-    lines: list[str] = []
-    for run in headline:
-        lines += [f"{describe(run, runs[run])}:", "", *table(runs[run]), ""]
-    lines.append("How it was measured, and all other figures: [docs/benchmarks.md](docs/benchmarks.md).")
-    replace(REPOSITORY / "README.md", lines)
+    pages += wire_pages(found)
+    draw_times({run: m for run, m in runs.items() if "sleep_l1_first_s" in m}, docs / "benchmarks.png")
+    pages += ["![times, by itself and with the plugin](benchmarks.png)", ""]
+    if draw_sizes(runs, docs / "benchmarks-sizes.png"):
+        pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
+    replace(docs / "benchmarks.md", pages)
+    replace(REPOSITORY / "README.md", headline(runs))
 
 
 if __name__ == "__main__":

@@ -101,9 +101,9 @@ def with_saver(arguments: Sequence[str], environment: Mapping[str, str]) -> dict
     config = RLMemoryConfig.parse(parser.parse_known_args(list(arguments))[0].options)
     if config.allocator != "tms" or config.tms_hook_mode != "preload":
         return dict(environment)
-    from rl_memory_plugins.memory.torch_saver import preload_library, with_preload
+    from rl_memory_plugins.memory.torch_saver import preload_libraries, with_preload
 
-    return with_preload(environment, preload_library())
+    return with_preload(environment, preload_libraries())
 
 
 def _with_plugin(environment: Mapping[str, str], variable: str) -> dict[str, str]:

@@ -18,12 +18,12 @@ class Sleep(Command, frozen=True):
     level: int = 1
     tags: list[str] | None = None
     mode: str = "abort"
-    hold: bool = False  # stop after the first phase and wait for `Decide`
+    hold: str = ""  # a ticket: stop after the first phase and wait for the `Decide` that names it
 
 
 class WakeUp(Command, frozen=True):
     tags: list[str] | None = None
-    hold: bool = False
+    hold: str = ""
 
 
 class UpdateWeights(Command, frozen=True):
@@ -39,12 +39,19 @@ class UpdateWeights(Command, frozen=True):
     weight_version: str | None = None
     mode: str = "keep"
     timeout_s: float | None = None
-    hold: bool = False
+    hold: str = ""
+
+
+class Drain(Command, frozen=True):
+    """Wait for running requests, and nothing else; `operation` is what it is done for."""
+
+    operation: str
 
 
 class Decide(Command, frozen=True):
-    """The second phase of a command that was sent with `hold`."""
+    """The second phase of the command that was sent with this ticket as `hold`."""
 
+    ticket: str
     commit: bool
 
 
@@ -60,7 +67,7 @@ class Hello(Command, frozen=True):
     """Ask for the path of the engine's status board."""
 
 
-AnyCommand = Sleep | WakeUp | UpdateWeights | Decide | CancelDrain | Checksums | Hello
+AnyCommand = Sleep | WakeUp | UpdateWeights | Drain | Decide | CancelDrain | Checksums | Hello
 
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(AnyCommand).decode

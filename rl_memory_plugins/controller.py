@@ -114,10 +114,12 @@ class Controller:
         self._busy = ""
         self._draining: list[_Operation] = []
         self._held: Callable[[bool], Any] | None = None
+        self._ticket = ""  # of what is held
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
             commands.Sleep: self._sleep,
             commands.WakeUp: self._wake_up,
             commands.UpdateWeights: self._update_weights,
+            commands.Drain: self._drain,
             commands.Decide: self._decide,
             commands.CancelDrain: self._cancel_drain,
             commands.Checksums: self._checksums,
@@ -256,10 +258,15 @@ class Controller:
 
         return self._drain_then(operation, mode, act)
 
+    def _drain(self, command: commands.Drain) -> Future[bytes]:
+        self._require_free()
+        operation = _Operation(command.operation)
+        return self._drain_then(operation, PauseMode.WAIT, lambda: {"drained": operation.elapsed()})
+
     def _decide(self, command: commands.Decide) -> Future[bytes]:
-        finish, self._held = self._held, None
-        if finish is None:
-            raise StateConflictError("no operation waits for a decision")
+        if self._held is None or command.ticket != self._ticket:  # perhaps another caller's operation is held
+            raise StateConflictError("no such operation waits for a decision")
+        finish, self._held, self._ticket = self._held, None, ""
         operation = _Operation(self._busy)
         self._run(operation, lambda: finish(command.commit))
         return operation.reply
@@ -299,6 +306,7 @@ class Controller:
 
             def run() -> Any:
                 done.result()
+                self._require_free()
                 return act()
 
             self._run(operation, run)
@@ -321,11 +329,11 @@ class Controller:
             reply = self._failure(operation.name, error)
         operation.reply.set_result(self._encoded(reply))
 
-    def _decided(self, hold: bool, finish: Callable[[bool], Any]) -> Any:
-        """Finish at once, or hold the second phase until `Decide` comes."""
-        if not hold:
+    def _decided(self, ticket: str, finish: Callable[[bool], Any]) -> Any:
+        """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""
+        if not ticket:
             return finish(True)
-        self._held = finish
+        self._held, self._ticket = finish, ticket
         return {"held": True}
 
     def _begin(self, name: str) -> None:

@@ -31,7 +31,8 @@ class Hooks:
             UnsupportedError: names every symbol that one of them needs and the installed engine does not have. Those
                 before it are in place, so the start must end here.
         """
-        self._absent = absent = {}
+        absent: dict[str, Exception] = {}
+        self._absent = absent
         try:
             for role in roles:
                 role(self)
@@ -90,10 +91,10 @@ class Hooks:
                 break
             except metadata.PackageNotFoundError:
                 continue
-        symbols = list(absent)
+        names = ", ".join(map(_described, absent.items()))
         return UnsupportedError(
-            f"rl_memory needs {', '.join(map(_described, absent.items()))}, which this engine ({version}) does not have",
-            symbols=symbols,
+            f"rl_memory needs {names}, which this engine ({version}) does not have",
+            symbols=list(absent),
             engine=version,
         )
 

@@ -4,14 +4,18 @@ Each operation is a generator that yields a command for all engines and is sent 
 it: `run` over a blocking transport and `run_async` over an asyncio one, so that the rules are written once.
 
 With data parallelism the engines agree first: they are told to hold after their first phase, and a second
-round commits everywhere or undoes everywhere. A single engine needs one round.
+round commits everywhere or undoes everywhere. Only one transition at a time can be held, so those of one client take
+turns; what waits for running requests does so before its turn, so that an abort can overtake it. A single engine
+needs one round, and its controller keeps the order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -21,7 +25,7 @@ from rl_memory_plugins.commands import AnyCommand
 from rl_memory_plugins.coordination import raise_failures
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.records import EngineStatus, Reply, Report
-from rl_memory_plugins.tags import parse_level, parse_mode, parse_tags
+from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
 
 Operation = Generator[AnyCommand, list[Reply[Any]], Any]
 Transition = commands.Sleep | commands.WakeUp | commands.UpdateWeights
@@ -82,14 +86,24 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
         raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
     if len(engines) == 1:
         return _merge(raise_failures((yield command)))
-    held = yield msgspec.structs.replace(command, hold=True)
+    drained_s = 0.0
+    if not isinstance(command, commands.WakeUp) and command.mode == PauseMode.WAIT.value:
+        name = "sleep" if isinstance(command, commands.Sleep) else "update_weights"
+        waited = raise_failures((yield commands.Drain(name)))
+        drained_s = max(reply.result["drained"] for reply in waited)
+    ticket = uuid.uuid4().hex
+    held = yield msgspec.structs.replace(command, hold=ticket)
     try:
         raise_failures(held)
     except RLMemoryError:
-        # An engine that refused holds nothing and answers 409 here, which is as good as an undo.
-        yield commands.Decide(commit=False)
+        # An engine that refused holds nothing of ours and answers 409 here, which is as good as an undo.
+        yield commands.Decide(ticket, commit=False)
         raise
-    return _merge(raise_failures((yield commands.Decide(commit=True))))
+    report = _merge(raise_failures((yield commands.Decide(ticket, commit=True))))
+    if drained_s:
+        report.seconds["drain"] += drained_s
+        report.seconds["total"] += drained_s
+    return report
 
 
 def checksums() -> Operation:
@@ -139,8 +153,9 @@ async def run_within(
     operation: Operation,
     call: Callable[[AnyCommand], Awaitable[list[Reply[Any]]]],
     drain_timeout_s: float,
+    turns: asyncio.Lock,
 ) -> Any:
-    """Drive an operation; if running requests keep a transition waiting for too long, give it up on all engines.
+    """Drive an operation; those that share `turns` are held one after the other, each to its end. If running requests keep a transition waiting for too long, give it up on all engines.
 
     A transition that has drained is not affected: it runs to its end, also if the caller is cancelled.
 
@@ -149,7 +164,7 @@ async def run_within(
     """
 
     async def within(command: AnyCommand) -> list[Reply[Any]]:
-        if not isinstance(command, Transition):  # a question may wait for others' transitions, and ends none
+        if not isinstance(command, Transition | commands.Drain):  # a question may wait for others' transitions, and ends none
             return await call(command)
         answering = asyncio.ensure_future(call(command))
         done, _ = await asyncio.wait([answering], timeout=drain_timeout_s)
@@ -157,4 +172,14 @@ async def run_within(
             await call(commands.CancelDrain())
         return await answering
 
-    return await asyncio.shield(asyncio.ensure_future(run_async(operation, within)))
+    async def in_turn() -> Any:
+        async with AsyncExitStack() as turn:
+
+            async def ask(command: AnyCommand) -> list[Reply[Any]]:
+                if isinstance(command, Transition) and command.hold:
+                    await turn.enter_async_context(turns)
+                return await within(command)
+
+            return await run_async(operation, ask)
+
+    return await asyncio.shield(asyncio.ensure_future(in_turn()))

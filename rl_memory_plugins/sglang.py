@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.entrypoints import engine
 
-from rl_memory_plugins.engines.sglang import register, switch
+from rl_memory_plugins.engines.sglang import register
 
 __all__ = ["Engine", "server_args"]
 
@@ -25,5 +25,5 @@ class Engine(engine.Engine):  # type: ignore[misc]
 
 def server_args(*, rl_memory: Any = True, **kwargs: Any) -> Any:
     """`sglang.srt.server_args.ServerArgs` for `launch_server`, with `rl_memory` as for `Engine`."""
-    make = switch.hooks.require(f"{switch.ENGINE}:Engine.server_args_class")
+    make = getattr(engine.Engine, "server_args_class", engine.ServerArgs)
     return make(rl_memory=rl_memory, **kwargs)

@@ -209,12 +209,14 @@ class BackgroundRequest(threading.Thread):
 
 
 def gpu_used_bytes() -> int:
-    """Memory in use on all GPUs of this machine, as the driver counts it."""
+    """Memory in use on the GPUs that this process may use, as the driver counts it."""
     import pynvml
 
     pynvml.nvmlInit()
     try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        indices = map(int, visible.split(",")) if visible else range(pynvml.nvmlDeviceGetCount())
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, indices)
         return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
     finally:
         pynvml.nvmlShutdown()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.weights.trace import takes_shape_only, tensors_in, written_by
 
 STEP = "process_weights_after_loading"
 """What both engines call the step, of a layer or of its `quant_method`."""
@@ -47,7 +47,7 @@ class PostLoad:
             for owner in (layer, getattr(layer, "quant_method", None)):
                 step = getattr(owner, STEP, None)
                 if step is not None and not hasattr(step, _ATTRIBUTE):
-                    setattr(owner, STEP, self._watched(owner, step))
+                    setattr(owner, STEP, self._watched(step, layer if owner is layer else None))
 
     def transformed(self) -> dict[str, str]:
         """The layers whose steps transformed weights at the first load, and what for: their quantisation methods."""
@@ -87,6 +87,8 @@ class PostLoad:
             yield
             for (layer, own), first in self._first.items():
                 now = self._now.get((layer, own))
+                if own:  # it finds the layer as it left it, and may write in place
+                    first = first - {NEW_LAYOUT}
                 optional = partial or (hasattr(type(layer), STEP) and not own)
                 if (now is None and optional) or (now is not None and first <= now):
                     continue
@@ -101,19 +103,20 @@ class PostLoad:
         finally:
             self._now = self._first
 
-    def _watched(self, owner: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, step: Callable[..., Any], owner: torch.nn.Module | None) -> Callable[..., Any]:
+        """The step of a layer, or without `owner` of a method, which may be a module too and is given the layer."""
+
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            layer = owner if isinstance(owner, torch.nn.Module) else next(iter((*args, *kwargs.values())), None)
-            if not isinstance(layer, torch.nn.Module):
-                return step(*args, **kwargs)
+            layer: torch.nn.Module = next(iter((*args, *kwargs.values()))) if owner is None else owner
             before = _layout(layer)
             reads = _Derivations(layer.parameters())
             with reads:
                 result = step(*args, **kwargs)
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if found or self._now is not self._first:  # of a second load, that it ran at all counts
-                self._now.setdefault((layer, owner is layer), set()).update(found)
+                self._now.setdefault((layer, owner is not None), set()).update(found)
+            if found and self._now is self._first:  # graphs are captured after the first load
                 kept = [*self._derived.get(layer, ()), *reads.storages]
                 self._derived[layer] = [storage for storage in kept if not storage.expired()]
             return result
@@ -151,22 +154,16 @@ class _Derivations(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
-        if inputs.isdisjoint(self._of_weights) or _reads_nothing(func) or _is_copy_of_itself(func, args):
+        inputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        if inputs.isdisjoint(self._of_weights) or takes_shape_only(func) or _is_copy_of_itself(func, args):
             return out
-        made = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(out)} - inputs
-        if made or func._schema.is_mutable or not _tensors(out):
+        made = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(out)} - inputs
+        written = {StorageWeakRef(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs or {})}
+        if made or written or not tensors_in(out):
             self.operators.add(str(func))
-            self._of_weights |= made
-            self.storages += made
-            if func._schema.is_mutable:
-                self._of_weights |= inputs  # what was written holds something of the weights too
+            self.storages += (made | written) - self._of_weights
+            self._of_weights |= made | written
         return out
-
-
-def _reads_nothing(func: Any) -> bool:
-    name = func._schema.name.partition("::")[2]
-    return name.startswith("new_") or name.endswith("_like") or name in ("is_pinned", "is_same_size")
 
 
 def _is_copy_of_itself(func: Any, args: Any) -> bool:
@@ -193,7 +190,3 @@ def _method_of(layer: torch.nn.Module) -> str:
     method = getattr(layer, "quant_method", None)
     scheme = getattr(layer, "scheme", None)
     return type(scheme or method or layer).__name__
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""The CUDA driver's virtual memory management, for one GPU: physical memory, addresses, and mapping one to the other."""
+"""The CUDA driver's virtual memory management for one GPU: physical memory, addresses, and their mappings."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class CudaVmmAllocator:
         self._left = Left(index)
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
         self._torch_allocators = {
-            tag: torch._C._cuda_customAllocator(address_of_function(self._malloc_callbacks[tag]), self._driver.unmap_address)
-            for tag in Tag
+            tag: torch._C._cuda_customAllocator(address_of_function(callback), self._driver.unmap_address)
+            for tag, callback in self._malloc_callbacks.items()
         }
         keep_for_ever(self)  # and with it all callbacks, allocators and pools
         set_torch_option("release_lock_on_cudamalloc", True)
@@ -245,10 +245,11 @@ class CudaVmmAllocator:
 
     def left(self) -> dict[str, int]:
         with self._lock:
-            pools = [pool for kind in (self._idle_pools, self._retired_pools) for some in kind.values() for pool in some]
-            pools += self._graph_pools.values()
-            mapped = sum(m.nbytes for mappings in self._mappings.values() for m in mappings.values() if m.mapped)
-        return self._left(self._segments.by_pool(), {pool_key(pool) for pool in pools}, mapped)
+            pools = [*self._graph_pools.values()]
+            for tag in Tag:
+                pools += self._idle_pools[tag] + self._retired_pools[tag]
+            resident = sum(m.nbytes for mappings in self._mappings.values() for m in mappings.values() if m.mapped)
+        return self._left(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def _live(self, tag: Tag) -> list[_Mapping]:
         with self._lock, self._driver.context():

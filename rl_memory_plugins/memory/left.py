@@ -30,9 +30,10 @@ def process_bytes(index: int) -> int | None:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()  # counts references; nothing is done where it was called before
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu_name(index))
-        used = {process.pid: process.usedGpuMemory for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except Exception:  # no NVML, or none for this GPU: NVML has an exception for each of its codes
         return None
+    used: dict[int, int | None] = {process.pid: process.usedGpuMemory for process in processes}
     if len(used) == 1:  # in a container the number is the host's, and cannot be compared
         return next(iter(used.values()))
     return used.get(os.getpid())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -180,8 +180,10 @@ class SaverReservation:
         self._allocator.unpromise(self.nbytes)
 
 
-def preload_library() -> Path:
-    """The library that LD_PRELOAD must name for the preload mode.
+def preload_libraries() -> list[str]:
+    """What LD_PRELOAD must name for the preload mode: its library, and the CUDA runtime that torch brings along.
+
+    The runtime, because the library needs it, and is loaded long before torch says where it lies.
 
     Raises:
         UnsupportedError: it is not installed, or not for this CUDA.
@@ -189,15 +191,18 @@ def preload_library() -> Path:
     try:
         from torch_memory_saver.utils import get_binary_path_from_package
 
-        return Path(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+        library = get_binary_path_from_package("torch_memory_saver_hook_mode_preload")
     except (ImportError, RuntimeError) as error:
         raise _not_installed(error) from error
+    files = (line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    runtime = sorted({file for file in files if Path(file).name.startswith("libcudart.so.")})
+    return [str(library), *runtime[:1]]
 
 
-def with_preload(environment: Mapping[str, str], library: Path) -> dict[str, str]:
-    """The environment, with the library first among those that are preloaded."""
-    others = [path for path in environment.get("LD_PRELOAD", "").split(":") if path and path != str(library)]
-    return {**environment, "LD_PRELOAD": ":".join([str(library), *others])}
+def with_preload(environment: Mapping[str, str], libraries: Sequence[str]) -> dict[str, str]:
+    """The environment, with the libraries first among those that are preloaded."""
+    others = [path for path in environment.get("LD_PRELOAD", "").split(":") if path and path not in libraries]
+    return {**environment, "LD_PRELOAD": ":".join([*libraries, *others])}
 
 
 def resolve_hook_mode(hook_mode: HookMode) -> str:

@@ -73,8 +73,9 @@ class RolloutHandoff:
 
     Made on all of the trainer's processes together; each of its calls is made by all of them, and every step
     succeeds on all or fails on all. After a failure later steps have not run and the engines are closed, but
-    for those that had been opened again when another one failed in `wake_kv_cache`. The error has
-    `details["step"]`, and its type is the failure's own. `training` and `sync` may simply be called again.
+    for one that could not give anything back in `sleep`, and for those that had been opened again when another
+    one failed in `wake_kv_cache`. The error has `details["step"]`, and its type is the failure's own. `training`
+    and `sync` may simply be called again.
 
     Args:
         engines: Those that this process controls: `EngineClient`s or engines' own objects. Each engine is given

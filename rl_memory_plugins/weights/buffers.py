@@ -438,19 +438,19 @@ class DirectAttached:
         self.keep = bool(description["keep"])
         self.kept = False
         self._mappings = mappings
-        self._allocations = mappings.open(
+        self.allocations = mappings.open(
             cuda_ipc.local_gpu(device), str(description["process"]), _allocations(description)
         )
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
         if not entry.nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        if not 0 <= entry.allocation < len(self._allocations):
+        if not 0 <= entry.allocation < len(self.allocations):
             raise WeightUpdateError(f"the trainer names allocation {entry.allocation}, which it did not offer")
-        return self._allocations[entry.allocation]
+        return self.allocations[entry.allocation]
 
     def close(self) -> None:
-        self._allocations = []
+        self.allocations = []
         if not self.kept:
             self._mappings.close()
 

@@ -218,14 +218,14 @@ class Mappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[tuple[Any, ...], tuple[Gpu, int]] = {}
+        self._open: dict[tuple[Any, ...], tuple[Gpu, torch.Tensor]] = {}
         self._lease: Connection | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
     def open(self, gpu: Gpu, process: str, allocations: Sequence[Allocation]) -> list[torch.Tensor]:
-        """The allocations' bytes; closes whatever else was open.
+        """The allocations' bytes, for one that stayed open the same tensor; closes whatever else was open.
 
         Raises:
             UnsupportedError: the driver denies it. Nothing is open then.
@@ -240,11 +240,11 @@ class Mappings:
                 self._close(self._open.keys() - set(keys))
                 for key, one in zip(keys, allocations, strict=True):
                     if key not in self._open:
-                        self._open[key] = (gpu, gpu.open(one.handle))
+                        self._open[key] = (gpu, gpu.view(gpu.open(one.handle), one.nbytes))
             except BaseException:
                 self._close(set(self._open))
                 raise
-            return [gpu.view(self._open[key][1], one.nbytes) for key, one in zip(keys, allocations, strict=True)]
+            return [self._open[key][1] for key in keys]
 
     def keep(self, connection: Connection) -> None:
         """Leave open what is open until the trainer closes the connection, which is ours from here on."""
@@ -271,8 +271,8 @@ class Mappings:
         for gpu in {id(self._open[key][0]): self._open[key][0] for key in keys}.values():
             gpu.synchronize()
         for key in keys:
-            gpu, address = self._open.pop(key)
-            gpu.close(address)
+            gpu, memory = self._open.pop(key)
+            gpu.close(memory.data_ptr())
 
 
 class _Leases:

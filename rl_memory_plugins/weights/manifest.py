@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ ITEMSIZE: dict[str, int] = {
 """The dtypes that can be sent, under torch's names, and the bytes of one element."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
     name: str
     dtype: str  # torch's name without the prefix, e.g. "bfloat16"
     shape: tuple[int, ...]
@@ -49,9 +50,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return self.numel * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def row_nbytes(self) -> int:
@@ -108,7 +109,7 @@ class Manifest(msgspec.Struct, frozen=True):
             seen.add(spec.name)
             if spec.dtype not in ITEMSIZE:
                 found.append(Mismatch("dtype", spec.name, f"dtype {spec.dtype!r} cannot be sent"))
-            if any(extent < 0 for extent in spec.shape):
+            if min(spec.shape, default=0) < 0:
                 found.append(Mismatch("shape", spec.name, f"shape {list(spec.shape)} has a negative extent"))
         return found
 
@@ -123,10 +124,15 @@ class Manifest(msgspec.Struct, frozen=True):
         smallest = max(min(MIN_PART, self.bucket_bytes // 4), 1)
         end = 0
         for index, spec in enumerate(self.tensors):
-            row = max(spec.row_nbytes if split else spec.nbytes, 1)
+            nbytes, offset = spec.nbytes, align(end)
+            if buckets and offset + nbytes <= self.bucket_bytes:  # nearly all, where there are thousands
+                buckets[-1].append(BucketEntry(index, offset, nbytes))
+                end = offset + nbytes
+                continue
+            row = max(spec.row_nbytes if split else nbytes, 1)
             start = 0
-            while start == 0 or start < spec.nbytes:
-                left, offset = spec.nbytes - start, align(end)
+            while start == 0 or start < nbytes:
+                left, offset = nbytes - start, align(end)
                 room = self.bucket_bytes - offset if buckets else -1
                 part = left if left <= room else room // row * row
                 if part < min(smallest, left) or room < 0:

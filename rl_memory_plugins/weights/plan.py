@@ -99,22 +99,42 @@ class LoadPlan:
             writes.append((destination, memory.as_strided(size, step.stride, offset)))
         return writes
 
-    def run(self, writes: Iterable[Write]) -> None:
+    def run(self, writes: Iterable[Write]) -> Batch:
         """Do writes of any number of tensors. Does not wait for the device."""
-        destinations: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        batch = Batch(writes, group=self._disjoint)
+        batch.run()
+        return batch
+
+
+class Batch:
+    """Writes that can be done any number of times, as long as the memory that they name is there.
+
+    Args:
+        group: Small copies on a GPU may be done together, after all others.
+    """
+
+    def __init__(self, writes: Iterable[Write], *, group: bool) -> None:
+        self._each: list[Write] = []
+        self._destinations: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for destination, value in writes:
+            if group and isinstance(value, torch.Tensor) and value.is_cuda and value.nbytes <= SMALL_BYTES:
+                self._destinations.append(destination)
+                self._sources.append(value)
+            else:
+                self._each.append((destination, value))
+
+    def run(self) -> None:
+        """Does not wait for the device."""
         # Inference tensors may be written in inference mode only, and others may be there too.
         with torch.inference_mode():
-            for destination, value in writes:
-                if not isinstance(value, torch.Tensor):
-                    destination.fill_(value)
-                elif self._disjoint and value.is_cuda and value.nbytes <= SMALL_BYTES:
-                    destinations.append(destination)
-                    sources.append(value)
-                else:
+            for destination, value in self._each:
+                if isinstance(value, torch.Tensor):
                     destination.copy_(value, non_blocking=True)
-            if destinations:
-                torch._foreach_copy_(destinations, sources, non_blocking=True)
+                else:
+                    destination.fill_(value)
+            if self._destinations:
+                torch._foreach_copy_(self._destinations, self._sources, non_blocking=True)
 
 
 def _row_dimension(step: CopyStep, row: int) -> tuple[int, int, int] | None:

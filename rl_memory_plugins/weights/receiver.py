@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,8 @@ from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, attach, typed
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
 from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
-from rl_memory_plugins.weights.plan import Loader, LoadPlan, Write, signature, trace
+from rl_memory_plugins.weights.plan import Loader, LoadPlan, Write, signature, trace, warm_up
+from rl_memory_plugins.weights.replay import Replays
 
 MAX_PLANS = 4
 """Plans kept, one for each manifest that a trainer alternates between (complete, LoRA, …)."""
@@ -99,6 +101,7 @@ class WeightReceiver:
         self._signature: tuple[Any, ...] = ()
         self._complete_plan: LoadPlan | None = None  # of the latest complete update
         self._mappings = Mappings()
+        self._replays = Replays()
 
     def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
         """Take one update from the trainer.
@@ -132,6 +135,10 @@ class WeightReceiver:
                 connection.close()
             else:
                 self._mappings.keep(session.lease)
+
+    def warm_up(self) -> None:
+        """Prepare the first update in the background."""
+        threading.Thread(target=warm_up, name="rl-memory-warm-up", daemon=True).start()
 
     def close(self) -> None:
         """Close what is still open of a trainer's memory."""
@@ -196,6 +203,7 @@ class WeightReceiver:
         current = signature(self._parameters() if expected is None else expected)
         if current != self._signature:
             self._plans.clear()
+            self._replays.clear()
             self._complete_plan = None
             self._signature = current
 
@@ -313,6 +321,7 @@ class _Session:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Take buckets until the commit: replay what the plan knows, yield copies of what is opaque."""
         manager = self._manager
+        replays = self._replays(plan, buffer)
         while True:
             with self.timed("wait"):
                 message = connection.receive(wire.Bucket, wire.Commit, timeout_s=self._timeout_s)
@@ -322,7 +331,16 @@ class _Session:
                 raise WeightUpdateError(f"the trainer names slot {message.slot} of {manifest.slots}")
             if self._next == 0 and self._came == 0:
                 manager.begin_writing()
+            known = replays.find(message.entries) if replays is not None and not self._came else None
+            if known is not None and known.entries[0].index == self._next:
+                with self.timed("load"):
+                    known.batch.run()
+                self._next = known.entries[-1].index + 1
+                self._bytes += known.nbytes
+                connection.send(wire.Ack(message.slot), self._timeout_s)
+                continue
             with self.timed("load"):
+                repeatable = replays is not None and not self._came
                 writes: list[Write] = []
                 for entry in message.entries:
                     memory = buffer.memory(message.slot, entry)
@@ -333,6 +351,7 @@ class _Session:
                     if loadable is not None:
                         writes += loadable
                         continue
+                    repeatable = False
                     plan.run(writes)
                     writes.clear()
                     # the memory is written again while the loader may still hold the tensor
@@ -343,7 +362,9 @@ class _Session:
                         yield spec.name, tensor
                     else:
                         plan.apply(spec.name, tensor)
-                plan.run(writes)
+                batch = plan.run(writes)
+                if replays is not None and repeatable and message.entries and not self._came:
+                    replays.keep(message.entries, batch)
                 if buffer.reused:
                     manager.device.synchronize()
             connection.send(wire.Ack(message.slot), self._timeout_s)
@@ -355,6 +376,14 @@ class _Session:
                 rank=self._manager.rank,
             )
         self._committed = True
+
+    def _replays(self, plan: LoadPlan, buffer: AttachedBuffer) -> Replays | None:
+        """What this update may share with the latest one: where memory stays open and no tensor is looked into."""
+        receiver = self._receiver
+        if not isinstance(buffer, DirectAttached) or not buffer.keep or plan.opaque or receiver._check_finite:
+            return None
+        receiver._replays.begin(plan, buffer.allocations)
+        return receiver._replays
 
     def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
         """Check that this is what comes next: a tensor or whole rows of it, inside the slot."""

@@ -647,9 +647,7 @@ def push_weights(
     if failures:
         raise max(failures, key=specificity)
     if not answers:
-        raise WeightUpdateError(
-            f"the engine has the weights but did not answer within {wait_s:g} s", reason="stalled"
-        )
+        raise WeightUpdateError(f"the engine has the weights but did not answer within {wait_s:g} s", reason="stalled")
     return {**report, "engine": answers[0]}
 
 

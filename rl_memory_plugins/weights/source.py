@@ -60,11 +60,12 @@ class ModuleSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.items():
-            yield name, tensor.to(self._sent_as(tensor))
+            yield name, tensor if self._dtype is None else tensor.to(self._sent_as(tensor))
 
     def resident(self) -> list[torch.Tensor] | None:
         tensors = list(self._tensors.values())
-        return tensors if all(self._sent_as(tensor) == tensor.dtype for tensor in tensors) else None
+        unchanged = self._dtype is None or all(self._sent_as(tensor) == tensor.dtype for tensor in tensors)
+        return tensors if unchanged else None
 
     def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -108,19 +108,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         kwargs = dict(kwargs or {})
         if func is aten._local_scalar_dense.default and self._names(args[0]):
             return self.read_value(args[0])
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if any(not tensor.is_meta for tensor in written):
             return self._write(func, args, kwargs, written)
         if func is aten._to_copy.default and args[0].is_meta:
             kwargs["device"] = torch.device("meta")  # moving data to a device changes no value
             kwargs.pop("pin_memory", None)
         out = func(*args, **kwargs)
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         known = {_storage(tensor) for tensor in inputs}
-        fresh = [tensor for tensor in _tensors(out) if _storage(tensor) not in known]
+        fresh = [tensor for tensor in tensors_in(out) if _storage(tensor) not in known]
         if not fresh and not written:  # a view; it shares its base's names
             return out
-        if fresh and known & self._memory and not _is_factory(func):
+        if fresh and known & self._memory and not takes_shape_only(func):
             self.derives = self.derives or str(func)
         names = self._names(*inputs)
         if not names:
@@ -143,7 +143,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         elif func is aten.fill_.Scalar or func is aten.zero_.default:
             self._fill(args[0], args[1] if len(args) > 1 else 0)
         elif any(tensor.numel() for tensor in written):
-            self.refuse(f"its loader runs {func} on the model's memory", *_tensors((args, kwargs)))
+            self.refuse(f"its loader runs {func} on the model's memory", *tensors_in((args, kwargs)))
             for tensor in written:
                 self.written.add(tensor)
         returns = func._schema.returns
@@ -228,7 +228,7 @@ class PythonGuard(TorchFunctionMode):  # type: ignore[misc]
         if func in _READS and args[0].is_meta:
             return _READS[func](self._tracer.read_value(args[0]))
         if func == _SET_DATA and not args[0].is_meta:
-            self._tracer.refuse("its loader replaces a parameter's memory", *_tensors(args[1:]))
+            self._tracer.refuse("its loader replaces a parameter's memory", *tensors_in(args[1:]))
             return None
         return func(*args, **(kwargs or {}))
 
@@ -246,11 +246,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operator's schema says it writes."""
     if not func._schema.is_mutable:
         return []
@@ -258,12 +259,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += _tensors(value)
+            found += tensors_in(value)
     return found
 
 
-def _is_factory(func: Any) -> bool:
-    """Whether an operator takes a tensor's shape only."""
+def takes_shape_only(func: Any) -> bool:
+    """Whether an operator reads no values: it makes memory like a tensor's."""
     name = func._schema.name.partition("::")[2]
     return bool(name.startswith("new_") or name.endswith("_like"))
 

@@ -59,7 +59,17 @@ def test_allowed_values_are_listed(server: Server) -> None:
     assert set(allowed({"mode": "x"})) == {"abort", "wait", "keep"}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b'"sleep"', b"{" * 100_000, b" " * (3 << 20)])
+MALFORMED = {
+    "cut off": b"{",
+    "a list": b"[1]",
+    "not UTF-8": b"\xff\xfe",
+    "a word": b'"sleep"',
+    "deeply nested": b"{" * 100_000,
+    "3 MiB": b" " * (3 << 20),
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_or_huge_body_is_refused(server: Server, content: bytes) -> None:
     response = server.http.post("/v1/rl_memory/sleep", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 422, response.text

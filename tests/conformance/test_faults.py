@@ -32,6 +32,7 @@ def last_rank(server: Server) -> int:
 def test_a_wake_without_memory_undoes_itself_on_every_rank(
     server: Server, fault_dir: Path, first_tokens: list[int]
 ) -> None:
+    """Stock SGLang: torch_memory_saver ends the process with `exit(1)` when memory runs out in a resume."""
     server.control.sleep(1)
     before = states(server)
     (fault_dir / f"reserve.{last_rank(server)}").touch()

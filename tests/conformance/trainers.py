@@ -60,7 +60,9 @@ class broken_update:
     def _push(self) -> None:
         try:
             self._server.control.update_weights(
-                self._source, bucket_bytes=BUCKET_BYTES, timeout_s=10 if self._release else 60
+                self._source,
+                bucket_bytes=BUCKET_BYTES,
+                timeout_s=None if self._release else 60,  # the engine's option decides how long it may hang
             )
         except RLMemoryError as error:
             self.error = error
@@ -87,27 +89,31 @@ def push_with_wrong_token(server: Server, module: Any) -> None:
     push_weights(post, module, receivers=server.control.devices(), timeout_s=5)
 
 
-def start_killable_trainer(server: Server) -> subprocess.Popen[str]:
-    """A trainer in its own process, which says when the first buckets are out and then waits to be killed."""
+def start_trainer_that_dies(server: Server, when: str, message: str) -> subprocess.Popen[bytes]:
+    """A trainer in its own process, which kills itself `before` or `after` it first sends such a message."""
     launch = server.launch
     script = f"""
-        import threading
+        import os, signal
         from pathlib import Path
         from integration.models import new_model
         from rl_memory_plugins.client import EngineClient
-        from tests.conformance.trainers import BUCKET_BYTES, BreakingSource
+        from rl_memory_plugins.weights import wire
+        from tests.conformance.conftest import OTHER_SEED
+        from tests.conformance.trainers import BUCKET_BYTES
 
-        model = new_model(Path({str(launch.model)!r}), 2, {launch.dtype!r}).to({launch.device!r})
-        source = BreakingSource(model, after=30, release=threading.Event())
+        send = wire.Connection.send
 
-        def tell():
-            source.reached.wait()
-            print("halfway", flush=True)
+        def send_and_die(self, message, *arguments):
+            due = type(message).__name__ == {message!r}
+            if due and {when == "before"}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            send(self, message, *arguments)
+            if due:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        threading.Thread(target=tell, daemon=True).start()
+        wire.Connection.send = send_and_die
+        model = new_model(Path({str(launch.model)!r}), OTHER_SEED, {launch.dtype!r}).to({launch.device!r})
         client = EngineClient({server.url!r}, {launch.api_key!r})
-        client.update_weights(source, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+        client.update_weights(model, bucket_bytes=BUCKET_BYTES, timeout_s=60)
     """
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=REPOSITORY)

@@ -171,7 +171,8 @@ def test_sleeping_under_load(server, weights, first_tokens, mode):
             time.sleep(0.5)
             assert any(not request.done() for request in running)
         else:
-            assert all(request.result(10) for request in asking)
+            for request in asking:
+                request.result(10)
         assert server.post(PROMPT).status_code == 503
         server.control.wake_up()
         answers = [request.result(60) for request in asking]

@@ -1,17 +1,22 @@
-"""The driver hands out zeroed memory, which `CudaVmmAllocator.maps_zeroed` claims and a wake relies on."""
+"""What newly mapped memory holds: the driver's zeros, or what a poisoned wake leaves."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
-from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.memory.torch_saver import TorchSaverAllocator
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
 pytestmark = pytest.mark.gpu
 
 
 def test_mapped_memory_reads_as_zeros():
+    """`CudaVmmAllocator.maps_zeroed` claims it, and a wake without poison relies on it."""
     allocator = CudaVmmAllocator(0)
     with allocator.region(Tag.KV_CACHE):
         tensors = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0") for _ in range(8)]
@@ -23,3 +28,32 @@ def test_mapped_memory_reads_as_zeros():
         allocator.reserve(Tag.KV_CACHE).commit()
         for tensor in tensors:
             assert int(tensor.view(torch.int64).count_nonzero()) == 0
+
+
+@pytest.mark.parametrize("kind", [CudaVmmAllocator, TorchSaverAllocator])
+def test_a_poisoned_wake_restores_what_is_kept_and_zeroes_what_is_read(kind):
+    """Of the cache SGLang reads the table of requests, and vLLM masked entries, before they are written."""
+    allocator, arena = kind(0), PagedArena()
+    with allocator.region(Tag.WEIGHTS):
+        weights = torch.full((64 << 20,), 1, dtype=torch.uint8, device="cuda:0")
+        scales = torch.full((8 << 20,), 2, dtype=torch.uint8, device="cuda:0")
+    with allocator.region(Tag.KV_CACHE):
+        cache = torch.full((64 << 20,), 3, dtype=torch.uint8, device="cuda:0")
+
+    def discardable(tag):
+        storage = {Tag.WEIGHTS: weights, Tag.KV_CACHE: cache}[tag].untyped_storage()
+        return [Block(storage.data_ptr(), storage.nbytes())]
+
+    manager = MemoryManager(0, allocator, arena, discardable, poison=True, zero_on_wake=(Tag.KV_CACHE,))
+    for level, content in ((Level.PRESERVE, 1), (Level.DISCARD, 0xFF)):
+        manager.prepare_sleep(level, PUBLIC_TAGS)
+        manager.commit_sleep()
+        manager.prepare_wake(PUBLIC_TAGS)
+        manager.commit_wake()
+        assert int(weights.min()) == int(weights.max()) == content
+        assert int(scales.min()) == int(scales.max()) == 2
+        assert int(cache.count_nonzero()) == 0
+        cache.fill_(3)
+    for tag in PUBLIC_TAGS:
+        allocator.release(tag)
+    arena.close()

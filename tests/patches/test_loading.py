@@ -8,6 +8,7 @@ package `sgl_kernel` is a stand-in, because it does not load without a CUDA driv
 """
 
 import ast
+import json
 import logging
 import os
 import runpy
@@ -224,16 +225,17 @@ for function in functions:
 
 @pytest.fixture
 def real(site, tmp_path):
-    """`real(version, arguments, probe)`: run the patched release where its dependencies are."""
+    """`real(version, arguments, probe, plugin)`: run the patched release where its dependencies are."""
     python = os.environ.get("RL_MEMORY_SGLANG_PYTHON") or (sys.executable if find_spec("sglang") else "")
     if not python:
         pytest.skip("needs an interpreter with SGLang's dependencies: set RL_MEMORY_SGLANG_PYTHON")
     extra = tmp_path / "extra"
-    install_plugin(extra, probe="probe_plugin:register")
+    extra.mkdir()
     (extra / "probe_plugin.py").write_text(PLUGIN)
     (extra / "sgl_kernel.py").write_text(KERNELS + "__path__ = []\n")
 
-    def run(version, *arguments, probe):
+    def run(version, *arguments, probe="", plugin="probe_plugin:register"):
+        install_plugin(extra, probe=plugin)
         root = site(version)
         patching.apply(patching.find_installation("sglang", root))
         paths = os.pathsep.join(map(str, (root, extra, PATCHES.parent)))
@@ -270,3 +272,65 @@ def test_the_real_functions_of_a_patched_release_call_the_plugin(real, version):
     reached = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("REACHED")]
     names = ("Engine", "_launch_subprocesses", "run_scheduler_process", "run_data_parallel_controller_process")
     assert reached == [[name, str(root / "sglang/__init__.py")] for name in names], done.stderr
+
+
+# -- this package's own plugin in a patched release --------------------------------------------------
+
+OWN = """
+import json, os, pathlib
+pathlib.Path("model").mkdir()
+pathlib.Path("model/config.json").write_text('{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}')
+from rl_memory_plugins import loader
+loader.load_sglang_plugins()
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.server_args import prepare_server_args
+from rl_memory_plugins.engines.sglang import register, switch
+
+def error_of(call):
+    try:
+        call()
+    except BaseException as error:
+        return [type(error).__name__, str(error), getattr(error, "details", None)]
+
+ARGUMENTS = ["--model-path", "model", "--device", "cpu"]
+plain = prepare_server_args(ARGUMENTS)
+found = {
+    "hooks": sorted(switch.hooks.table),
+    "disabled": [switch.config_of(plain), plain.enable_memory_saver, switch.launching()],
+    "flag": error_of(lambda: prepare_server_args([*ARGUMENTS, "--rl-memory"])),
+    "keyword": error_of(lambda: Engine(model_path="model", device="cpu", rl_memory=True)),
+}
+os.environ["RL_MEMORY"] = "1"
+found["variable"] = error_of(register)
+print("FOUND", json.dumps(found))
+"""
+#: What none of the patched releases has. The adapter was written for the code that these stand for.
+LACKING = {
+    "sglang.srt.distributed.bootstrap",
+    "sglang.srt.managers.io_struct:hook_custom_types",
+    "sglang.srt.managers.scheduler_components.weight_updater",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ONE_PER_DIFF)
+def test_a_patched_release_starts_without_the_plugin_and_is_refused_with_all_that_it_lacks(real, version):
+    """Enabled on code it was not written for, it would end in the first scheduler that misses a symbol, or go on."""
+    _, done = real(version, "-W", "ignore", "-c", OWN, plugin="rl_memory_plugins.engines.sglang:register")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert lines, done.stderr
+    found = json.loads(lines[0].removeprefix("FOUND"))
+    arguments = "sglang.srt.server_args:ServerArgs"
+    assert set(found["hooks"]) - {f"{arguments}.__init__"} == {
+        f"{arguments}.add_cli_args",
+        f"{arguments}.from_cli_args",
+    }
+    assert found["disabled"] == [None, False, False]
+    for way in ("flag", "keyword"):
+        kind, message, details = found[way]
+        assert kind == "UnsupportedError"
+        assert set(details["symbols"]) >= LACKING
+        assert details["engine"] == f"sglang {version}"
+        assert all(part in message for part in (*details["symbols"], details["engine"]))
+    kind, message, _ = found["variable"]
+    assert (kind, message) == ("SystemExit", f"rl_memory: {found['flag'][1]}")

@@ -109,6 +109,21 @@ def test_double_release(server: Server, first_tokens: list[int]) -> None:
     assert server.generate(PROMPT) == first_tokens
 
 
+def test_double_release_of_the_weights(server: Server, first_weights: Any, first_tokens: list[int]) -> None:
+    """Stock: the second release clones the buffers it has unmapped, and `del stashed` breaks a later one.
+
+    On a CPU the first already fails: `torch.cuda.synchronize` raises in the scheduler, killed.
+    """
+    for _ in range(2):
+        for _ in range(2):
+            assert post(server, RELEASE, tags=["weights"]).status_code == 200
+            assert asleep(server) == ["weights"]
+        for _ in range(2):
+            assert post(server, RESUME, tags=["weights"]).status_code == 200
+        assert native_update(server, first_weights.state_dict().items()).json()["success"] is True
+        assert server.generate(PROMPT) == first_tokens  # the buffers are in no update
+
+
 def test_double_resume(server: Server, first_tokens: list[int]) -> None:
     """Stock: `KeyError` from the second, killed."""
     assert post(server, RELEASE, tags=["kv_cache"]).status_code == 200
@@ -282,6 +297,28 @@ def test_in_place_pause_then_release(server: Server) -> None:
         assert post(server, RESUME, tags=["kv_cache"]).status_code == 200
         assert post(server, "/continue_generation").status_code == 200
     assert len(server.kind.tokens(request.answer())) == LONG
+
+
+def test_requests_paused_in_place_outlast_the_watchdog(server: Server) -> None:
+    """Stock: a batch that is paused in place for longer than the watchdog waits is taken for a hang, killed."""
+    with server.generating(PROMPT, LONG) as request:
+        assert post(server, "/pause_generation", mode="in_place").status_code == 200
+        time.sleep(2 * WATCHDOG_S)
+        assert post(server, "/continue_generation").status_code == 200
+    assert len(server.kind.tokens(request.answer())) == LONG
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_health_while_paused(server: Server, mode: str) -> None:
+    """Stock: `/health` waits behind the pause, answers 503 after 20 s and the server calls itself unhealthy."""
+    assert post(server, "/pause_generation", mode=mode).status_code == 200
+    for released in (False, True):  # as a trainer does: pause, then release
+        if released:
+            assert post(server, RELEASE, tags=["kv_cache"]).status_code == 200
+        for route in ("/health", "/health_generate"):
+            assert server.http.get(route).status_code == 200, (route, released)
+    assert post(server, RESUME, tags=["kv_cache"]).status_code == 200
+    assert post(server, "/continue_generation").status_code == 200
 
 
 def test_kept_requests_outlast_the_watchdog(server: Server) -> None:

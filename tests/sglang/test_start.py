@@ -208,6 +208,7 @@ def test_a_bad_option_is_refused_while_the_arguments_are_parsed(found: dict[str,
 def test_a_mode_that_cannot_work_is_refused_with_the_reason(
     found: dict[str, Any], mode: str, named: str, why: str
 ) -> None:
+    """Stock: with a weight cache a release is a `RuntimeError`, killed; elsewhere processes start unhooked."""
     assert found["refused"][mode] is not None
     name, message = found["refused"][mode]
     assert name == "UnsupportedError"

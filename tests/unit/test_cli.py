@@ -61,7 +61,7 @@ def test_the_cpu_build_of_vllm_is_started_by_its_server_module(executed, monkeyp
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("flag", ["--rl-memory", "--rl_memory"])
 def test_serve_preloads_the_memory_saver_where_that_is_asked_for(executed, monkeypatch, engine, flag):
-    monkeypatch.setattr(torch_saver, "preload_library", lambda: Path("/lib/torch_memory_saver.so"))
+    monkeypatch.setattr(torch_saver, "preload_libraries", lambda: ["/lib/torch_memory_saver.so"])
     monkeypatch.setenv("LD_PRELOAD", "/lib/other.so:/lib/torch_memory_saver.so")
     run("serve", engine, "m", f"{flag}=allocator=tms,tms_hook_mode=preload")
     run("serve", engine, "m", flag, '{"allocator": "tms", "tms_hook_mode": "preload"}', "--port", "1")

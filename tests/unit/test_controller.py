@@ -154,22 +154,42 @@ def test_level_0_pauses_until_all_is_awake(world: World) -> None:
 
 
 def test_held_operations_wait_for_a_decision(world: World) -> None:
-    assert world.run(commands.Sleep(level=1, hold=True)) == {"held": True}
+    assert world.run(commands.Sleep(level=1, hold="ticket")) == {"held": True}
     assert world.reader.read().asleep_tags() == []
     assert world.controller.refusal() is not None
     with pytest.raises(StateConflictError):
         world.run(commands.WakeUp())
-    assert world.run(commands.Decide(commit=True))["changes"]
+    assert world.run(commands.Decide("ticket", commit=True))["changes"]
     assert world.reader.read().asleep_tags() == ["cuda_graph", "kv_cache", "weights"]
 
 
 def test_a_held_operation_that_is_not_agreed_on_is_undone(world: World) -> None:
-    world.run(commands.Sleep(level=1, hold=True))
-    world.run(commands.Decide(commit=False))
+    world.run(commands.Sleep(level=1, hold="ticket"))
+    world.run(commands.Decide("ticket", commit=False))
     assert world.reader.read().asleep_tags() == []
     assert world.engine.calls[-1] == "resume"
     with pytest.raises(StateConflictError):
-        world.run(commands.Decide(commit=True))
+        world.run(commands.Decide("ticket", commit=True))
+
+
+def test_a_decision_of_another_caller_leaves_what_is_held(world: World) -> None:
+    """A caller that this engine refused still tells all engines to undo."""
+    world.run(commands.Sleep(level=1, hold="ticket"))
+    with pytest.raises(StateConflictError):
+        world.run(commands.Sleep(level=1, hold="other"))
+    with pytest.raises(StateConflictError):
+        world.run(commands.Decide("other", commit=False))
+    assert world.run(commands.Decide("ticket", commit=True))["changes"]
+
+
+def test_a_drain_alone_changes_nothing(world: World) -> None:
+    world.engine.hold_drain = True
+    drained = world.controller.execute(encode_command(commands.Drain("sleep")))
+    assert world.controller.refusal() is not None
+    world.engine.drains[0].set_result(None)
+    assert decode_reply(drained.result()).error is None
+    assert world.controller.refusal() is None
+    assert world.reader.read().asleep_tags() == []
 
 
 def test_an_update_of_sleeping_weights_is_refused_before_anything_happens(world: World) -> None:

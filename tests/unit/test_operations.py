@@ -46,7 +46,7 @@ def test_several_engines_agree_first() -> None:
     engines = Engines([held, held], [REPORT, {**REPORT, "seconds": {"total": 3.0}}])
     report = operations.run(operations.transition(operations.wake_up(), status(2)), engines)
     assert engines.asked[0].hold
-    assert engines.asked[1] == commands.Decide(commit=True)
+    assert engines.asked[1] == commands.Decide(engines.asked[0].hold, commit=True)
     assert report.seconds == {"total": 3.0}
 
 
@@ -54,7 +54,7 @@ def test_one_engine_that_cannot_makes_all_undo() -> None:
     engines = Engines([{"held": True}, HostMemoryError("full")], [None, StateConflictError("nothing held")])
     with pytest.raises(HostMemoryError) as caught:
         operations.run(operations.transition(operations.sleep(1), status(2)), engines)
-    assert engines.asked[1] == commands.Decide(commit=False)
+    assert engines.asked[1] == commands.Decide(engines.asked[0].hold, commit=False)
     assert caught.value.details["failed_ranks"] == [1]
 
 
@@ -79,11 +79,72 @@ def test_a_drain_that_takes_too_long_is_given_up() -> None:
 
     async def main() -> None:
         operation = operations.transition(operations.sleep(1, mode="wait"), status(1))
-        await operations.run_within(operation, call, drain_timeout_s=0.05)
+        await operations.run_within(operation, call, drain_timeout_s=0.05, turns=asyncio.Lock())
 
     with pytest.raises(DrainTimeoutError):
         asyncio.run(main())
     assert [type(command) for command in asked] == [commands.Sleep, commands.CancelDrain]
+
+
+def test_several_engines_are_drained_before_they_are_held() -> None:
+    report = {**REPORT, "seconds": {"drain": 0.0, "total": 1.0}}
+    engines = Engines([{"drained": 2.0}, {"drained": 5.0}], [{"held": True}] * 2, [report, report])
+    result = operations.run(operations.transition(operations.sleep(1, mode="wait"), status(2)), engines)
+    assert [type(command) for command in engines.asked] == [commands.Drain, commands.Sleep, commands.Decide]
+    assert result.seconds == {"drain": 5.0, "total": 6.0}
+
+
+def test_held_transitions_of_one_client_take_turns() -> None:
+    """Without turns each would hold one engine and be refused by the other."""
+    holders: list[str] = []
+
+    async def call(command: commands.AnyCommand) -> list[Reply[Any]]:
+        await asyncio.sleep(0.001)
+        if isinstance(command, commands.Decide):
+            assert holders == [command.ticket]
+            holders.clear()
+            return [Reply(rank=rank, result=REPORT) for rank in range(2)]
+        assert not holders, "two are held at once"
+        holders.append(command.hold)
+        return [Reply(rank=rank, result={"held": True}) for rank in range(2)]
+
+    async def main() -> None:
+        turns = asyncio.Lock()
+        waking = [operations.transition(operations.wake_up(), status(2)) for _ in range(5)]
+        await asyncio.gather(*(operations.run_within(one, call, drain_timeout_s=10, turns=turns) for one in waking))
+        assert not turns.locked()
+
+    asyncio.run(main())
+
+
+def test_an_abort_overtakes_a_wait_of_several_engines() -> None:
+    aborted = asyncio.Event()
+    asked: list[str] = []
+
+    async def call(command: commands.AnyCommand) -> list[Reply[Any]]:
+        asked.append(type(command).__name__)
+        if isinstance(command, commands.Drain):
+            await aborted.wait()
+            return [Reply(rank=rank, result={"drained": 1.0}) for rank in range(2)]
+        if isinstance(command, commands.Sleep) and command.mode == "abort":
+            aborted.set()
+        if isinstance(command, commands.Decide):
+            return [Reply(rank=rank, result={**REPORT, "seconds": {"drain": 0.0, "total": 0.0}}) for rank in range(2)]
+        return [Reply(rank=rank, result={"held": True}) for rank in range(2)]
+
+    async def main() -> None:
+        turns = asyncio.Lock()
+
+        def sleep(mode: str) -> Any:
+            operation = operations.transition(operations.sleep(1, mode=mode), status(2))
+            return asyncio.ensure_future(operations.run_within(operation, call, drain_timeout_s=10, turns=turns))
+
+        waiting = sleep("wait")
+        await asyncio.sleep(0.01)
+        await asyncio.gather(sleep("abort"), waiting)
+
+    asyncio.run(main())
+    assert asked == ["Drain", "Sleep", "Decide", "Sleep", "Decide"]
 
 
 def test_a_question_that_takes_long_gives_up_nobodys_drain() -> None:
@@ -94,7 +155,7 @@ def test_a_question_that_takes_long_gives_up_nobodys_drain() -> None:
         await asyncio.sleep(0.05)
         return [Reply(rank=0, result=[])]
 
-    assert asyncio.run(operations.run_within(operations.checksums(), call, drain_timeout_s=0.001)) == [[]]
+    assert asyncio.run(operations.run_within(operations.checksums(), call, drain_timeout_s=0.001, turns=asyncio.Lock())) == [[]]
     assert [type(command) for command in asked] == [commands.Checksums]
 
 
@@ -108,7 +169,7 @@ def test_a_transition_goes_on_without_its_caller() -> None:
 
     async def main() -> None:
         operation = operations.transition(operations.sleep(1), status(1))
-        caller = asyncio.ensure_future(operations.run_within(operation, call, drain_timeout_s=10))
+        caller = asyncio.ensure_future(operations.run_within(operation, call, drain_timeout_s=10, turns=asyncio.Lock()))
         await asyncio.sleep(0)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -26,6 +26,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"),
     "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing": ("model", "model_config"),
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
+    "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload": ("model",),
+    "vllm.model_executor.model_loader.reload.meta:restore_layer_on_meta": (),
+    "vllm.model_executor.model_loader.reload.meta:SKIP_TENSORS": (),
+    "vllm.model_executor.model_loader.utils:record_metadata_for_reloading": (),
+    "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__": ("self",),
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod": (),
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
     "vllm.config:set_current_vllm_config": (),
@@ -66,6 +71,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
 #: Not in every version, and replaced where they are there.
 OPTIONAL = (
     "vllm.v1.engine.core:EngineCore.release_kv_cache_memory",
+    "vllm.v1.engine.core:EngineCore.set_weight_version",
     "vllm.v1.engine.core:EngineCoreProc.resume_scheduler",
 )
 #: Text that must stand somewhere in a module: attributes that are set and not declared.

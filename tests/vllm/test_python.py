@@ -20,6 +20,7 @@ from rl_memory_plugins import (
     StateConflictError,
     WeightUpdateError,
 )
+from rl_memory_plugins.trainer import AsyncRolloutHandoff, ModelSource, Offloader
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.sender import WeightSender, push_weights
 from tests.vllm.child import Child
@@ -32,7 +33,7 @@ def make_llm(folder: Path, native: bool) -> Any:
     if native:  # without this package's name: as any vLLM user writes it
         import vllm
 
-        return vllm.LLM(**engine_options(folder), additional_config={"rl_memory": {"poison": True}})
+        return vllm.LLM(**engine_options(folder), additional_config={"rl_memory": {"poison": True, "update_timeout_s": 5}})
     from rl_memory_plugins.vllm import LLM
 
     return LLM(rl_memory={"poison": True, "update_timeout_s": 5}, **engine_options(folder))
@@ -216,6 +217,18 @@ def test_a_failed_update_closes_the_engine(llm: Child, model_folder: Path, first
     assert llm(restore, model_folder) == first_tokens
 
 
+def silent_trainer(llm: Any, folder: Path) -> None:
+    """It listens and says nothing; the call names no time, so the engine's option decides."""
+    with WeightSender(1) as sender, pytest.raises(WeightUpdateError, match="within 5 s"):
+        llm.update_weights_from_ipc(sender.endpoints, sender.token)
+    assert llm.memory_status()[0].content == "valid"  # nothing was written
+
+
+def test_a_trainer_that_says_nothing(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    llm(silent_trainer, model_folder)
+    assert llm(restore, model_folder) == first_tokens
+
+
 def typed_errors(llm: Any, folder: Path, first: list[int]) -> None:
     for call, allowed in (
         (lambda: llm.sleep(7), [0, 1, 2]),
@@ -385,6 +398,24 @@ def test_async_engine_updates(
 ) -> None:
     assert engine(async_update, model_folder, OTHER_SEED) == other_tokens
     assert engine(async_update, model_folder, SEED) == first_tokens
+
+
+async def async_handoff(engine: Any, folder: Path, seed: int) -> list[int]:
+    model = new_model(folder, seed)
+    handoff = AsyncRolloutHandoff(engine, ModelSource(model), weights=[Offloader(model, moves=lambda tensor: True)])
+    async with handoff.training(f"handoff-{seed}") as report:
+        with pytest.raises(EngineAsleepError):
+            await ask(engine)
+    assert report.moved_bytes["offload"] > 8 << 20
+    assert await engine.weight_version() == f"handoff-{seed}"
+    return await ask(engine)
+
+
+def test_a_handoff_of_an_async_engine(
+    engine: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]
+) -> None:
+    assert engine(async_handoff, model_folder, OTHER_SEED) == other_tokens
+    assert engine(async_handoff, model_folder, SEED) == first_tokens
 
 
 async def wake_during_wait(engine: Any) -> tuple[str, int]:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from integration.models import new_model
+from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.trainer import ModelSource, RolloutHandoff
+from rl_memory_plugins.weights.manifest import Mismatch, manifest_error
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
 from tests.vllm.test_python import generate, push, refused
@@ -147,6 +150,39 @@ def fail_on_one_rank(llm: Any, first: list[int]) -> None:
 def test_a_call_that_fails_on_one_rank_leaves_no_stale_reply(llm: Child, first_tokens: list[int]) -> None:
     """Stock vLLM: the other rank's reply stays in its queue and answers the next call."""
     llm(fail_on_one_rank, first_tokens)
+
+
+def reject_once_on_rank_1(worker: Any) -> None:
+    """As if the second rank's part of the model were another."""
+    if worker.rank != 1:
+        return
+    receiver = worker.rl_memory.agent.receiver
+    plan = receiver.plan
+
+    def reject(manifest: Any) -> Any:
+        receiver.plan = plan
+        raise manifest_error([Mismatch("shape", "model.norm.weight", "only here")])
+
+    receiver.plan = reject
+
+
+def one_rank_rejects(llm: Any, folder: str, first: list[int], other: list[int]) -> None:
+    handoff = RolloutHandoff(llm, ModelSource(new_model(Path(folder), OTHER_SEED)))
+    llm.collective_rpc(reject_once_on_rank_1)
+    with pytest.raises(ManifestError) as caught:
+        handoff.sync()
+    assert caught.value.details["step"] == "sync"
+    (mismatch,) = caught.value.details["mismatches"]
+    assert (mismatch["kind"], mismatch["name"], mismatch["ranks"]) == ("shape", "model.norm.weight", [1])
+    assert generate(llm) == first  # nothing was written on the other rank either
+    handoff.sync()
+    assert generate(llm) == other
+
+
+def test_one_rank_that_rejects_stops_both(
+    llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]
+) -> None:
+    llm(one_rank_rejects, str(model_folder), first_tokens, other_tokens)
 
 
 def prefix(llm: Any, folder: str) -> list[list[int]]:

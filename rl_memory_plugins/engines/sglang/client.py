@@ -27,6 +27,7 @@ ENGINE = "sglang.srt.entrypoints.engine:Engine"
 
 def install(hooks: Hooks) -> None:
     hooks.wrap(f"{TOKENIZER}.init_request_dispatcher", _add_face)
+    hooks.wrap(f"{TOKENIZER}.generate_request", _health_checks_while_paused)
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
     hooks.wrap(f"{TOKENIZER}.resume_memory_occupation", _native_resume)
     for name in ("generate", "encode"):
@@ -61,12 +62,13 @@ class SglangFace(Face):
         super().__init__()
         self._tokenizer = tokenizer
         self._drain_timeout_s = config.drain_timeout_s
+        self._turns = asyncio.Lock()
         self._calls: dict[str, _Call] = {}
 
     # -- transport --------------------------------------------------------------------------------------------
 
     async def run(self, operation: Operation) -> Any:
-        return await operations.run_within(operation, self._call, self._drain_timeout_s)
+        return await operations.run_within(operation, self._call, self._drain_timeout_s, self._turns)
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         from rl_memory_plugins.engines.sglang.messages import RLMemoryReqInput
@@ -114,10 +116,10 @@ def face_of(tokenizer: Any) -> SglangFace | None:
     return getattr(tokenizer, "rl_memory", None)
 
 
-def _is_health_check(rid: str) -> bool:
+def _is_health_check(rid: Any) -> bool:
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-    return rid.startswith(HEALTH_CHECK_RID_PREFIX)
+    return isinstance(rid, str) and rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
 
 # -- hooks on the tokenizer manager -------------------------------------------------------------------------
@@ -139,6 +141,23 @@ def _add_face(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return init_request_dispatcher
+
+
+def _health_checks_while_paused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang holds back all requests while paused, health checks too, and so calls itself unhealthy."""
+
+    def generate_request(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        face = face_of(self)
+        if face is not None and self.is_pause and _is_health_check(obj.rid):
+            return _ask_schedulers(face)
+        return original(self, obj, *args, **kwargs)
+
+    return generate_request
+
+
+async def _ask_schedulers(face: SglangFace) -> AsyncIterator[Any]:
+    """In the place of a health check's outputs: any reply tells SGLang that its schedulers live."""
+    yield await face.run(operations.hello())
 
 
 def _native_release(original: Callable[..., Any]) -> Callable[..., Any]:

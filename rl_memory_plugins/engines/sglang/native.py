@@ -58,8 +58,8 @@ def install(hooks: Hooks) -> None:
             hooks.wrap(f"{UPDATER}.{name}", _in_agreement(name, ends_in_barrier))
     for name in READS:
         hooks.wrap(f"{UPDATER}.{name}", _reading(name))
-    hooks.wrap(f"{UPDATER}.release_memory_occupation", _release)
-    hooks.wrap(f"{UPDATER}.resume_memory_occupation", _resume)
+    hooks.wrap(f"{UPDATER}.release_memory_occupation", _led_to("ReleaseMemoryOccupationReqOutput", _sleep))
+    hooks.wrap(f"{UPDATER}.resume_memory_occupation", _led_to("ResumeMemoryOccupationReqOutput", _wake_up))
 
 
 class NativeWrites:
@@ -160,36 +160,51 @@ def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]
     return output
 
 
-def _writing(name: str, ends_in_barrier: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
+    """A handler that touches weights: SGLang's own without the plugin, refused while the weights are not there.
+
+    Args:
+        handle: Given what was added to the scheduler, SGLang's updater, its request and its own handler.
+    """
+
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def update(self: Any, recv_req: Any) -> Any:
+        def handler(self: Any, recv_req: Any) -> Any:
             added = _added(self)
             if added is None:
                 return original(self, recv_req)
             refusal = _closed_for_writes(added)
-            if refusal is None and getattr(recv_req, "flush_cache", False):
-                refusal = added.cannot_flush()
+            if refusal is not None:
+                return _output(name, success=False, message=refusal.message)
+            return handle(added, self, recv_req, lambda: original(self, recv_req))
+
+        return handler
+
+    return wrap
+
+
+def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
+    def update(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
+        if getattr(recv_req, "flush_cache", False):
+            refusal = added.cannot_flush()
             if refusal is not None:
                 return _output(name, success=False, message=refusal.message)
 
-            def call() -> Any:
-                with added.writes.watch():
-                    return original(self, recv_req)
+        def call() -> Any:
+            with added.writes.watch():
+                return original()
 
-            with _implicit_session(self, name, recv_req, added) as refused:
-                output = refused or _agree(added, name, ends_in_barrier, call)
-            if any(added.ranks.gather(added.writes.wrote)):
-                added.writes.settle(success=output.success)
-            elif output.success and getattr(recv_req, "selector", "all") != "draft":
-                # The models' loaders only log names that they do not know.
-                output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
-            version = getattr(recv_req, "weight_version", None)
-            added.controller.note_foreign_changes(version if output.success else None)
-            return output
+        with _implicit_session(updater, name, recv_req, added) as refused:
+            output = refused or _agree(added, name, ends_in_barrier, call)
+        if any(added.ranks.gather(added.writes.wrote)):
+            added.writes.settle(success=output.success)
+        elif output.success and getattr(recv_req, "selector", "all") != "draft":
+            # The models' loaders only log names that they do not know.
+            output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
+        version = getattr(recv_req, "weight_version", None)
+        added.controller.note_foreign_changes(version if output.success else None)
+        return output
 
-        return update
-
-    return wrap
+    return _guarded(name, update)
 
 
 @contextmanager
@@ -213,47 +228,28 @@ def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Ite
             logger.error("the update's session could not be ended: %s", ended.message)
 
 
-def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Begin and end of a session: they process weights, so these must be there."""
+def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
+    """Begin and end of a session: they process weights."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def session(self: Any, recv_req: Any) -> Any:
-            added = _added(self)
-            if added is None:
-                return original(self, recv_req)
-            refusal = _closed_for_writes(added)
-            if refusal is not None:
-                return _output(name, success=False, message=refusal.message)
+    def session(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
+        def call() -> Any:
+            with added.worker.region():
+                return original()
 
-            def call() -> Any:
-                with added.worker.region():
-                    return original(self, recv_req)
+        return _agree(added, name, ends_in_barrier, call)
 
-            return _agree(added, name, ends_in_barrier, call)
-
-        return session
-
-    return wrap
+    return _guarded(name, session)
 
 
-def _reading(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(self: Any, recv_req: Any) -> Any:
-            added = _added(self)
-            if added is None:
-                return original(self, recv_req)
-            refusal = _closed_for_writes(added)
-            if refusal is not None:
-                return _output(name, success=False, message=refusal.message)
-            try:
-                return original(self, recv_req)
-            except Exception as error:
-                logger.exception("%s failed", name)
-                return _output(name, success=False, message=f"{type(error).__name__}: {error}")
+def _reading(name: str) -> Callable[..., Any]:
+    def read(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
+        try:
+            return original()
+        except Exception as error:
+            logger.exception("%s failed", name)
+            return _output(name, success=False, message=f"{type(error).__name__}: {error}")
 
-        return read
-
-    return wrap
+    return _guarded(name, read)
 
 
 def _obey(added: Any, command: AnyCommand) -> None:
@@ -268,37 +264,33 @@ def _obey(added: Any, command: AnyCommand) -> None:
     added.controller.obey(command).add_done_callback(log)
 
 
-def _release(original: Callable[..., Any]) -> Callable[..., Any]:
-    def release_memory_occupation(self: Any, recv_req: Any) -> Any:
-        added = _added(self)
-        if added is None:
-            return original(self, recv_req)
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+def _led_to(output: str, command: Callable[[Any, Any], AnyCommand]) -> Callable[..., Any]:
+    """SGLang's release or resume, led to the state machine; `command` makes ours of the updater and its request."""
 
-        try:
-            level = native_level(self.scheduler.server_args)
-            _obey(added, operations.sleep(level, recv_req.tags or None, "keep"))
-        except RLMemoryError as error:
-            logger.error("release_memory_occupation: %s", error.message)
-        return ReleaseMemoryOccupationReqOutput()
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def handler(self: Any, recv_req: Any) -> Any:
+            added = _added(self)
+            if added is None:
+                return original(self, recv_req)
+            from sglang.srt.managers import io_struct
 
-    return release_memory_occupation
+            try:
+                _obey(added, command(self, recv_req))
+            except RLMemoryError as error:
+                logger.error("%s: %s", type(recv_req).__name__, error.message)
+            return getattr(io_struct, output)()
+
+        return handler
+
+    return wrap
 
 
-def _resume(original: Callable[..., Any]) -> Callable[..., Any]:
-    def resume_memory_occupation(self: Any, recv_req: Any) -> Any:
-        added = _added(self)
-        if added is None:
-            return original(self, recv_req)
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+def _sleep(updater: Any, recv_req: Any) -> AnyCommand:
+    return operations.sleep(native_level(updater.scheduler.server_args), recv_req.tags or None, "keep")
 
-        try:
-            _obey(added, operations.wake_up(recv_req.tags or None))
-        except RLMemoryError as error:
-            logger.error("resume_memory_occupation: %s", error.message)
-        return ResumeMemoryOccupationReqOutput()
 
-    return resume_memory_occupation
+def _wake_up(updater: Any, recv_req: Any) -> AnyCommand:
+    return operations.wake_up(recv_req.tags or None)
 
 
 def native_level(server_args: Any) -> int:

@@ -404,9 +404,12 @@ def _native_pause(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def pause_generation(self: Any, recv_req: Any) -> Any:
         added = of(self)
-        if added is not None:
-            added.engine.paused_natively = True
-        return original(self, recv_req)
+        if added is None:
+            return original(self, recv_req)
+        added.engine.paused_natively = True
+        original(self, recv_req)
+        self.cur_batch_for_debug = None  # the watchdog would take a batch that is paused in place for a hang
+        return None
 
     return pause_generation
 

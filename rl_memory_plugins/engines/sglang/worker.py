@@ -207,6 +207,7 @@ class SglangWorker:
         )
         self.agent = RankAgent(self.manager, receiver)
         self.manager.warm_up()
+        receiver.warm_up()
 
     def region(self) -> AbstractContextManager[None]:
         """For code that makes weights anew."""

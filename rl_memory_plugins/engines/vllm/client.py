@@ -104,9 +104,10 @@ class AsyncFace(VllmFace):
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
         super().__init__(engine)
         self._drain_timeout_s = config.drain_timeout_s
+        self._turns = asyncio.Lock()
 
     async def run(self, operation: Operation) -> Any:
-        return await operations.run_within(operation, self._call, self._drain_timeout_s)
+        return await operations.run_within(operation, self._call, self._drain_timeout_s, self._turns)
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         client, payload = self._engine.engine_core, commands.encode_command(command)

@@ -85,6 +85,7 @@ class VllmEngine:
         self._paused_here = self._paused_natively = False
         if not keep_paused:
             self._core.resume_scheduler()
+            _wake_loop(self._core)
 
     def reset_caches(self) -> None:
         _reset_caches(self._core)
@@ -97,6 +98,16 @@ class VllmEngine:
             executor.is_sleeping = bool(asleep_tags)
         if hasattr(self._core, "_weight_version"):
             self._core._weight_version = weight_version
+
+
+def _wake_loop(core: Any) -> None:
+    """Have an idle loop look for work again. What waits for the last step of a batch in flight (asynchronous
+    scheduling) runs just before the loop blocks for the next message; requests kept until then would not go on."""
+    queue = getattr(core, "input_queue", None)
+    if queue is not None:  # an engine core in the caller's process has no loop
+        from vllm.v1.engine import EngineCoreRequestType
+
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
 def _reset_caches(core: Any) -> None:

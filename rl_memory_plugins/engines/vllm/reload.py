@@ -35,6 +35,7 @@ class LayerwiseReload:
 
     Args:
         post_load: The watch over the model's post-load steps.
+        layers: Those that are transformed, and by what.
         vllm_config: The engine's.
         load_weights: The model's own loader.
         region: What is made of weights belongs there.
@@ -47,6 +48,7 @@ class LayerwiseReload:
     def __init__(
         self,
         post_load: PostLoad,
+        layers: Mapping[str, str],
         vllm_config: Any,
         load_weights: Loader,
         region: Callable[[], AbstractContextManager[None]],
@@ -59,7 +61,6 @@ class LayerwiseReload:
         self._region = region
         self._graphs = graphs
         self._device = next(self._model.parameters()).device
-        layers = post_load.transformed()
         name, method = next(iter(layers.items()))
         self.why = f"vLLM transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
         if graphs and self._device.type == "cpu":
@@ -141,6 +142,19 @@ class LayerwiseReload:
             raise
 
 
+def transformed_layers(post_load: PostLoad) -> dict[str, str]:
+    """The layers that were seen to be transformed, and those that are no longer what vLLM has recorded of them."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    found = post_load.transformed()
+    for name, layer in post_load.model.named_modules():
+        for key, recorded in get_layerwise_info(layer).restore_metadata[0].items():
+            now = layer._parameters.get(key)
+            if now is None or (now.shape, now.dtype) != (recorded.shape, recorded.dtype):
+                found.setdefault(name, type(getattr(layer, "quant_method", None) or layer).__name__)
+    return found
+
+
 class _Layers:
     """A model's layers as they are now."""
 
@@ -198,7 +212,8 @@ class _Layers:
             if graphs:
                 for name, value in self._attributes[layer].items():
                     if isinstance(value, (int, float)):
-                        self._require(vars(layer).get(name) == value, layer, name)
+                        changed = vars(layer).get(name)
+                        self._require(changed is value or changed == value, layer, name)
 
     def _require(self, condition: bool, layer: torch.nn.Module, name: str) -> None:
         if not condition:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.switch import config_of
 from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -161,6 +161,7 @@ class VllmWorker:
             )
             self._agent = RankAgent(self.manager, receiver, after_wake=self._after_wake)
             self.manager.warm_up()
+            receiver.warm_up()
         return self._agent
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -180,10 +181,12 @@ class VllmWorker:
                 f"what load_format={load_format} does to weights after loading is not known: they cannot be updated",
                 load_format=str(load_format),
             )
-        if not watch.transformed():
+        layers = reload.transformed_layers(watch)
+        if not layers:
             return None
         return reload.LayerwiseReload(
             watch,
+            layers,
             self._worker.vllm_config,
             self._foreign_loads.original,
             region=lambda: self.manager.allocator.region(Tag.WEIGHTS),

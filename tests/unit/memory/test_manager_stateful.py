@@ -57,9 +57,11 @@ class Model:
 
 
 class TwoRanks(RuleBasedStateMachine):
+    eager_backup = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.ranks = [FakeRank(rank, poison=True) for rank in range(RANKS)]
+        self.ranks = [FakeRank(rank, poison=True, eager_backup=self.eager_backup) for rank in range(RANKS)]
         self.group = LocalRanks([rank.agent for rank in self.ranks])
         self.models = [Model(rank.contents()) for rank in self.ranks]
         self.version = 100
@@ -184,5 +186,29 @@ class TwoRanks(RuleBasedStateMachine):
             rank.arena.close()
 
 
+class EagerTwoRanks(TwoRanks):
+    """Weights are copied in advance. Each copy ends before the next rule, so that histories can be repeated."""
+
+    eager_backup = True
+
+    @rule()
+    def start(self):
+        for rank in self.ranks:
+            if rank.manager.state(Tag.WEIGHTS) is TagState.RESIDENT:
+                rank.manager.warm_up()
+
+    @invariant()
+    def no_copy_is_under_way(self):
+        for rank in self.ranks:
+            if rank.manager._eager is not None:
+                rank.manager._eager._thread.join()
+
+    def teardown(self):
+        self.no_copy_is_under_way()
+        super().teardown()
+
+
 TestTwoRanks = TwoRanks.TestCase
+TestEagerTwoRanks = EagerTwoRanks.TestCase
 TestTwoRanks.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestEagerTwoRanks.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -39,8 +39,8 @@ def test_a_library_that_the_loader_could_not_load_is_none(monkeypatch):
         resolve_hook_mode("preload")
 
 
-def test_the_library_comes_first_and_once():
-    library = Path("/lib/torch_memory_saver.so")
-    assert with_preload({"A": "b"}, library) == {"A": "b", "LD_PRELOAD": "/lib/torch_memory_saver.so"}
-    twice = with_preload(with_preload({"LD_PRELOAD": "/lib/x.so"}, library), library)
-    assert twice["LD_PRELOAD"] == "/lib/torch_memory_saver.so:/lib/x.so"
+def test_the_libraries_come_first_and_once():
+    libraries = ["/lib/torch_memory_saver.so", "/lib/libcudart.so.13"]
+    assert with_preload({"A": "b"}, libraries) == {"A": "b", "LD_PRELOAD": ":".join(libraries)}
+    twice = with_preload(with_preload({"LD_PRELOAD": "/lib/x.so"}, libraries), libraries)
+    assert twice["LD_PRELOAD"] == ":".join([*libraries, "/lib/x.so"])

@@ -7,7 +7,6 @@ from toys import Rank, ToyModel
 
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError
 
-
 OPTION_S = 60.0  # `update_timeout_s`, for bodies that name no time
 
 

@@ -14,6 +14,7 @@ from rl_memory_plugins.weights import buffers, cuda_ipc, sender
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.sender import WeightSender, ways
 
 
@@ -85,6 +86,33 @@ def test_kept_allocations_are_opened_once_and_closed_for_the_trainer(gpus):
     assert gpu.mapped == []  # at once: the trainer frees its memory next
     send([rank], placed, keep_mapped=True)
     assert len(gpu.opened) == 2 * len(placed)
+
+
+def test_an_update_from_kept_memory_looks_at_no_tensor_again(gpus, monkeypatch):
+    gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
+    placed = gpu.place(checkpoint(1, opaque=False))
+    sent = {}
+
+    def send_again(seed, **options):
+        tensors = checkpoint(seed, opaque=False)
+        for name, tensor in tensors.items():
+            placed[name].copy_(tensor)
+        _, (thread,) = send([rank], placed, keep_mapped=True, **options)
+        rank.model.assert_unchanged(loaded(tensors, opaque=False))
+        sent[seed] = thread.report
+        return sent[seed]
+
+    send_again(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadPlan, "writes", lambda *args: pytest.fail("looked at"))
+        send_again(2)
+    assert {key: value for key, value in sent[2].items() if key != "seconds"} == {
+        key: value for key, value in sent[1].items() if key != "seconds"
+    }
+    monkeypatch.setattr(sender, "DIRECT_BUCKET_BYTES", 100)
+    send_again(3)  # cut otherwise
+    rank.model.qkv = torch.nn.Parameter(torch.zeros_like(rank.model.qkv), requires_grad=False)
+    send_again(4)  # to other memory
 
 
 def test_allocations_that_an_update_does_not_name_are_closed(gpus):

@@ -1,0 +1,107 @@
+"""Updates of real engines, by kind of weights, against fresh engines of the same weights."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from integration.engines.base import Launch, Server
+from integration.engines.sglang import STAND_IN_KERNELS, _models_but
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.weights.checksums import tensor_checksum
+from tests.conformance.trainers import push
+from tests.weight_kinds import PROMPT, TOKENS, Write, checkpoint, started, state, write_dense, write_moe, write_tied
+
+SEED, OTHER_SEED = 1, 2
+
+#: An SGLang plugin: routing in torch, for which the CPU build has a kernel that the stand-in lacks.
+ROUTING = """
+    def register():
+        from sglang.srt.layers.moe import topk
+
+        def fused_topk_cpu(*args, **kwargs):
+            known = ("hidden_states", "gating_output", "topk", "renormalize", "correction_bias", "scoring_func")
+            return topk.fused_topk_torch_native(*args, **{name: kwargs[name] for name in known if name in kwargs})
+
+        topk.fused_topk_cpu = fused_topk_cpu
+"""
+
+#: An SGLang plugin: a linear method that packs after loading, as quantising ones do. None of SGLang's runs here.
+PACKING = """
+    def register():
+        import torch
+        from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+        def process_weights_after_loading(self, layer):
+            layer.weight = torch.nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+
+        def apply(self, layer, x, bias=None):
+            return torch.nn.functional.linear(x, layer.weight.t(), bias)
+
+        UnquantizedLinearMethod.process_weights_after_loading = process_weights_after_loading
+        UnquantizedLinearMethod.apply = apply
+"""
+
+
+def install(folder: Path, plugin: str) -> Path:
+    """A distribution with an entry point, as SGLang finds plugins."""
+    about = folder / "weight_kind-1.dist-info"
+    about.mkdir(parents=True)
+    (folder / "weight_kind.py").write_text(textwrap.dedent(plugin))
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: weight_kind\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nweight_kind = weight_kind:register\n")
+    return folder
+
+
+def start(folder: Path, log: Path, plugin: str = "") -> AbstractContextManager[Server]:
+    path = [str(STAND_IN_KERNELS), *([str(install(log.with_suffix(".site"), plugin))] if plugin else [])]
+    models = set(_models_but("qwen2")) - {"qwen2_moe", "qwen3", "qwen3_moe"}
+    return started(
+        "sglang",
+        Launch(folder, options={"poison": True}),
+        log,
+        PYTHONPATH=os.pathsep.join(path),
+        SGLANG_DISABLED_MODEL_ARCHS=",".join(sorted(models)),
+    )
+
+
+def renew(server: Server, folder: Path) -> None:
+    """The handoff of a training step: nothing of the old weights is left when the new ones come."""
+    server.control.sleep(2)
+    server.control.wake_up(["weights"])
+    push(server, checkpoint(folder))
+    server.control.wake_up()
+
+
+@pytest.mark.parametrize(("write", "plugin"), [(write_tied, ""), (write_moe, ROUTING)], ids=["tied", "moe"])
+def test_after_an_update_an_engine_is_a_fresh_one_of_these_weights(write: Write, plugin: str, tmp_path: Path) -> None:
+    folders = [write(tmp_path / name, seed, "float32") for name, seed in (("first", SEED), ("other", OTHER_SEED))]
+    with start(folders[1], tmp_path / "fresh.log", plugin) as fresh:
+        other = fresh.generate(PROMPT, TOKENS)
+    with start(folders[0], tmp_path / "server.log", plugin) as server:
+        first = server.generate(PROMPT, TOKENS)
+        assert first != other
+        for folder, tokens in ((folders[1], other), (folders[0], first), (folders[1], other)):
+            renew(server, folder)
+            assert server.generate(PROMPT, TOKENS) == tokens
+            own = {name: tensor_checksum(tensor) for name, tensor in checkpoint(folder).items()}
+            assert server.control.checksums()["tensors"] == own
+
+
+def test_weights_that_sglang_transforms_are_refused(tmp_path: Path) -> None:
+    """They could be copied in: a square matrix fits where it lies transposed, and would be garbage there."""
+    first = write_dense(tmp_path / "first", SEED, "float32")
+    with start(first, tmp_path / "server.log", PACKING) as server:
+        before = state(server)
+        with pytest.raises(UnsupportedError) as error:
+            push(server, checkpoint(write_dense(tmp_path / "other", OTHER_SEED, "float32")))
+        assert error.value.details["layers"]["model.layers.0.self_attn.o_proj"] == "UnquantizedLinearMethod"
+        assert server.control.memory()["content"] == "valid"
+        assert state(server) == before
+        server.control.sleep(1)
+        server.control.wake_up()
+        assert state(server) == before

@@ -1,0 +1,50 @@
+"""A rank's memory by SGLang's region names, without an engine: what a sleep discards, and what it must not."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
+from rl_memory_plugins.tags import Level, Tag
+
+ELEMENTS = 1 << 16  # whole pages, which is what a sleep on a CPU releases
+
+
+class Model(torch.nn.Module):
+    """With a parameter, a buffer, and a tensor that is neither."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((ELEMENTS,), value), requires_grad=False)
+        self.register_buffer("table", torch.full((ELEMENTS,), value + 1))
+        self.scales = torch.full((ELEMENTS,), value + 2)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).copy_(tensor)
+
+
+@pytest.mark.parametrize("level", [Level.PRESERVE, Level.DISCARD])
+def test_buffers_plain_tensors_and_draft_models_survive(level: Level) -> None:
+    """Stock: only the target model's named buffers are kept; other tensors and the draft model's are lost."""
+    config = RLMemoryConfig(poison=True)
+    memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace())
+    adapter = RegionAdapter(memory, True)
+    with adapter.region("weights"):
+        target, draft = Model(1.0), Model(10.0)
+    manager = SglangWorker(target, memory, config, rank=0).manager
+    manager.prepare_sleep(level, [Tag.WEIGHTS])
+    manager.commit_sleep()
+    manager.prepare_wake([Tag.WEIGHTS])
+    manager.commit_wake()
+    for model, value in ((target, 1.0), (draft, 10.0)):
+        assert torch.equal(model.table, torch.full((ELEMENTS,), value + 1))
+        assert torch.equal(model.scales, torch.full((ELEMENTS,), value + 2))
+    assert torch.equal(draft.weight, torch.full((ELEMENTS,), 10.0))
+    kept = bool(torch.equal(target.weight, torch.full((ELEMENTS,), 1.0)))
+    assert kept == (level is Level.PRESERVE)

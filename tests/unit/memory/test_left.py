@@ -1,0 +1,105 @@
+"""How what is left on a GPU is split; the numbers themselves need one (`tests/gpu/test_left.py`)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import FakeRank
+
+from rl_memory_plugins.memory import left
+from rl_memory_plugins.memory.segments import Segment
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
+
+OURS, GRAPHS = (0, 7), (0, 9)
+BY_POOL = {
+    OURS: [Segment(0, 1000, 1000)],
+    GRAPHS: [Segment(1000, 30, 30)],
+    left.DEFAULT_POOL: [Segment(2000, 200, 0), Segment(3000, 5, 5)],
+}
+
+
+class Gpu:
+    """The driver's and torch's accounts."""
+
+    used: int | None = 0
+    reserved = 0
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(left, "_grown", {})
+    monkeypatch.setattr(left, "process_bytes", lambda index: gpu.used)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: gpu.reserved)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return gpu
+
+
+def test_every_byte_has_a_cause(gpu):
+    gpu.used = 400
+    with left.attributed("nccl"):
+        gpu.used = 450
+        gpu.reserved = 10  # torch's own
+    gpu.used = 500
+    account = left.Left(0)
+    gpu.used = 2000
+    causes = account(BY_POOL, {OURS}, resident_bytes=600)
+    assert causes == {"context": 450, "nccl": 40, "workspace": 205, "graphs": 30, "other": 675}
+    assert sum(causes.values()) + 600 == 2000
+
+
+def test_without_the_drivers_account_only_torchs_causes_are_known(gpu):
+    gpu.used = None
+    with left.attributed("nccl"):
+        pass
+    assert left.Left(0)(BY_POOL, {OURS}, resident_bytes=600) == {"workspace": 205, "graphs": 30}
+
+
+def test_causes_of_another_gpu_do_not_count(gpu):
+    with left.attributed("nccl"):
+        gpu.used = 50
+    assert left.Left(1)({}, set(), 0) == {"context": 50}
+
+
+@pytest.mark.parametrize(
+    "processes, expected",
+    [({41: 7}, 7), ({41: 7, 42: 8}, 8), ({40: 7, 41: 8}, None), ({}, None), ({42: None}, None)],
+)
+def test_this_process_is_found_by_its_number_or_for_being_alone(monkeypatch, processes, expected):
+    running = [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes.items()]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: running,
+    )
+    monkeypatch.setattr(left.importlib, "import_module", lambda name: nvml)
+    monkeypatch.setattr(left, "gpu_name", lambda index: "GPU-0")
+    monkeypatch.setattr(left.os, "getpid", lambda: 42)
+    assert left.process_bytes(0) == expected
+
+
+def test_a_machine_without_nvml_has_no_account(monkeypatch):
+    def absent(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(left.importlib, "import_module", absent)
+    assert left.process_bytes(0) is None
+
+
+def test_status_says_it_while_something_sleeps(monkeypatch):
+    rank = FakeRank()
+    monkeypatch.setattr(rank.allocator, "left", lambda: {"context": 5})
+    assert rank.manager.status().left == {}
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.manager.commit_sleep()
+    monkeypatch.setattr(rank.allocator, "left", lambda: pytest.fail("asked for outside of a sleep"))
+    assert rank.manager.status().left == {"context": 5}
+    rank.manager.prepare_wake([Tag.WEIGHTS])
+    rank.manager.commit_wake()
+    assert rank.manager.status().left == {"context": 5}
+    rank.manager.prepare_wake(PUBLIC_TAGS)
+    rank.manager.commit_wake()
+    assert rank.manager.status().left == {}

@@ -1,0 +1,121 @@
+"""vLLM's layer-wise reload on a model that vLLM loads but runs on no CPU: multi-head latent attention with experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from integration.models import SHAPES, write_model
+from tests.vllm.conftest import OTHER_SEED, SEED
+
+
+def write_latent_attention(folder: Path, seed: int) -> Path:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    write_model(folder, SHAPES["tiny"], seed=None)
+    config = DeepseekV2Config(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(seed)
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+SCRIPT = """
+    import contextlib, json, sys
+    import torch
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+    from rl_memory_plugins.engines import post_load
+    from rl_memory_plugins.engines.vllm import reload, worker
+    from rl_memory_plugins.hooking import Hooks
+    from rl_memory_plugins.weights.checksums import tensor_checksum
+    from rl_memory_plugins.weights.manifest import Manifest
+    from rl_memory_plugins.weights.plan import trace
+    from rl_memory_plugins.weights.source import spec_of
+
+    torch.accelerator.empty_cache = lambda: None  # the platform's own plugin does that in an engine
+    worker.install(Hooks("vllm-cpu"))
+
+    def load(folder):
+        arguments = EngineArgs(model=folder, dtype="bfloat16", max_model_len=256, enforce_eager=True)
+        config = arguments.create_engine_config()
+        with set_current_vllm_config(config), worker._enabled_load():
+            if not torch.distributed.is_initialized():
+                init_distributed_environment(1, 0, f"file://{sys.argv[3]}", 0, backend="gloo")
+                ensure_model_parallel_initialized(1, 1)
+            return config, get_model(vllm_config=config)
+
+    def tensors(model):
+        return {
+            f"{layer}.{name}": (tensor_checksum(tensor), tensor.data_ptr())
+            for layer, module in model.named_modules()
+            for name, tensor in post_load.tensors_of(module).items()
+        }
+
+    def checksums(found):
+        return {name: checksum for name, (checksum, _) in found.items()}
+
+    _, fresh = load(sys.argv[2])
+    config, model = load(sys.argv[1])
+    before = tensors(model)
+    watch = post_load.of(model)
+    layers = reload.transformed_layers(watch)
+    loader = reload.LayerwiseReload(
+        watch, layers, config, model.load_weights, region=contextlib.nullcontext, graphs=False
+    )
+    checkpoint = load_file(sys.argv[2] + "/model.safetensors")
+    with set_current_vllm_config(config), loader.checkpoint_layout() as layout:
+        plan = trace(
+            model.load_weights,
+            Manifest([spec_of(name, tensor) for name, tensor in checkpoint.items()]),
+            expected=layout,
+            whole_layers=loader.why,
+        )
+    traced = tensors(model)
+    loader.load(checkpoint.items(), partial=False)
+    after = tensors(model)
+    print(json.dumps({
+        "layers": layers,
+        "expected": len(layout),
+        "absorbed": sorted(name for name in after if "W_U" in name),
+        "tracing changes nothing": traced == before,
+        "different before": checksums(before) != checksums(tensors(fresh)),
+        "equal after": checksums(after) == checksums(tensors(fresh)),
+        "same addresses": {n: at for n, (_, at) in after.items()} == {n: at for n, (_, at) in before.items()},
+    }))
+"""
+
+
+def test_absorbed_matrices_and_packed_experts(python: Callable[..., str], tmp_path: Path) -> None:
+    first = write_latent_attention(tmp_path / "first", SEED)
+    other = write_latent_attention(tmp_path / "other", OTHER_SEED)
+    found = json.loads(python(SCRIPT, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
+    assert set(found.pop("layers").values()) == {"MLAAttention", "UnquantizedFusedMoEMethod"}
+    assert len(found.pop("absorbed")) == 4  # two layers
+    assert found.pop("expected") > 20
+    assert found == dict.fromkeys(found, True)

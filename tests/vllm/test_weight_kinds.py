@@ -1,0 +1,242 @@
+"""Updates of real engines, by kind of weights, against fresh engines of the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rl_memory_plugins import ManifestError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.weights.checksums import tensor_checksum
+from tests.vllm.child import Child
+from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
+from tests.vllm.test_python import generate, push
+from tests.weight_kinds import Write, checkpoint, write_dense, write_int8, write_moe, write_tied
+
+
+class Kind(NamedTuple):
+    write: Write
+    transformed: bool = False  # by vLLM, after loading
+    options: dict[str, Any] = {}
+
+
+KINDS = {
+    "tied": Kind(write_tied),
+    "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": 8}),
+    "moe": Kind(write_moe, transformed=True),
+    "int8": Kind(write_int8, transformed=True),
+}
+
+
+def make(folder: Path, options: dict[str, Any]) -> Any:
+    from rl_memory_plugins.vllm import LLM
+
+    return LLM(rl_memory={"poison": True}, **{**engine_options(folder), **options})
+
+
+def start(kind: Kind, folder: Path, **options: Any) -> Child:
+    # In one process, so that functions of this module can be run on the worker.
+    return Child(
+        make,
+        folder,
+        {**kind.options, **options},
+        environment=environment(folder, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+    )
+
+
+def tensors_of(worker: Any) -> dict[str, tuple[str, int]]:
+    """Of each parameter the checksum and the address, whatever its layout is."""
+    return {
+        name: (tensor_checksum(tensor), tensor.data_ptr()) for name, tensor in worker.rl_memory.model.named_parameters()
+    }
+
+
+def state(llm: Any) -> tuple[list[int], dict[str, str], dict[str, int]]:
+    """Tokens, and the checksums and addresses of all parameters."""
+    found = llm.collective_rpc(tensors_of)[0]
+    return (
+        generate(llm, 24),
+        {name: checksum for name, (checksum, _) in found.items()},
+        {name: address for name, (_, address) in found.items()},
+    )
+
+
+def update(llm: Any, folder: Path) -> dict[str, Any]:
+    """The report of the rank."""
+    return dict(push(llm, checkpoint(folder))["engine"].details["ranks"][0])
+
+
+def renew(llm: Any, folder: Path) -> Any:
+    """The handoff of a training step: nothing of the old weights is left when the new ones come."""
+    llm.sleep(2)
+    llm.wake_up(["weights"])
+    update(llm, folder)
+    llm.wake_up()
+    return state(llm)
+
+
+def sleep_and_wake(llm: Any) -> Any:
+    llm.sleep(1)
+    llm.wake_up()
+    return state(llm)
+
+
+class Engines(NamedTuple):
+    """An engine, two checkpoints, and what fresh engines of them are."""
+
+    kind: Kind
+    engine: Child
+    folders: list[Path]
+    fresh: list[Any]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    kind = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("kind")
+    folders = [kind.write(folder / name, seed, "float32") for name, seed in (("first", SEED), ("other", OTHER_SEED))]
+    other = start(kind, folders[1])
+    try:
+        fresh = other(state)
+    finally:
+        other.stop()
+    engine = start(kind, folders[0])
+    try:
+        yield Engines(kind, engine, folders, [engine(state), fresh])
+    finally:
+        engine.stop()
+
+
+def test_after_an_update_an_engine_is_a_fresh_one_of_these_weights(engines: Engines) -> None:
+    first, other = engines.fresh
+    assert first[0] != other[0]
+    report = engines.engine(update, engines.folders[1])
+    assert (report["opaque"] > 0) == engines.kind.transformed
+    assert (report["replayed"] == 0) == engines.kind.transformed
+    for number in (1, 0, 1, 0):
+        tokens, checksums, addresses = engines.engine(renew, engines.folders[number])
+        assert tokens == engines.fresh[number][0]
+        assert checksums == engines.fresh[number][1]
+        assert addresses == first[2]  # what CUDA graphs would refer to
+    assert engines.engine(sleep_and_wake) == first
+
+
+def break_off(llm: Any, folder: Path) -> Any:
+    tensors = checkpoint(folder)
+
+    class Breaking:
+        def specs(self) -> Any:
+            from rl_memory_plugins.weights.source import spec_of
+
+            return [spec_of(name, tensor) for name, tensor in tensors.items()]
+
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for number, item in enumerate(tensors.items()):
+                if number == len(tensors) // 2:
+                    raise RuntimeError("the trainer broke")
+                yield item
+
+    with pytest.raises((WeightUpdateError, RuntimeError)):
+        push(llm, Breaking())
+    assert llm.memory_status()[0].content == "failed"
+
+
+def test_an_update_that_breaks_off_leaves_the_engine_able_to_take_the_next(engines: Engines) -> None:
+    engines.engine(break_off, engines.folders[1])
+    assert engines.engine(renew, engines.folders[0]) == engines.fresh[0]
+
+
+def refused(llm: Any, folder: Path) -> list[tuple[str, str]]:
+    """What is wrong with a manifest with a wrong, an unknown and a missing tensor."""
+    tensors = checkpoint(folder)
+    names = [name for name in tensors if "layers.1" in name and name.endswith("proj.weight")]
+    tensors[names[0]] = torch.zeros(3, 5, dtype=tensors[names[0]].dtype)
+    tensors["model.layers.0.unheard_of.weight"] = torch.zeros(4, 4)
+    del tensors[names[1]]
+    with pytest.raises(ManifestError) as error:
+        push(llm, tensors)
+    assert llm.memory_status()[0].content == "valid"
+    return [(mismatch["kind"], mismatch["name"]) for mismatch in error.value.details["mismatches"]]
+
+
+def test_a_manifest_that_does_not_fit_changes_nothing(engines: Engines) -> None:
+    before = engines.engine(state)
+    found = engines.engine(refused, engines.folders[1])
+    assert {"shape", "unknown", "missing"} <= {kind for kind, _ in found}
+    assert ("unknown", "model.layers.0.unheard_of.weight") in found
+    assert engines.engine(state) == before
+
+
+def partly(llm: Any, folder: Path, whole: bool) -> Any:
+    names = ["q_proj", "k_proj", "v_proj"] if whole else ["q_proj"]
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint(folder).items()
+        if "layers.0.self_attn" in name and any(part in name for part in names)
+    }
+    push(llm, tensors, partial=True)
+    return state(llm)
+
+
+def test_a_partial_update(engines: Engines) -> None:
+    """Of the projections to queries, keys and values, which the engine keeps as one layer."""
+    before = engines.engine(state)
+    if engines.kind.transformed:  # the rest of the layer could not be packed with it
+        with pytest.raises(AssertionError, match="reloads whole layers"):
+            engines.engine(partly, engines.folders[1], False)
+        assert engines.engine(state) == before
+    after = engines.engine(partly, engines.folders[1], True)
+    changed = {name for name in after[1] if after[1][name] != before[1][name]}
+    assert changed and all("layers.0.self_attn.qkv_proj" in name for name in changed)
+    assert {name: after[1][name] for name in changed} == {name: engines.fresh[1][1][name] for name in changed}
+    assert engines.engine(renew, engines.folders[0]) == engines.fresh[0]
+
+
+def refused_as_a_whole(llm: Any, folder: Path) -> dict[str, str]:
+    with pytest.raises(UnsupportedError) as error:
+        push(llm, checkpoint(folder))
+    assert llm.memory_status()[0].content == "valid"
+    return dict(error.value.details["layers"])
+
+
+def forget_moe_kernels_not(worker: Any) -> None:
+    """vLLM's reload as it is, without what `reload.py` does so that it packs experts again."""
+    from rl_memory_plugins.engines.vllm import reload
+
+    reload._forget_moe_kernels = lambda model: None
+
+
+def skipped(llm: Any, folder: Path) -> str:
+    llm.collective_rpc(forget_moe_kernels_not)
+    with pytest.raises(WeightUpdateError) as error:
+        push(llm, checkpoint(folder))
+    assert llm.memory_status()[0].content == "failed"
+    return str(error.value)
+
+
+def test_a_reload_that_leaves_out_a_step_does_not_answer(tmp_path: Path) -> None:
+    """vLLM 0.32 itself packs experts at the first load only: its reload leaves them unpacked, for a kernel that
+    takes them as packed."""
+    kind = KINDS["moe"]
+    engine = start(kind, kind.write(tmp_path / "first", SEED, "float32"))
+    try:
+        message = engine(skipped, kind.write(tmp_path / "other", OTHER_SEED, "float32"))
+    finally:
+        engine.stop()
+    assert "experts" in message and "without its post-load processing" in message
+
+
+def test_compiled_code_keeps_what_was_packed(tmp_path: Path) -> None:
+    """Its constants refer to the first packing: an update would change nothing that is computed."""
+    kind = KINDS["int8"]
+    engine = start(kind, kind.write(tmp_path / "first", SEED, "float32"), enforce_eager=False)
+    try:
+        before = engine(state)
+        layers = engine(refused_as_a_whole, kind.write(tmp_path / "other", OTHER_SEED, "float32"))
+        assert engine(state) == before
+    finally:
+        engine.stop()
+    assert layers["model.layers.0.self_attn.qkv_proj"] == "CompressedTensorsW8A8Int8"

@@ -1,0 +1,127 @@
+"""Ways to store weights, each as a checkpoint of a small model, and engines started on them to be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from integration.engines import ENGINES
+from integration.engines.base import Launch, Server
+from integration.models import SHAPES, write_model
+
+PROMPT = [5, 6, 7, 8]
+TOKENS = 24
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+
+Write = Callable[[Path, int, str], Path]
+"""Writes a checkpoint: folder, seed, dtype of what is not quantised."""
+
+
+def write_dense(folder: Path, seed: int, dtype: str) -> Path:
+    return write_model(folder, SHAPES["small"]._replace(layers=2), dtype=dtype, seed=seed)
+
+
+def write_tied(folder: Path, seed: int, dtype: str) -> Path:
+    return write_model(folder, SHAPES["small"]._replace(layers=2, tied=True), dtype=dtype, seed=seed)
+
+
+def write_moe(folder: Path, seed: int, dtype: str) -> Path:
+    return write_model(folder, SHAPES["tiny-moe"]._replace(experts=32), dtype=dtype, seed=seed)
+
+
+def write_int8(folder: Path, seed: int, dtype: str) -> Path:
+    """Eight-bit weights with a scale for each row, and activations quantised token by token."""
+    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+    def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
+
+    return _quantised(write_dense(folder, seed, dtype), config, quantise)
+
+
+def write_block_fp8(folder: Path, seed: int, dtype: str) -> Path:
+    """FP8 weights with a scale for each block of 128 by 128, as DeepSeek and Qwen publish them."""
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+
+    def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        rows, columns = weight.shape[0] // BLOCK, weight.shape[1] // BLOCK
+        blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
+        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / torch.finfo(FP8).max
+        return {name: (blocks / scale).to(FP8).view(weight.shape), f"{name}_scale_inv": scale.view(rows, columns)}
+
+    return _quantised(write_dense(folder, seed, dtype), config, quantise)
+
+
+def _quantised(
+    folder: Path, config: dict[str, Any], quantise: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
+) -> Path:
+    file = folder / "model.safetensors"
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        tensors |= quantise(name, tensor) if name.endswith("_proj.weight") else {name: tensor}
+    save_file(tensors, file)
+    plain = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**plain, "quantization_config": config}))
+    return folder
+
+
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as a trainer would send them."""
+    return load_file(folder / "model.safetensors")
+
+
+class State(NamedTuple):
+    """What can be compared of two engines."""
+
+    tokens: list[int]
+    checksums: dict[str, str]  # of each parameter, by the engine's own names or by the checkpoint's
+    layout: str
+
+
+def state(server: Server) -> State:
+    checksums = server.control.checksums()
+    return State(server.generate(PROMPT, TOKENS), checksums["tensors"], checksums["layout"])
+
+
+@contextmanager
+def started(engine: str, launch: Launch, log: Path, *arguments: str, **environment: str) -> Iterator[Server]:
+    """An engine's server with more arguments than `Launch` knows."""
+
+    class Extended(ENGINES[engine]):  # type: ignore[misc]
+        def command(self, launch: Launch, port: int) -> list[str]:
+            return [*super().command(launch, port), *arguments]
+
+        def environment(self, launch: Launch) -> dict[str, str]:
+            return {**super().environment(launch), **environment}
+
+    server = Server(Extended(), launch, log)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
