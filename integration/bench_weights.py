@@ -140,14 +140,18 @@ class Subject:
         """Greedy answers, asked for one by one: in a batch, rounding depends on who else is in it."""
         raise NotImplementedError
 
-    def native_init(self, info: dict[str, Any]) -> None: ...
+    def native_init(self, info: dict[str, Any]) -> bool:
+        """Before the first update; returns whether each has a beginning and an end."""
+        raise NotImplementedError
 
-    def native_start(self) -> None: ...
+    def native_start(self) -> None:
+        raise NotImplementedError
 
     def native_update(self, *arguments: Any) -> None:
         raise NotImplementedError
 
-    def native_finish(self) -> None: ...
+    def native_finish(self) -> None:
+        raise NotImplementedError
 
 
 class VllmSubject(Subject):
@@ -160,14 +164,16 @@ class VllmSubject(Subject):
         switch: dict[str, Any] = {"additional_config": {"rl_memory": OPTIONS}} if plugin else {}
         if not plugin:
             switch = {"weight_transfer_config": {"backend": "ipc"}} if device == "cuda" else {}
-        where = {"gpu_memory_utilization": memory} if device == "cuda" else {"enforce_eager": True}
+        if device == "cuda":  # with a KV cache of a usual size: resetting it takes time for every block
+            where: dict[str, Any] = {"gpu_memory_utilization": memory}
+        else:
+            where = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
         self.engine = vllm.LLM(
             str(model),
             load_format="dummy",
             dtype="bfloat16" if device == "cuda" else "float32",
             max_model_len=512,
             max_num_seqs=8,
-            kv_cache_memory_bytes=(1 << 30) if device == "cuda" else (64 << 20),
             **where,
             **switch,
         )
@@ -179,8 +185,9 @@ class VllmSubject(Subject):
         ]
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
-    def native_init(self, info: dict[str, Any]) -> None:
+    def native_init(self, info: dict[str, Any]) -> bool:
         self.engine.init_weight_transfer_engine({"init_info": info})
+        return True
 
     def native_start(self) -> None:
         self.engine.start_weight_update()
@@ -236,7 +243,7 @@ class SglangSubject(Subject):
     def native_update(self, *arguments: Any) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        payload, load_format, last = arguments
+        payload, load_format, last = arguments  # flushes the caches after the last one
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload], load_format=load_format, flush_cache=last
         )
@@ -244,6 +251,20 @@ class SglangSubject(Subject):
         success, message = self.engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))
         if not success:
             raise RuntimeError(message)
+
+    def native_init(self, info: dict[str, Any]) -> bool:
+        return hasattr(self.engine, "begin_weight_update")  # since 0.5.21
+
+    def native_start(self) -> None:
+        self._succeeded(self.engine.begin_weight_update())
+
+    def native_finish(self) -> None:
+        self._succeeded(self.engine.end_weight_update())
+
+    @staticmethod
+    def _succeeded(answer: Any) -> None:
+        if not answer[0]:
+            raise RuntimeError(answer[1])
 
 
 ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}

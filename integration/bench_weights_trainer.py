@@ -261,8 +261,17 @@ class Bench:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        monkey_patch_torch_reductions()
+        if self._device == "cuda":
+            monkey_patch_torch_reductions()
         call, named = self._engine.call, list(self._weights.tensors.items())
+        sessions = call("native_init", {})
+
+        def send() -> None:
+            if sessions:
+                call("native_start")
+            send_buckets() if packed else send_as_they_are()
+            if sessions:
+                call("native_finish")
 
         def send_as_they_are() -> None:
             call("native_update", MultiprocessingSerializer.serialize(named), None, True)
@@ -275,7 +284,7 @@ class Bench:
                 payload = MultiprocessingSerializer.serialize(content)
                 call("native_update", payload, "flattened_bucket", number == len(buckets) - 1)
 
-        return send_buckets if packed else send_as_they_are
+        return send
 
 
 def seconds(send: Send) -> tuple[float, dict[str, Any] | None]:

@@ -155,16 +155,18 @@ async def run_within(
     drain_timeout_s: float,
     turns: asyncio.Lock,
 ) -> Any:
-    """Drive an operation; those that share `turns` are held one after the other, each to its end. If running requests keep a transition waiting for too long, give it up on all engines.
+    """Drive an operation; of those that share `turns`, one at a time is held by the engines.
 
-    A transition that has drained is not affected: it runs to its end, also if the caller is cancelled.
+    If running requests keep a transition waiting for too long, it is given up on all engines. One that has drained is
+    not affected: it runs to its end, also if the caller is cancelled.
 
     Raises:
         DrainTimeoutError: the requests did not finish in time; admission is open again.
     """
 
     async def within(command: AnyCommand) -> list[Reply[Any]]:
-        if not isinstance(command, Transition | commands.Drain):  # a question may wait for others' transitions, and ends none
+        # A question may wait for others' transitions, and ends none.
+        if not isinstance(command, Transition | commands.Drain):
             return await call(command)
         answering = asyncio.ensure_future(call(command))
         done, _ = await asyncio.wait([answering], timeout=drain_timeout_s)

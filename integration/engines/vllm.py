@@ -30,6 +30,8 @@ class Vllm(EngineKind):
         ]
         if launch.dummy_weights:
             arguments += ["--load-format", "dummy"]
+        if launch.device == "cuda" and launch.tp > 1:  # fused kernels are compiled at first use
+            arguments += ["--compilation-config", json.dumps({"pass_config": {"fuse_allreduce_rms": False}})]
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
         if launch.api_key:

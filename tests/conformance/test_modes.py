@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -44,6 +45,17 @@ def test_wait_lets_the_request_finish(server: Server, weights: Weights, first_to
         assert_same(server, weights, server.kind.tokens(request.answer()), expected)
     server.control.wake_up()
     assert server.generate(PROMPT) == first_tokens
+
+
+def test_wait_lets_queued_requests_finish_too(server: Server) -> None:
+    """More than can run at a time. vLLM's own wait leaves the others in its queue for as long as the engine sleeps."""
+    with ThreadPoolExecutor(server.launch.max_running + 2) as pool:
+        asking = [pool.submit(server.post, [*PROMPT, n], 200) for n in range(server.launch.max_running + 2)]
+        time.sleep(0.5)
+        server.control.sleep(1, mode="wait")
+        answers = [request.result(30) for request in asking]
+        server.control.wake_up()
+    assert [len(server.kind.tokens(answer.json())) for answer in answers] == [200] * len(answers)
 
 
 def test_keep_goes_on_after_the_wake(server: Server, weights: Weights) -> None:

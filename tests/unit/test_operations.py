@@ -155,7 +155,8 @@ def test_a_question_that_takes_long_gives_up_nobodys_drain() -> None:
         await asyncio.sleep(0.05)
         return [Reply(rank=0, result=[])]
 
-    assert asyncio.run(operations.run_within(operations.checksums(), call, drain_timeout_s=0.001, turns=asyncio.Lock())) == [[]]
+    asking = operations.run_within(operations.checksums(), call, drain_timeout_s=0.001, turns=asyncio.Lock())
+    assert asyncio.run(asking) == [[]]
     assert [type(command) for command in asked] == [commands.Checksums]
 
 

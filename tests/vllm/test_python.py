@@ -33,7 +33,8 @@ def make_llm(folder: Path, native: bool) -> Any:
     if native:  # without this package's name: as any vLLM user writes it
         import vllm
 
-        return vllm.LLM(**engine_options(folder), additional_config={"rl_memory": {"poison": True, "update_timeout_s": 5}})
+        options = {"poison": True, "update_timeout_s": 5}
+        return vllm.LLM(**engine_options(folder), additional_config={"rl_memory": options})
     from rl_memory_plugins.vllm import LLM
 
     return LLM(rl_memory={"poison": True, "update_timeout_s": 5}, **engine_options(folder))

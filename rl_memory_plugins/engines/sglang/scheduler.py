@@ -161,9 +161,8 @@ class SglangEngine:
     def reset_caches(self) -> None:
         if Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags:
             return  # it was flushed when it went to sleep, and its memory is not there to be touched
-        # On the CPU emptying torch's cache only runs the garbage collector, for most of a second.
-        empty_cache = self._scheduler.server_args.device != "cpu"
-        if not self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=empty_cache)):
+        # Emptying torch's cache takes longer than a weight update; a sleep does it itself, where it is worth it.
+        if not self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False)):
             raise EngineFaultError("SGLang refused to flush its caches although no request runs")
 
     def _is_idle(self, mode: PauseMode) -> bool:

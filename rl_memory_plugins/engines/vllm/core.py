@@ -64,15 +64,21 @@ class VllmEngine:
         self._core = core
         self._paused_here = False
         self._paused_natively = False
+        self._waits: list[Future[None]] = []
 
     def drain(self, mode: PauseMode) -> Future[None]:
         if mode is PauseMode.WAIT and not hasattr(self._core, "input_queue"):
             if self._core.scheduler.has_unfinished_requests():
                 raise UnsupportedError("an in-process vLLM engine cannot wait for requests: use abort or keep")
             mode = PauseMode.ABORT
+        if mode is PauseMode.WAIT and not hasattr(self._core, "_idle_state_callbacks"):
+            raise UnsupportedError("this version of vLLM cannot wait for requests: use abort or keep")
         if not self._paused_here:
             self._paused_natively = self._core.is_scheduler_paused()
         self._paused_here = True
+        return self._when_idle() if mode is PauseMode.WAIT else self._pause(mode)
+
+    def _pause(self, mode: PauseMode) -> Future[None]:
         paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
         if paused is not None:
             return paused  # type: ignore[no-any-return]
@@ -80,7 +86,30 @@ class VllmEngine:
         done.set_result(None)
         return done
 
+    def _when_idle(self) -> Future[None]:
+        """Pause once nothing runs. vLLM's own "wait" would leave requests that it has not begun in its queue, until
+        the next wake; here nothing new arrives, since the core refuses it, so all that is queued can end."""
+        if not self._core.has_work():
+            return self._pause(PauseMode.KEEP)
+        idle: Future[None] = Future()
+        self._waits.append(idle)
+
+        def pause(core: Any) -> None:
+            if idle not in self._waits:  # given up
+                return
+            self._waits.remove(idle)
+            try:
+                paused = self._pause(PauseMode.KEEP)
+            except Exception as error:
+                idle.set_exception(error)
+            else:
+                paused.add_done_callback(lambda done: _settle(idle, done))
+
+        self._core._idle_state_callbacks.append(pause)
+        return idle
+
     def resume(self, *, lift_pause: bool) -> None:
+        self._waits.clear()
         keep_paused = self._paused_natively and not lift_pause
         self._paused_here = self._paused_natively = False
         if not keep_paused:
@@ -98,6 +127,14 @@ class VllmEngine:
             executor.is_sleeping = bool(asleep_tags)
         if hasattr(self._core, "_weight_version"):
             self._core._weight_version = weight_version
+
+
+def _settle(future: Future[None], done: Future[None]) -> None:
+    error = done.exception()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _wake_loop(core: Any) -> None:
