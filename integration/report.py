@@ -83,8 +83,9 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
     test_runs: dict[str, Record] = {}
     for path in sorted((REPOSITORY / "integration" / "results").glob("*.json")):
         content = json.loads(path.read_text())
-        if isinstance(content, dict):
-            test_runs[path.name] = content
+        if isinstance(content, dict):  # a run of the tests, or of the GRPO demo
+            if "tests" in content:
+                test_runs[path.name] = content
             continue
         for record in content:
             run = (record["engine"], record["engine_version"], record["model"])

@@ -38,25 +38,44 @@ def write_moe(folder: Path, seed: int, dtype: str) -> Path:
 
 def write_int8(folder: Path, seed: int, dtype: str) -> Path:
     """Eight-bit weights with a scale for each row, and activations quantised token by token."""
-    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
-        "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
-    }
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
     def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
         scale = weight.abs().amax(dim=1, keepdim=True) / 127
         return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
 
+    config = _compressed_tensors("int-quantized", {"weights": weights, "input_activations": activations})
     return _quantised(write_dense(folder, seed, dtype), config, quantise)
+
+
+def write_int4(folder: Path, seed: int, dtype: str) -> Path:
+    """Four-bit weights, eight to an integer, with a scale for every 128 of a row."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}
+
+    def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        groups = weight.float().view(weight.shape[0], -1, BLOCK)
+        scale = groups.abs().amax(dim=2, keepdim=True) / 7
+        nibbles = ((groups / scale).round() + 8).to(torch.int64).view(weight.shape[0], -1, 8)
+        packed = (nibbles << torch.arange(0, 32, 4)).sum(dim=2)
+        return {
+            f"{name}_packed": torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32),
+            f"{name}_scale": scale.squeeze(2).to(weight.dtype),
+            f"{name}_shape": torch.tensor(weight.shape),
+        }
+
+    config = _compressed_tensors("pack-quantized", {"weights": {**weights, "dynamic": False}})
+    return _quantised(write_dense(folder, seed, dtype), config, quantise)
+
+
+def _compressed_tensors(layout: str, group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
+    }
 
 
 def write_block_fp8(folder: Path, seed: int, dtype: str) -> Path:

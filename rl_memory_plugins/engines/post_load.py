@@ -7,6 +7,7 @@ operator that makes something of the layer's parameters is noted, and whether th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_memory_plugins.errors import WeightUpdateError
@@ -40,6 +42,7 @@ class PostLoad:
         self._first: dict[tuple[torch.nn.Module, bool], set[str]] = {}  # what each step did at the first load
         self._now = self._first
         self._derived: dict[torch.nn.Module, list[StorageWeakRef]] = {}
+        self._keeping: set[torch.nn.Module] = set()
 
     def watch(self) -> None:
         """Wrap the steps of all layers, where that is not done yet: engines exchange quantisation methods."""
@@ -67,6 +70,11 @@ class PostLoad:
             for layer, storages in self._derived.items()
             if any(not storage.expired() and storage not in held for storage in storages)
         }
+
+    def kept_elsewhere(self) -> dict[str, str]:
+        """Those whose kernels hold weights in memory of their own, which nothing can release or compare."""
+        names = self._names()
+        return {names.get(layer, type(layer).__name__): _method_of(layer) for layer in self._keeping}
 
     def _names(self) -> dict[torch.nn.Module, str]:
         return {layer: name for name, layer in self.model.named_modules()}
@@ -114,6 +122,8 @@ class PostLoad:
             with reads:
                 result = step(*args, **kwargs)
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
+            if reads.keeping:
+                self._keeping.add(layer)
             if found or self._now is not self._first:  # of a second load, that it ran at all counts
                 self._now.setdefault((layer, owner is not None), set()).update(found)
             if found and self._now is self._first:  # graphs are captured after the first load
@@ -143,26 +153,71 @@ def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
 
 
-class _Derivations(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the operators that make something of weights, or change them, and the memory of what they make."""
+class _Derivations:
+    """What happens to weights while it is entered.
+
+    Attributes:
+        operators: Those that made something of weights, or changed them.
+        keeping: Those among them that gave nothing back, so that what they made is where nobody can see it.
+        storages: The memory of what was made.
+    """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        super().__init__()
         self.operators: set[str] = set()
+        self.keeping: set[str] = set()
         self.storages: list[StorageWeakRef] = []
         self._of_weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights if not _is_lazy(weight)}
+        self._modes = contextlib.ExitStack()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def __enter__(self) -> _Derivations:
+        self._modes.enter_context(_Calls(self))
+        self._modes.enter_context(_Dispatched(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._modes.close()
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
         if inputs.isdisjoint(self._of_weights) or takes_shape_only(func) or _is_copy_of_itself(func, args):
-            return out
+            return
         made = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(out)} - inputs
-        written = {StorageWeakRef(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs or {})}
-        if made or written or not tensors_in(out):
+        written = {StorageWeakRef(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs)}
+        gave_nothing = not tensors_in(out) and not written
+        if made or written or gave_nothing:
             self.operators.add(str(func))
             self.storages += (made | written) - self._of_weights
             self._of_weights |= made | written
+        if gave_nothing and func.namespace != "aten":
+            self.keeping.add(str(func))
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
+    """Every operator that goes through the dispatcher."""
+
+    def __init__(self, derivations: _Derivations) -> None:
+        super().__init__()
+        self._derivations = derivations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._derivations.note(func, args, kwargs or {}, out)
+        return out
+
+
+class _Calls(TorchFunctionMode):  # type: ignore[misc]
+    """Calls of engines' own operators: those that are registered for all devices at once bypass dispatch modes."""
+
+    def __init__(self, derivations: _Derivations) -> None:
+        super().__init__()
+        self._derivations = derivations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.OpOverloadPacket):
+            func = getattr(func, func.overloads()[0])
+        if isinstance(func, torch._ops.OpOverload) and func.namespace != "aten":
+            self._derivations.note(func, args, kwargs or {}, out)
         return out
 
 

@@ -52,6 +52,7 @@ SCRIPT = """
     from vllm.model_executor.model_loader import get_model
     from rl_memory_plugins.engines import post_load
     from rl_memory_plugins.engines.vllm import reload, worker
+    from rl_memory_plugins.errors import UnsupportedError
     from rl_memory_plugins.hooking import Hooks
     from rl_memory_plugins.weights.checksums import tensor_checksum
     from rl_memory_plugins.weights.manifest import Manifest
@@ -85,9 +86,13 @@ SCRIPT = """
     before = tensors(model)
     watch = post_load.of(model)
     layers = reload.transformed_layers(watch)
-    loader = reload.LayerwiseReload(
-        watch, layers, config, model.load_weights, region=contextlib.nullcontext, graphs=False
-    )
+    arguments = (watch, layers, config, model.load_weights, contextlib.nullcontext)
+    try:
+        reload.LayerwiseReload(*arguments, graphs=True)
+        refused = False
+    except UnsupportedError as error:  # what is packed is a constant of compiled code
+        refused = "enforce_eager" in str(error)
+    loader = reload.LayerwiseReload(*arguments, graphs=False)
     checkpoint = load_file(sys.argv[2] + "/model.safetensors")
     with set_current_vllm_config(config), loader.checkpoint_layout() as layout:
         plan = trace(
@@ -100,6 +105,7 @@ SCRIPT = """
     loader.load(checkpoint.items(), partial=False)
     after = tensors(model)
     print(json.dumps({
+        "compiled code is refused": refused,
         "layers": layers,
         "expected": len(layout),
         "absorbed": sorted(name for name in after if "W_U" in name),

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from integration.models import SHAPES
 from rl_memory_plugins import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.vllm.child import Child
-from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
+from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment
 from tests.vllm.test_python import generate, push
-from tests.weight_kinds import Write, checkpoint, write_dense, write_int8, write_moe, write_tied
+from tests.weight_kinds import Write, checkpoint, write_dense, write_int4, write_int8, write_moe, write_tied
+
+RANK = 8
 
 
 class Kind(NamedTuple):
     write: Write
     transformed: bool = False  # by vLLM, after loading
+    dtype: str = "float32"
     options: dict[str, Any] = {}
 
 
 KINDS = {
     "tied": Kind(write_tied),
-    "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": 8}),
+    "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": RANK}),
     "moe": Kind(write_moe, transformed=True),
-    "int8": Kind(write_int8, transformed=True),
+    "int4": Kind(write_int4, transformed=True, dtype="bfloat16"),  # its kernel takes no other
 }
 
 
@@ -37,12 +43,12 @@ def make(folder: Path, options: dict[str, Any]) -> Any:
     return LLM(rl_memory={"poison": True}, **{**engine_options(folder), **options})
 
 
-def start(kind: Kind, folder: Path, **options: Any) -> Child:
+def start(kind: Kind, folder: Path) -> Child:
     # In one process, so that functions of this module can be run on the worker.
     return Child(
         make,
         folder,
-        {**kind.options, **options},
+        {"dtype": kind.dtype, **kind.options},
         environment=environment(folder, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
     )
 
@@ -54,11 +60,43 @@ def tensors_of(worker: Any) -> dict[str, tuple[str, int]]:
     }
 
 
+def write_adapter(folder: Path) -> Path:
+    """A LoRA adapter of `write_dense`'s models, strong enough to be seen in every answer."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(5)
+    hidden = SHAPES["small"].hidden
+    prefix = "base_model.model.model.layers.0.mlp.down_proj"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.randn(RANK, SHAPES["small"].intermediate),
+        f"{prefix}.lora_B.weight": torch.randn(hidden, RANK),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["down_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def adapted(llm: Any) -> list[int]:
+    """The answer with the adapter, of an engine that takes one."""
+    if not llm.llm_engine.vllm_config.lora_config:
+        return []
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    folder = write_adapter(Path(llm.llm_engine.vllm_config.model_config.model).parent / "adapter")
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    request = LoRARequest("adapter", 1, str(folder))
+    prompt = {"prompt_token_ids": PROMPT}
+    return list(llm.generate([prompt], params, use_tqdm=False, lora_request=request)[0].outputs[0].token_ids)
+
+
 def state(llm: Any) -> tuple[list[int], dict[str, str], dict[str, int]]:
     """Tokens, and the checksums and addresses of all parameters."""
     found = llm.collective_rpc(tensors_of)[0]
+    plain, with_adapter = generate(llm, 24), adapted(llm)
+    assert plain != with_adapter
     return (
-        generate(llm, 24),
+        plain + with_adapter,
         {name: checksum for name, (checksum, _) in found.items()},
         {name: address for name, (_, address) in found.items()},
     )
@@ -97,7 +135,7 @@ class Engines(NamedTuple):
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     kind = KINDS[request.param]
     folder = tmp_path_factory.mktemp("kind")
-    folders = [kind.write(folder / name, seed, "float32") for name, seed in (("first", SEED), ("other", OTHER_SEED))]
+    folders = [kind.write(folder / name, seed, kind.dtype) for name, seed in (("first", SEED), ("other", OTHER_SEED))]
     other = start(kind, folders[1])
     try:
         fresh = other(state)
@@ -152,10 +190,10 @@ def test_an_update_that_breaks_off_leaves_the_engine_able_to_take_the_next(engin
 def refused(llm: Any, folder: Path) -> list[tuple[str, str]]:
     """What is wrong with a manifest with a wrong, an unknown and a missing tensor."""
     tensors = checkpoint(folder)
-    names = [name for name in tensors if "layers.1" in name and name.endswith("proj.weight")]
-    tensors[names[0]] = torch.zeros(3, 5, dtype=tensors[names[0]].dtype)
+    name, missing = (next(name for name in tensors if part in name) for part in ("1.self_attn.o_proj", "0.mlp"))
+    tensors[name] = torch.zeros(3, 5, dtype=tensors[name].dtype)
     tensors["model.layers.0.unheard_of.weight"] = torch.zeros(4, 4)
-    del tensors[names[1]]
+    del tensors[missing]
     with pytest.raises(ManifestError) as error:
         push(llm, tensors)
     assert llm.memory_status()[0].content == "valid"
@@ -202,15 +240,17 @@ def refused_as_a_whole(llm: Any, folder: Path) -> dict[str, str]:
     return dict(error.value.details["layers"])
 
 
-def forget_moe_kernels_not(worker: Any) -> None:
+def keep_moe_kernels(worker: Any) -> None:
     """vLLM's reload as it is, without what `reload.py` does so that it packs experts again."""
+    from contextlib import nullcontext
+
     from rl_memory_plugins.engines.vllm import reload
 
-    reload._forget_moe_kernels = lambda model: None
+    reload._new_moe_kernels = lambda model: nullcontext()
 
 
 def skipped(llm: Any, folder: Path) -> str:
-    llm.collective_rpc(forget_moe_kernels_not)
+    llm.collective_rpc(keep_moe_kernels)
     with pytest.raises(WeightUpdateError) as error:
         push(llm, checkpoint(folder))
     assert llm.memory_status()[0].content == "failed"
@@ -221,21 +261,22 @@ def test_a_reload_that_leaves_out_a_step_does_not_answer(tmp_path: Path) -> None
     """vLLM 0.32 itself packs experts at the first load only: its reload leaves them unpacked, for a kernel that
     takes them as packed."""
     kind = KINDS["moe"]
-    engine = start(kind, kind.write(tmp_path / "first", SEED, "float32"))
+    engine = start(kind, kind.write(tmp_path / "first", SEED, kind.dtype))
     try:
-        message = engine(skipped, kind.write(tmp_path / "other", OTHER_SEED, "float32"))
+        message = engine(skipped, kind.write(tmp_path / "other", OTHER_SEED, kind.dtype))
     finally:
         engine.stop()
     assert "experts" in message and "without its post-load processing" in message
 
 
-def test_compiled_code_keeps_what_was_packed(tmp_path: Path) -> None:
-    """Its constants refer to the first packing: an update would change nothing that is computed."""
-    kind = KINDS["int8"]
-    engine = start(kind, kind.write(tmp_path / "first", SEED, "float32"), enforce_eager=False)
+def test_weights_that_a_kernel_keeps_for_itself_are_refused(tmp_path: Path) -> None:
+    """oneDNN packs eight-bit weights into memory of its own and keeps pointers to the scales: vLLM's reload would
+    leave them dangling."""
+    kind = Kind(write_int8)
+    engine = start(kind, kind.write(tmp_path / "first", SEED, kind.dtype))
     try:
         before = engine(state)
-        layers = engine(refused_as_a_whole, kind.write(tmp_path / "other", OTHER_SEED, "float32"))
+        layers = engine(refused_as_a_whole, kind.write(tmp_path / "other", OTHER_SEED, kind.dtype))
         assert engine(state) == before
     finally:
         engine.stop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +63,9 @@ class LayerwiseReload:
         self._device = next(self._model.parameters()).device
         name, method = next(iter(layers.items()))
         self.why = f"vLLM transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
+        kept = post_load.kept_elsewhere()
+        if kept:
+            raise self._unsupported("their kernels keep packed copies in memory of their own", kept)
         if graphs and self._device.type == "cpu":
             raise self._unsupported("compiled code on the CPU keeps what was packed: start with enforce_eager", layers)
         hidden = post_load.hidden()
@@ -125,9 +128,8 @@ class LayerwiseReload:
                 set_default_torch_dtype(config.dtype),
                 torch.no_grad(),
                 self._post_load.repeating(partial=partial),
+                _new_moe_kernels(self._model) if self._device.type == "cpu" else nullcontext(),
             ):
-                if self._device.type == "cpu":
-                    _forget_moe_kernels(self._model)
                 layerwise.initialize_layerwise_reload(self._model)
                 with self._region():
                     self._load_weights(weights)
@@ -260,9 +262,16 @@ def _is_set_aside(name: str) -> bool:
     return name in getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)
 
 
-def _forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Have vLLM build them anew: on a reload it keeps them, and then the CPU's weights are not packed again."""
+@contextmanager
+def _new_moe_kernels(model: torch.nn.Module) -> Iterator[None]:
+    """Have vLLM build them anew: on a reload it keeps them, and then does not pack the CPU's weights again."""
+    former: dict[Any, Any] = {}
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
+            former[method], method.moe_kernel = method.moe_kernel, None
+    try:
+        yield
+    finally:
+        for method, kernel in former.items():  # of layers that were left out
+            method.moe_kernel = method.moe_kernel or kernel

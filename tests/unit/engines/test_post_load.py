@@ -135,6 +135,23 @@ def test_what_only_a_closure_keeps_is_hidden(make):
     assert post_load.of(loaded(TRANSFORMING["an attribute made of it"])).hidden() == {}
 
 
+@pytest.fixture
+def handle():
+    """An operator as kernels' libraries have it: it packs weights into memory of its own and returns a handle."""
+    library = torch.library.Library("post_load_test", "DEF")
+    library.define("pack(Tensor weight) -> int")
+    library.impl("pack", lambda weight: 7, "CompositeImplicitAutograd")  # bypasses dispatch modes
+    yield torch.ops.post_load_test.pack
+    library._destroy()
+
+
+def test_a_handle_in_place_of_a_tensor_is_known(handle):
+    model = loaded(lambda layer: setattr(layer, "handle", handle(layer.weight)))
+    assert post_load.of(model).transformed() == {"0": "Method"}
+    assert post_load.of(model).kept_elsewhere() == {"0": "Method"}
+    assert post_load.of(loaded(pack)).kept_elsewhere() == {}
+
+
 def pack(layer):
     set_weight(layer, layer.weight.data.t().contiguous())
 
