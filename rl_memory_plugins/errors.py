@@ -12,7 +12,7 @@
     ├── DrainTimeoutError             504  running requests did not finish in time; admission is open again
     ├── AuthenticationError           401
     ├── PermissionDeniedError         403
-    ├── UnsupportedError              501  the engine or its version cannot do this
+    ├── UnsupportedError              422  the engine or its version cannot do this
     └── EngineFaultError              500  a rank failed in a way the contract does not foresee
 
 An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle, so its type
@@ -119,7 +119,7 @@ class PermissionDeniedError(RLMemoryError):
 
 
 class UnsupportedError(RLMemoryError):
-    status = 501
+    status = 422
 
 
 class EngineFaultError(RLMemoryError):

@@ -43,7 +43,7 @@ def test_every_class_is_public_and_has_a_status():
         "DrainTimeoutError": 504,
         "AuthenticationError": 401,
         "PermissionDeniedError": 403,
-        "UnsupportedError": 501,
+        "UnsupportedError": 422,
         "EngineFaultError": 500,
     }
     assert {cls.__name__: cls.status for cls in CLASSES} == expected

@@ -279,7 +279,7 @@ ERRORS = [
     (errors.DrainTimeoutError, 504),
     (errors.AuthenticationError, 401),
     (errors.PermissionDeniedError, 403),
-    (errors.UnsupportedError, 501),
+    (errors.UnsupportedError, 422),
     (errors.EngineFaultError, 500),
 ]
 
