@@ -24,7 +24,9 @@ SGLANG_ENV := .venv-sglang-$(SGLANG)
 DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
-PYTEST_FLAGS := -q --timeout 600 -m "not gpu"
+PYTEST_FLAGS := -q --timeout 900 -m "not gpu"
+# Hundreds of updates are watched on one rank only.
+RANKS_FLAGS := tests/conformance --ignore tests/conformance/test_long_run.py
 
 .PHONY: help demo test check format docs test-unit test-vllm test-sglang test-sglang-ranks test-patches test-gpu env-vllm env-sglang clean
 
@@ -46,7 +48,7 @@ test-patches: env-vllm env-sglang
 test-vllm: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm --tp 2
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_FLAGS) --engine vllm --tp 2
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
 test-sglang: env-sglang
@@ -56,8 +58,8 @@ endif
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang
 
 test-sglang-ranks: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --tp 2
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang --dp 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_FLAGS) --engine sglang --tp 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_FLAGS) --engine sglang --dp 2
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --engine $(ENGINE) --device cuda \

@@ -22,7 +22,7 @@ import psutil
 from rl_memory_plugins.client import EngineClient
 
 REPOSITORY = Path(__file__).parents[2]
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
 
 
 @dataclass

@@ -106,7 +106,10 @@ def test_an_engine_that_cannot_sleep(server: Server, weights: Weights, fault_dir
     with pytest.raises(RLMemoryError) as caught, trainer.handoff.training():
         pytest.fail("the body ran")
     assert caught.value.details["step"] == "sleep"
-    assert server.generate(PROMPT) == greedy(weights.first, PROMPT)  # nothing was released: it is as it was
+    if server.launch.tp == 1:
+        assert server.generate(PROMPT) == greedy(weights.first, PROMPT)  # nothing was released: it is as it was
+    else:
+        assert_closed(server)  # the other rank had released its part
     with trainer.handoff.training("again"):
         trainer.train(weights.other)
     assert server.generate(PROMPT) == greedy(weights.other, PROMPT)
