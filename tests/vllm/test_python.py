@@ -492,14 +492,15 @@ def test_outputs_of_pooling_requests_pass_through() -> None:
     from vllm.outputs import PoolingOutput, PoolingRequestOutput
 
     from rl_memory_plugins.engines.vllm.client import _checked_stream
+    from rl_memory_plugins.records import EngineStatus
 
     output = PoolingRequestOutput(
         "p", PoolingOutput(torch.ones(4)), prompt_token_ids=PROMPT, num_cached_tokens=0, finished=True
     )
 
     class Face:
-        async def status(self) -> list[Any]:
-            return []
+        def status_now(self) -> list[Any]:
+            return [EngineStatus(ranks=[])]
 
     async def outputs() -> Any:
         yield output
