@@ -91,7 +91,7 @@ def python(model_folder: Path) -> Callable[..., str]:
             env={**environment, **extra},
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=600,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout

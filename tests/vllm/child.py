@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
 CALL_TIMEOUT_S = 180
 
 

@@ -94,7 +94,7 @@ def python(model_folder: Path) -> Callable[..., str]:
             env={**os.environ, **environment(model_folder), **extra},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
         )
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout + done.stderr if expect else done.stdout
