@@ -4,7 +4,8 @@
 #   make check                            lint, format, types
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
-#   make test-sglang-ranks                SGLang with two tensor- or data-parallel ranks; not part of make test
+#   make test-sglang-long                 SGLang with two tensor- or data-parallel ranks, and its kinds of weights
+#                                         against fresh engines; not part of make test
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
 #                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
@@ -28,10 +29,10 @@ PYTEST_FLAGS := -q --timeout 900 -m "not gpu"
 # Hundreds of updates are watched on one rank only.
 RANKS_FLAGS := tests/conformance --ignore tests/conformance/test_long_run.py
 
-.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-sglang-ranks test-patches test-gpu env-vllm env-sglang clean
+.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-sglang-long test-patches test-gpu env-vllm env-sglang clean
 
 help:
-	@sed -n '2,9p' Makefile | cut -c3-
+	@sed -n '2,10p' Makefile | cut -c3-
 
 demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
@@ -53,11 +54,12 @@ test-vllm: env-vllm
 
 test-sglang: env-sglang
 ifeq ($(SGLANG),$(SGLANG_CI))
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang --ignore tests/sglang/test_weight_kinds.py
 endif
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine sglang
 
-test-sglang-ranks: env-sglang
+test-sglang-long: env-sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang/test_weight_kinds.py
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_FLAGS) --engine sglang --tp 2
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_FLAGS) --engine sglang --dp 2
 
