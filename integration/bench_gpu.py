@@ -11,10 +11,8 @@ every figure, so that a run that is cut short leaves what it measured. On a mach
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from typing import Any
 
 from integration.engines.base import gpu_used_bytes
 from integration.models import SHAPES, write_model
+from integration.subjects import gpu_name, run_bounded
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
 ASLEEP_S = 0.5  # a trainer's turn; the driver scrubs freed memory meanwhile, and whoever wakes at once waits for it
@@ -274,13 +273,6 @@ def host_held_mib() -> float:
     return sum(process.memory_info().rss for process in [root, *root.children(recursive=True)]) / 2**20
 
 
-def gpu_name() -> str:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
-
-
 class Results:
     """The records of one subject, added to those that the file holds already."""
 
@@ -339,18 +331,6 @@ def run_subject(arguments: argparse.Namespace) -> None:
         bench.run(arguments.native_cycles if native else arguments.cycles, arguments.drift_cycles)
 
 
-def _run_bounded(command: list[str], timeout_s: float) -> None:
-    """Run a subject; one that fails or hangs takes none of its processes' GPU memory into the next."""
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        code = process.wait(timeout_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if code != 0:
-        raise subprocess.CalledProcessError(code, command)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
@@ -380,8 +360,8 @@ def _measured(subject: str, arguments: argparse.Namespace) -> bool:
     command = [sys.executable, "-m", "integration.bench_gpu", *sys.argv[1:], "--subject", subject]
     try:
         if arguments.warm_start:
-            _run_bounded([*command, "--start-only"], arguments.timeout)
-        _run_bounded(command, arguments.timeout)
+            run_bounded([*command, "--start-only"], arguments.timeout)
+        run_bounded(command, arguments.timeout)
     except subprocess.SubprocessError as error:
         print(f"{subject}: {error}", file=sys.stderr)
         return False

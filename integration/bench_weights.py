@@ -22,11 +22,9 @@ the engine's own route, `native_packed` buckets of 1 GiB.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing as mp
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -43,6 +41,7 @@ import msgspec
 
 from integration import bench_weights_trainer
 from integration.models import SHAPES, write_model
+from integration.subjects import gpu_name, run_bounded
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(4)]
 TOKENS = 16
@@ -307,7 +306,7 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
                 "engine": arguments.engine,
                 "engine_version": version(arguments.distribution or arguments.engine),
                 "torch": torch.__version__,
-                "gpu": _gpu_name() if arguments.device == "cuda" else "none",
+                "gpu": gpu_name() if arguments.device == "cuda" else "none",
                 "model": arguments.model,
                 "subject": arguments.subject,
                 "commit": arguments.commit,
@@ -352,13 +351,6 @@ def serve(pipe: Connection, methods: dict[str, Callable[..., Any]]) -> list[str]
             pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
-def _gpu_name() -> str:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
-
-
 # -- all subjects ---------------------------------------------------------------------------------------------
 
 
@@ -383,18 +375,13 @@ def environment(engine: str, device: str, scratch: Path) -> dict[str, str]:
     return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def _run_bounded(command: list[str], variables: dict[str, str], timeout_s: float) -> bool:
-    """Run a subject; one that fails or hangs takes none of its processes' GPU memory into the next."""
-    process = subprocess.Popen(command, start_new_session=True, env=variables, cwd=Path(__file__).parents[1])
+def _succeeds(command: list[str], variables: dict[str, str], timeout_s: float) -> bool:
     try:
-        return process.wait(timeout_s) == 0
-    except subprocess.TimeoutExpired:
-        print(f"not done within {timeout_s:g} s: {' '.join(command)}", flush=True)
+        run_bounded(command, timeout_s, variables)
+    except subprocess.SubprocessError as error:
+        print(error, flush=True)
         return False
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return True
 
 
 def main() -> None:
@@ -425,7 +412,7 @@ def main() -> None:
         command = [sys.executable, "-m", "integration.bench_weights", *sys.argv[1:], "--subject", subject, "--inside"]
         with tempfile.TemporaryDirectory() as scratch:
             variables = environment(arguments.engine, arguments.device, Path(scratch))
-            succeeded = _run_bounded(command, variables, arguments.timeout) and succeeded
+            succeeded = _succeeds(command, variables, arguments.timeout) and succeeded
     sys.exit(0 if succeeded and answers_agree(arguments.out) else 1)
 
 

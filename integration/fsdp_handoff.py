@@ -167,25 +167,17 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     launch.kv_bytes = arguments.kv_gib << 30 if cuda else 64 << 20
     write_model(folder, SHAPES[arguments.shape], dtype=launch.dtype)
     seconds, start = {}, time.monotonic()
-    server = Server(kind, launch, arguments.out / f"fsdp-{arguments.engine}-{arguments.device}.log")
-    try:
-        server.wait_ready()
+    with Server(kind, launch, arguments.out / f"fsdp-{arguments.engine}-{arguments.device}.log") as server:
         seconds["engine start"] = time.monotonic() - start
         ranks = run_trainer(arguments, launch, server.url)
         seconds["trainer"] = time.monotonic() - start - seconds["engine start"]
         trained = ask(server)
         checksums = server.control.checksums()["tensors"]
         version = server.control.weight_version()
-    finally:
-        server.stop()
     launch.dummy_weights = False
     fresh_log = arguments.out / f"fsdp-{arguments.engine}-{arguments.device}-fresh.log"
-    server = Server(kind, launch, fresh_log)
-    try:
-        server.wait_ready()
+    with Server(kind, launch, fresh_log) as server:
         fresh = ask(server)
-    finally:
-        server.stop()
     seconds["total"] = time.monotonic() - start
     own = json.loads((folder / "checksums.json").read_text())
     served = [[rank for cycle in cycles for rank in cycle["served_ranks"]] for cycles in ranks]

@@ -138,9 +138,5 @@ def started(engine: str, launch: Launch, log: Path, *arguments: str, **environme
         def environment(self, launch: Launch) -> dict[str, str]:
             return {**super().environment(launch), **environment}
 
-    server = Server(Extended(), launch, log)
-    try:
-        server.wait_ready()
+    with Server(Extended(), launch, log) as server:
         yield server
-    finally:
-        server.stop()

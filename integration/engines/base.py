@@ -83,7 +83,7 @@ class EngineKind(ABC):
 
 
 class Server:
-    """A running server."""
+    """A server that was started; `with` waits until it is ready, and stops it."""
 
     def __init__(self, kind: EngineKind, launch: Launch, log: Path) -> None:
         self.kind = kind
@@ -106,6 +106,17 @@ class Server:
         headers = {"Authorization": f"Bearer {launch.api_key}"} if launch.api_key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, trust_env=False)
         self.control = EngineClient(self.url, launch.api_key, timeout_s=120)
+
+    def __enter__(self) -> Server:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S

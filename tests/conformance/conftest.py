@@ -102,12 +102,8 @@ def running_server(
     request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     kind = ENGINES[request.config.getoption("--engine")]()
-    server = Server(kind, launch, tmp_path_factory.mktemp("server") / "server.log")
-    try:
-        server.wait_ready()
+    with Server(kind, launch, tmp_path_factory.mktemp("server") / "server.log") as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -37,12 +37,8 @@ def own_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
     write_model(folder, SHAPES["tiny"], dtype=launch.dtype, seed=SEED)
     kind = ENGINES[request.config.getoption("--engine")]()
-    server = Server(kind, launch, tmp_path_factory.mktemp("server") / "server.log")
-    try:
-        server.wait_ready()
+    with Server(kind, launch, tmp_path_factory.mktemp("server") / "server.log") as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

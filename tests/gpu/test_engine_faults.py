@@ -38,12 +38,8 @@ def big(tmp_path_factory) -> Launch:
 
 @contextmanager
 def started(request, launch, log):
-    server = Server(ENGINES[request.config.getoption("--engine")](), launch, log)
-    try:
-        server.wait_ready()
+    with Server(ENGINES[request.config.getoption("--engine")](), launch, log) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,8 @@ def launch(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(request, launch, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = Server(ENGINES[request.config.getoption("--engine")](), launch, log)
-    try:
-        server.wait_ready()
+    with Server(ENGINES[request.config.getoption("--engine")](), launch, log) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +116,10 @@ def test_sglang_with_its_own_choice_of_prefill_graphs(request, launch, tmp_path)
     """Its backend for them refuses to start beside a memory saver that is on."""
     if request.config.getoption("--engine") != "sglang":
         pytest.skip("SGLang's own")
-    server = Server(DefaultGraphs(), launch, tmp_path / "server.log")
-    try:
-        server.wait_ready()
+    with Server(DefaultGraphs(), launch, tmp_path / "server.log") as server:
         prompt = list(range(5, 205))
         expected = server.generate(prompt)
         for level in (1, 1):
             server.control.sleep(level)
             server.control.wake_up()
             assert server.generate(prompt) == expected
-    finally:
-        server.stop()

@@ -30,12 +30,8 @@ def launch(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(request, launch, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = Server(ENGINES[request.config.getoption("--engine")](), launch, log)
-    try:
-        server.wait_ready()
+    with Server(ENGINES[request.config.getoption("--engine")](), launch, log) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

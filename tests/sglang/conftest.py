@@ -48,12 +48,8 @@ def other_weights(model_folder: Path) -> Any:
 def running_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Of one module: SGLang's scheduler takes a whole core while it is idle, and other modules start their own."""
     launch = Launch(model_folder, options={"implicit_update_session": True, "poison": True, "drain_timeout_s": 60})
-    server = Server(WatchedSglang(), launch, tmp_path_factory.mktemp("server") / "server.log")
-    try:
-        server.wait_ready()
+    with Server(WatchedSglang(), launch, tmp_path_factory.mktemp("server") / "server.log") as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -43,12 +43,8 @@ class VllmBehindTwo(Vllm):
 @pytest.fixture(scope="module")
 def started(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = Server(VllmBehindTwo(), Launch(model_folder, kv_bytes=64 << 20), log)
-    try:
-        server.wait_ready()
+    with Server(VllmBehindTwo(), Launch(model_folder, kv_bytes=64 << 20), log) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

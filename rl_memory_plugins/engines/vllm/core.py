@@ -129,14 +129,6 @@ class VllmEngine:
             self._core._weight_version = weight_version
 
 
-def _settle(future: Future[None], done: Future[None]) -> None:
-    error = done.exception()
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-
-
 def _wake_loop(core: Any) -> None:
     """Have an idle loop look for work again. What waits for the last step of a batch in flight (asynchronous
     scheduling) runs just before the loop blocks for the next message; requests kept until then would not go on."""
@@ -333,16 +325,17 @@ def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:
 def _then(outcome: Future[Any], result: Any) -> Future[Any]:
     """A future of `result`, once `outcome` has succeeded."""
     answer: Future[Any] = Future()
-
-    def settle(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)
-
-    outcome.add_done_callback(settle)
+    outcome.add_done_callback(lambda done: _settle(answer, done, result))
     return answer
+
+
+def _settle(future: Future[Any], done: Future[Any], result: Any = None) -> None:
+    """Give a future the error of another that is done, or `result`."""
+    error = done.exception()
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -1,0 +1,33 @@
+"""What the benchmarks share: each subject runs in a process of its own, on a GPU that is named in its records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+
+
+def gpu_name() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+
+
+def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
+    """Run a subject; one that fails or hangs takes none of its processes' GPU memory into the next.
+
+    Raises:
+        subprocess.SubprocessError: it failed, or was not done in time.
+    """
+    process = subprocess.Popen(command, start_new_session=True, env=environment)
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if code != 0:
+        raise subprocess.CalledProcessError(code, command)
