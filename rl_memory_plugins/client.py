@@ -12,6 +12,10 @@ from rl_memory_plugins.errors import RLMemoryError, UnsupportedError, from_recor
 
 ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself has at the root
 
+# A server closes a kept connection after some idle seconds, and right after an error of its own; a call sent into that
+# moment fails, and cannot be sent again since it may have been carried out. A connection costs less than a millisecond.
+NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+
 
 class EngineClient:
     """One server's control routes; every error of the server is raised as the typed error it is.
@@ -28,6 +32,7 @@ class EngineClient:
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=10),
+            limits=NO_REUSE,
             trust_env=False,  # a proxy has no business between a trainer and its engine
         )
 

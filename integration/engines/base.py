@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from rl_memory_plugins.client import EngineClient
+from rl_memory_plugins.client import NO_REUSE, EngineClient
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
@@ -104,7 +104,7 @@ class Server:
                 start_new_session=True,
             )
         headers = {"Authorization": f"Bearer {launch.api_key}"} if launch.api_key else {}
-        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, limits=NO_REUSE, trust_env=False)
         self.control = EngineClient(self.url, launch.api_key, timeout_s=120)
 
     def __enter__(self) -> Server:
