@@ -14,7 +14,8 @@ STAND_IN_KERNELS = REPOSITORY / "tests" / "aids" / "sglang_cpu"
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
 
 _DEVICE_ARGUMENTS = {
-    "cpu": ["--attention-backend", "torch_native", "--disable-overlap-schedule"],
+    # An idle scheduler otherwise takes a core, of few.
+    "cpu": ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"],
     "cuda": ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "4"],
 }
 

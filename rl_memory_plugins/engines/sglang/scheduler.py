@@ -35,6 +35,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{SCHEDULER}.__init__", _init)
     hooks.wrap(f"{SCHEDULER}.init_request_dispatcher", _add_handler)
     hooks.wrap(f"{SCHEDULER}.process_input_requests", _process_input_requests)
+    hooks.wrap(f"{SCHEDULER}.maybe_sleep_on_idle", _stay_awake_while_draining)
     hooks.wrap(f"{SCHEDULER}.handle_generate_request", _refuse_while_closed)
     hooks.wrap(f"{SCHEDULER}.handle_embedding_request", _refuse_while_closed)
     hooks.wrap(f"{SCHEDULER}.pause_generation", _native_pause)
@@ -383,6 +384,17 @@ def _process_input_requests(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return process_input_requests
+
+
+def _stay_awake_while_draining(original: Callable[..., None]) -> Callable[..., None]:
+    """With --sleep-on-idle SGLang naps for a second once nothing runs, which is what a drain waits to see."""
+
+    def maybe_sleep_on_idle(self: Any) -> None:
+        added = of(self)
+        if added is None or not added.engine.draining:
+            original(self)
+
+    return maybe_sleep_on_idle
 
 
 def _refuse_while_closed(original: Callable[..., Any]) -> Callable[..., Any]:
