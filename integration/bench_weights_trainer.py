@@ -17,7 +17,7 @@ from rl_memory_plugins.trainer import ModelSource, Offloader
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import Manifest
-from rl_memory_plugins.weights.sender import push_weights
+from rl_memory_plugins.weights.push import push_weights
 from rl_memory_plugins.weights.source import as_source
 
 MiB = 1 << 20

@@ -1,35 +1,21 @@
-"""The trainer's end of a weight update. Needs torch, and no engine."""
+"""The trainer's end of a weight update: the steps of one session. Needs torch, and no engine."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
-import select
-import shutil
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_memory_plugins.errors import (
-    AuthenticationError,
-    InvalidRequestError,
-    ManifestError,
-    OutOfMemoryError,
-    RLMemoryError,
-    UnsupportedError,
-    WeightUpdateError,
-)
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc, wire
-from rl_memory_plugins.weights.buffers import TRANSPORTS, CudaStaging, DirectExport, ShmStaging, StagingBuffer
+from rl_memory_plugins.weights.buffers import TRANSPORTS
+from rl_memory_plugins.weights.lanes import Lane, Lanes, refuse
+from rl_memory_plugins.weights.listener import ConnectedRank, Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_source
 
@@ -39,39 +25,6 @@ if TYPE_CHECKING:
 DEFAULT_BUCKET_BYTES = 512 << 20
 
 DEFAULT_TIMEOUT_S = 60.0
-
-HOST_BUCKET_BYTES = 128 << 20
-"""At most so much to a bucket in host memory: making and page-locking pages takes longer than copying."""
-
-DIRECT_BUCKET_BYTES = 1 << 30
-"""Where nothing is staged, a bucket is only what is announced and acknowledged at a time."""
-
-MIN_MEAN_ALLOCATION = 16 << 20
-"""With fewer bytes to an allocation, staging takes less time than to open and close all of them for one update."""
-
-
-class _Receiver:
-    """A connected rank, and the slots it has not acknowledged."""
-
-    def __init__(self, connection: wire.Connection, hello: wire.Hello) -> None:
-        self.connection = connection
-        self.rank = hello.rank
-        self.device = hello.device
-        self.unacknowledged: list[int] = []
-        self.ways: list[str] = []  # transports that may still serve it, the best first
-        self.refused: list[dict[str, str]] = []
-        self.lane: _Lane | None = None
-        connection.peer = f"rank {hello.rank} on {hello.device}"
-        connection.details = {"rank": hello.rank, "device": hello.device}
-
-
-class _Lane:
-    """One buffer, and the receivers that it serves."""
-
-    def __init__(self, transport: str, buffer: StagingBuffer) -> None:
-        self.transport = transport
-        self.buffer = buffer
-        self.receivers: list[_Receiver] = []
 
 
 class WeightSender:
@@ -123,36 +76,18 @@ class WeightSender:
                 got=transport,
                 allowed=["auto", *TRANSPORTS],
             )
+        count = receivers if isinstance(receivers, int) else len(receivers)
+        if count < 1 or slots < 1 or bucket_bytes < 1:
+            raise InvalidRequestError("an update needs at least one receiver, one slot and one byte a bucket")
         self._transport = transport
         self._keep_mapped = keep_mapped
-        self._lanes: dict[tuple[str, str], _Lane] = {}
-        self._home: str | None = None  # the GPU on which all tensors lie
-        self._awaited = None if isinstance(receivers, int) else list(receivers)
-        self._count = receivers if isinstance(receivers, int) else len(receivers)
-        if self._count < 1 or slots < 1 or bucket_bytes < 1:
-            raise InvalidRequestError("an update needs at least one receiver, one slot and one byte a bucket")
         self._bucket_bytes = bucket_bytes
         self._slots = slots
         self._timeout_s = timeout_s
-        self.token = token or secrets.token_urlsafe(32)
         self._settle_unused = settle_unused
-        self._receivers: list[_Receiver] = []
-        self._cancelled: RLMemoryError | None = None
-        self._wake, self._wakeable = socket.socketpair()
-        self._directory = tempfile.mkdtemp(prefix="rl-memory-", dir=directory)  # mode 0700
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            path = str(Path(self._directory) / "weights.sock")
-            self._listener.bind(path)
-            self._listener.listen(self._count + 8)
-            self._listener.setblocking(False)
-        except OSError as error:
-            self.close()
-            raise InvalidRequestError(
-                f"no socket can be made in {self._directory}: {error}", field="directory", got=self._directory
-            ) from None
-        names = ["*"] if self._awaited is None else self._awaited
-        self.endpoints: dict[str, str] = dict.fromkeys(names, path)
+        self._listener = Listener(receivers, timeout_s, directory, token)
+        self.endpoints = self._listener.endpoints
+        self.token = self._listener.token
 
     def __enter__(self) -> WeightSender:
         return self
@@ -164,19 +99,11 @@ class WeightSender:
 
     def close(self) -> None:
         """Release everything. May be called more than once."""
-        for receiver in self._receivers:
-            receiver.connection.close()
-        self._receivers = []
         self._listener.close()
-        self._wake.close()
-        self._wakeable.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def cancel(self, error: RLMemoryError) -> None:
         """Make a `send` that waits in another thread raise `error` and abort at all receivers."""
-        self._cancelled = error
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
+        self._listener.cancel(error)
 
     def send(
         self, tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor], *, partial: bool = False
@@ -197,6 +124,7 @@ class WeightSender:
             RLMemoryError: whatever else a receiver reported.
         """
         seconds: dict[str, float] = {}
+        lanes: Lanes | None = None
         try:
             source = as_source(tensors)
             manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
@@ -204,202 +132,81 @@ class WeightSender:
             if mismatches:
                 raise manifest_error(mismatches)
             with _timed(seconds, "connect"):
-                self._connect()
-            self._offer(manifest, source, seconds)
-            buckets = self._buckets(manifest)
-            self._stream(manifest, buckets, source, seconds)
+                self._listener.connect()
+            resident = source.resident() if isinstance(source, ResidentSource) else None
+            lanes = Lanes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
+            self._judge(self._offer(manifest, lanes, seconds))
+            buckets = lanes.buckets()
+            self._stream(manifest, buckets, lanes.in_use(), source, seconds)
             with _timed(seconds, "commit"):
-                self._broadcast(wire.Commit())
-                done = self._gather(self._receivers, wire.Done)
-            self._hold_leases()
+                self._listener.broadcast(wire.Commit())
+                done = self._listener.gather(self._listener.ranks, wire.Done)
+            self._hold_leases(lanes.in_use())
             return {
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
-                "transport": max((lane.transport for lane in self._in_use()), key=TRANSPORTS.index),
-                "fallbacks": [refusal for receiver, _ in done for refusal in receiver.refused],
+                "transport": max((lane.transport for lane in lanes.in_use()), key=TRANSPORTS.index),
+                "fallbacks": [refusal for rank, _ in done for refusal in rank.refused],
                 "seconds": seconds,
                 "receivers": [message.report for _, message in done],
             }
         except BaseException as error:
             known = wire.as_update_error(error)
-            for receiver in self._receivers:
-                receiver.connection.fail(known)
+            for rank in self._listener.ranks:
+                rank.connection.fail(known)
             if known is error or not isinstance(error, Exception):
                 raise
             raise known from error
         finally:
-            for lane in self._lanes.values():
-                lane.buffer.close()
+            if lanes is not None:
+                lanes.close()
             self.close()
 
     # -- the steps of a session -------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        """Wait until all receivers have introduced themselves; turn others away."""
-        deadline = wire.Deadline(self._timeout_s)
-        strangers: list[wire.Connection] = []
-        try:
-            while len(self._receivers) < self._count:
-                ready = self._select([self._listener, *strangers], deadline.remaining())
-                if not ready:
-                    here = [receiver.device for receiver in self._receivers]
-                    raise WeightUpdateError(
-                        f"{self._count - len(here)} of {self._count} receivers did not connect within "
-                        f"{self._timeout_s:g} s",
-                        reason="stalled",
-                        timeout_s=self._timeout_s,
-                        connected=here,
-                        missing=self._still_awaited(),
-                    )
-                for one in ready:
-                    if isinstance(one, wire.Connection):
-                        strangers.remove(one)
-                        self._greet(one)
-                    else:
-                        with contextlib.suppress(BlockingIOError):
-                            sock, _ = self._listener.accept()
-                            strangers.append(wire.Connection(sock, "a connecting process"))
-        finally:
-            for stranger in strangers:
-                stranger.close()
-
-    def _greet(self, connection: wire.Connection) -> None:
-        try:
-            hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
-            if hello.protocol != wire.PROTOCOL:
-                raise WeightUpdateError(
-                    f"the trainer speaks protocol {wire.PROTOCOL}, the engine {hello.protocol}: install the "
-                    "same version of rl_memory_plugins on both sides",
-                    reason="protocol",
-                )
-            if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
-                raise AuthenticationError("the token is not this update's")
-            awaited = self._still_awaited()
-            if awaited is not None and hello.device not in awaited:
-                raise WeightUpdateError(
-                    f"device {hello.device} is not awaited, or is here already",
-                    device=hello.device,
-                    awaited=awaited,
-                )
-            if len(self._receivers) == self._count:
-                raise WeightUpdateError(f"all {self._count} receivers are here already", device=hello.device)
-        except RLMemoryError as error:
-            connection.fail(error)
-            connection.close()
-            return
-        self._receivers.append(_Receiver(connection, hello))
-
-    def _still_awaited(self) -> list[str] | None:
-        if self._awaited is None:
-            return None
-        left = list(self._awaited)
-        for receiver in self._receivers:
-            left.remove(receiver.device)
-        return left
-
-    def _offer(self, manifest: Manifest, source: TensorSource, seconds: dict[str, float]) -> None:
-        """Find a buffer for each receiver, and have all check the manifest."""
-        gpus = cuda_ipc.local_gpus(initialise=self._transport == "cuda_ipc")
-        resident = source.resident() if isinstance(source, ResidentSource) else None
-        self._home = _home(resident, gpus)
-        for receiver in self._receivers:
-            receiver.ways = ways(self._transport, receiver.device, gpus, self._home)
-        answers: list[tuple[_Receiver, wire.Answer]] = []
-        waiting = self._receivers
+    def _offer(
+        self, manifest: Manifest, lanes: Lanes, seconds: dict[str, float]
+    ) -> list[tuple[ConnectedRank, wire.Answer]]:
+        """Find a lane for each rank, and have all check the manifest."""
+        for rank in self._listener.ranks:
+            rank.ways = lanes.ways(rank.device)
+        answers: list[tuple[ConnectedRank, wire.Answer]] = []
+        waiting = self._listener.ranks
         while waiting:
-            for receiver in waiting:
+            for rank in waiting:
                 with _timed(seconds, "open"):
-                    lane = self._lane(receiver, manifest, resident)
-                    description, fds = lane.buffer.export()
-                receiver.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
+                    description, fds = lanes.assign(rank).buffer.export()
+                rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
             with _timed(seconds, "validate"):
-                got = self._gather(waiting, wire.Answer, wire.Unopened)
+                got = self._listener.gather(waiting, wire.Answer, wire.Unopened)
             waiting = []
-            for receiver, answer in got:
+            for rank, answer in got:
                 if isinstance(answer, wire.Answer):
-                    answers.append((receiver, answer))
+                    answers.append((rank, answer))
                 elif isinstance(answer, wire.Unopened):
-                    self._refuse(receiver, answer.reason)
-                    waiting.append(receiver)
-        for receiver in self._receivers:
-            assert receiver.lane is not None
-            receiver.lane.receivers.append(receiver)
-        self._judge(answers)
+                    refuse(rank, answer.reason)
+                    waiting.append(rank)
+        for rank in self._listener.ranks:
+            assert rank.lane is not None
+            rank.lane.ranks.append(rank)
+        return answers
 
-    def _lane(self, receiver: _Receiver, manifest: Manifest, resident: Sequence[torch.Tensor] | None) -> _Lane:
-        """The best buffer that may still serve the receiver: one that is there, or a new one.
-
-        Raises:
-            UnsupportedError: there is none.
-            OutOfMemoryError: there is no memory for the last one.
-        """
-        error: RLMemoryError | None = None
-        while receiver.ways:
-            way = receiver.ways[0]
-            key = (way, receiver.device if way.startswith("cuda") else "")
-            try:
-                if key not in self._lanes:
-                    self._lanes[key] = _Lane(way, self._buffer(way, receiver.device, manifest, resident))
-                receiver.lane = self._lanes[key]
-                return self._lanes[key]
-            except (UnsupportedError, OutOfMemoryError) as failure:
-                error = failure
-                self._refuse(receiver, str(failure))
-        if isinstance(error, OutOfMemoryError):
-            raise error
-        raise UnsupportedError(
-            f"no transport to {receiver.connection.peer}: "
-            + "; ".join(f"{refusal['transport']}: {refusal['reason']}" for refusal in receiver.refused),
-            device=receiver.device,
-            tried=receiver.refused,
-        )
-
-    def _refuse(self, receiver: _Receiver, reason: str) -> None:
-        transport = receiver.ways.pop(0)
-        receiver.refused.append({"device": receiver.device, "transport": transport, "reason": reason})
-
-    def _buffer(
-        self, way: str, device: str, manifest: Manifest, resident: Sequence[torch.Tensor] | None
-    ) -> StagingBuffer:
-        if way == "cuda_direct":
-            if resident is None:
-                raise UnsupportedError("the source makes its tensors one by one")
-            if self._home != device:
-                raise UnsupportedError(f"not all tensors lie on {device}")
-            mean = 0 if self._keep_mapped or self._transport == way else MIN_MEAN_ALLOCATION
-            return DirectExport(resident, device, keep=self._keep_mapped, mean_bytes=mean)
-        stable = resident is not None
-        if way == "cuda_ipc":
-            return CudaStaging(device, manifest.slot_bytes(), self._slots, stable=stable)
-        return ShmStaging(_smaller(manifest).slot_bytes(), self._slots, pinned=way == "shm_pinned", stable=stable)
-
-    def _in_use(self) -> list[_Lane]:
-        return [lane for lane in self._lanes.values() if lane.receivers]
-
-    def _buckets(self, manifest: Manifest) -> list[list[BucketEntry]]:
-        """The cut that the buffers of all lanes have room for."""
-        transports = {lane.transport for lane in self._in_use()}
-        if transports == {"cuda_direct"}:
-            nbytes = max(self._bucket_bytes, DIRECT_BUCKET_BYTES)
-            return msgspec.structs.replace(manifest, bucket_bytes=nbytes).buckets(split=False)
-        return (manifest if transports <= {"cuda_direct", "cuda_ipc"} else _smaller(manifest)).buckets()
-
-    def _judge(self, answers: Sequence[tuple[_Receiver, wire.Answer]]) -> None:
+    def _judge(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> None:
         """Raise what all ranks together have against the manifest."""
         merged: dict[Mismatch, list[int]] = {}
         ignored_by: dict[str, int] = {}
-        for receiver, answer in answers:
+        for rank, answer in answers:
             for name in answer.unused:
                 ignored_by[name] = ignored_by.get(name, 0) + 1
             for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
-                merged.setdefault(mismatch, []).append(receiver.rank)
+                merged.setdefault(mismatch, []).append(rank.rank)
         mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
         # With pipeline or expert parallelism a name may be another rank's; one that no rank uses is an error.
-        unknown = [name for name, count in ignored_by.items() if count == len(self._receivers)]
+        unknown = [name for name, count in ignored_by.items() if count == len(self._listener.ranks)]
         if not mismatches:
             unknown = self._settle_unused(unknown)
-        everywhere = tuple(sorted(receiver.rank for receiver in self._receivers))
+        everywhere = tuple(sorted(rank.rank for rank in self._listener.ranks))
         listed = {mismatch.name for mismatch in mismatches}
         mismatches += [
             Mismatch("unknown", name, "no rank of the engine uses it", everywhere)
@@ -413,6 +220,7 @@ class WeightSender:
         self,
         manifest: Manifest,
         buckets: list[list[BucketEntry]],
+        lanes: list[Lane],
         source: TensorSource,
         seconds: dict[str, float],
     ) -> None:
@@ -423,11 +231,11 @@ class WeightSender:
             with _timed(seconds, "wait"):
                 self._await_slot(slot)
             with _timed(seconds, "pack"):
-                placed = self._pack(slot, entries, manifest, tensors)
+                placed = self._pack(slot, entries, manifest, lanes, tensors)
             for lane, places in placed.items():
-                for receiver in lane.receivers:
-                    receiver.unacknowledged.append(slot)
-                    receiver.connection.send(wire.Bucket(slot, places), self._timeout_s)
+                for rank in lane.ranks:
+                    rank.unacknowledged.append(slot)
+                    rank.connection.send(wire.Bucket(slot, places), self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source gives {extra}, which its specs do not list", name=extra)
         with _timed(seconds, "wait"):
@@ -437,25 +245,26 @@ class WeightSender:
     def _await_slot(self, slot: int) -> None:
         """Wait until no receiver reads the slot any more."""
         while True:
-            holding = [receiver for receiver in self._receivers if slot in receiver.unacknowledged]
+            holding = [rank for rank in self._listener.ranks if slot in rank.unacknowledged]
             if not holding:
                 return
-            for receiver, ack in self._gather(holding, wire.Ack):
-                if ack.slot not in receiver.unacknowledged:
+            for rank, ack in self._listener.gather(holding, wire.Ack):
+                if ack.slot not in rank.unacknowledged:
                     raise WeightUpdateError(
-                        f"{receiver.connection.peer} acknowledged slot {ack.slot}, which it did not hold"
+                        f"{rank.connection.peer} acknowledged slot {ack.slot}, which it did not hold"
                     )
-                receiver.unacknowledged.remove(ack.slot)
+                rank.unacknowledged.remove(ack.slot)
 
     def _pack(
         self,
         slot: int,
         entries: Sequence[BucketEntry],
         manifest: Manifest,
+        lanes: list[Lane],
         tensors: Iterator[tuple[str, torch.Tensor]],
-    ) -> dict[_Lane, list[BucketEntry]]:
+    ) -> dict[Lane, list[BucketEntry]]:
         """Put the next tensors into all buffers; where each lane's receivers find them."""
-        placed: dict[_Lane, list[BucketEntry]] = {lane: [] for lane in self._in_use()}
+        placed: dict[Lane, list[BucketEntry]] = {lane: [] for lane in lanes}
         for entry in entries:
             spec = manifest.tensors[entry.index]
             if entry.start == 0:
@@ -471,87 +280,15 @@ class WeightSender:
             lane.buffer.publish()
         return placed
 
-    def _hold_leases(self) -> None:
+    def _hold_leases(self, lanes: list[Lane]) -> None:
         """Keep the connections by which receivers know that this process still has its memory."""
         if not self._keep_mapped:
             return
-        for lane in self._in_use():
+        for lane in lanes:
             if lane.transport == "cuda_direct":
-                for receiver in lane.receivers:
-                    self._receivers.remove(receiver)
-                    cuda_ipc.leases.hold(receiver.connection.peer_process(), receiver.connection)
-
-    # -- waiting ------------------------------------------------------------------------------------------
-
-    def _broadcast(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        for receiver in self._receivers:
-            receiver.connection.send(message, self._timeout_s, fds)
-
-    def _gather(self, receivers: Sequence[_Receiver], *types: type[wire.M]) -> list[tuple[_Receiver, wire.M]]:
-        """One message from each; the failure of any ends the wait for all."""
-        waiting = {receiver.connection: receiver for receiver in receivers}
-        messages: dict[int, wire.M] = {}
-        deadline = wire.Deadline(self._timeout_s)
-        while waiting:
-            ready = self._select(list(waiting), deadline.remaining())
-            if not ready:
-                wanted = " or ".join(expected.__name__ for expected in types)
-                error = next(iter(waiting)).stalled(f"did not send {wanted}", self._timeout_s)
-                error.details["stalled_ranks"] = sorted(receiver.rank for receiver in waiting.values())
-                raise error
-            for connection in ready:
-                receiver = waiting.pop(connection)
-                messages[id(receiver)] = connection.receive(*types, timeout_s=self._timeout_s)
-        return [(receiver, messages[id(receiver)]) for receiver in receivers]
-
-    def _select(self, waiting: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Those that can be read; empty when the time is over.
-
-        Raises:
-            RLMemoryError: the one given to `cancel`.
-        """
-        poll = select.poll()  # not select(), which ends at descriptor 1023
-        by_fd = {one.fileno(): one for one in (self._wakeable, *waiting)}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        ready = [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
-        # What receivers have said comes first: it is closer to the cause than the error given to `cancel`.
-        if ready == [self._wakeable]:
-            raise self._cancelled or WeightUpdateError("the update was cancelled")
-        return [one for one in ready if one is not self._wakeable]
-
-
-def ways(wanted: str, device: str, local: Collection[str], home: str | None) -> list[str]:
-    """The transports to try for a receiver, the best first.
-
-    Args:
-        wanted: One of them, or `auto`.
-        device: The receiver's.
-        local: The GPUs that this process can use.
-        home: The one of them on which all tensors lie, if they do.
-    """
-    if wanted != "auto":
-        return [wanted]
-    if not device.startswith(("GPU-", "MIG-")):
-        return ["shm"]
-    found = ["cuda_direct"] if device == home else []
-    found += ["cuda_ipc"] if device in local else []
-    return [*found, "shm_pinned", "shm"]
-
-
-def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
-    devices = {tensor.device for tensor in tensors or ()}
-    indices = {device.index for device in devices if device.type == "cuda"}
-    if len(devices) != 1 or not indices:
-        return None
-    (index,) = indices
-    return next((name for name, ordinal in local.items() if ordinal == index), None)
-
-
-def _smaller(manifest: Manifest) -> Manifest:
-    """With buckets for host memory."""
-    nbytes = min(manifest.bucket_bytes, HOST_BUCKET_BYTES)
-    return msgspec.structs.replace(manifest, bucket_bytes=nbytes)
+                for rank in lane.ranks:
+                    self._listener.ranks.remove(rank)
+                    cuda_ipc.leases.hold(rank.connection.peer_process(), rank.connection)
 
 
 def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
@@ -574,87 +311,3 @@ def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
         yield
     finally:
         seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start
-
-
-def push_weights(
-    post: Callable[[dict[str, Any]], Any],
-    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
-    *,
-    receivers: int | Sequence[str] = 1,
-    partial: bool = False,
-    weight_version: str | None = None,
-    mode: str = "keep",
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    slots: int = 2,
-    timeout_s: float | None = None,
-    directory: str | os.PathLike[str] | None = None,
-    transport: str = "auto",
-    keep_mapped: bool = False,
-) -> dict[str, Any]:
-    """Update an engine's weights: the whole exchange in one call.
-
-    Args:
-        post: Sends the body that it is given to `/update_weights_from_ipc` and returns the answer; it raises
-            where the answer is an error (this package's client raises the typed one).
-        tensors: What to send; see `WeightSender.send` for this and `partial`.
-        receivers: The devices of all ranks, or their number.
-        weight_version: The engine's version of the weights after the update.
-        mode: What happens to running requests meanwhile.
-        timeout_s: The longest silence of either side. Where not given, `DEFAULT_TIMEOUT_S` on this side, and on the
-            engine's its option `update_timeout_s`.
-        transport: How the bytes travel; see `WeightSender` for this and `keep_mapped`.
-
-    Returns: the sender's report, with the engine's answer under `"engine"`.
-
-    Raises:
-        RLMemoryError: the more specific one, where both sides fail.
-    """
-    wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    sender = WeightSender(
-        receivers,
-        bucket_bytes=bucket_bytes,
-        slots=slots,
-        timeout_s=wait_s,
-        directory=directory,
-        transport=transport,
-        keep_mapped=keep_mapped,
-    )
-    body = {
-        "endpoints": sender.endpoints,
-        "token": sender.token,
-        "weight_version": weight_version,
-        "mode": mode,
-        "timeout_s": timeout_s,
-    }
-    answers: list[Any] = []
-    failures: list[Exception] = []
-
-    def call() -> None:
-        try:
-            answers.append(post(body))
-        except Exception as error:
-            failures.append(error)
-            sender.cancel(wire.as_update_error(error))
-
-    thread = threading.Thread(target=call, name="rl-memory-update-weights", daemon=True)
-    thread.start()
-    report: dict[str, Any] = {}
-    try:
-        report = sender.send(tensors, partial=partial)
-    except Exception as error:
-        failures.append(error)
-    thread.join(wait_s)
-    if failures:
-        raise max(failures, key=specificity)
-    if not answers:
-        raise WeightUpdateError(f"the engine has the weights but did not answer within {wait_s:g} s", reason="stalled")
-    return {**report, "engine": answers[0]}
-
-
-def specificity(error: Exception) -> int:
-    """The sender's `ManifestError` covers all ranks; a `WeightUpdateError` may only say that a peer left."""
-    if isinstance(error, ManifestError):
-        return 3 if any("ranks" in mismatch for mismatch in error.details.get("mismatches", ())) else 2
-    if isinstance(error, WeightUpdateError):
-        return 1
-    return 2 if isinstance(error, RLMemoryError) else 0

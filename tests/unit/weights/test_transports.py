@@ -10,12 +10,13 @@ from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, cuda_ipc, sender
+from rl_memory_plugins.weights import buffers, cuda_ipc, lanes
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.host_copy import HostCopier
+from rl_memory_plugins.weights.lanes import ways
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
-from rl_memory_plugins.weights.sender import WeightSender, ways
+from rl_memory_plugins.weights.sender import WeightSender
 
 
 def send(ranks, source, **options):
@@ -109,7 +110,7 @@ def test_an_update_from_kept_memory_looks_at_no_tensor_again(gpus, monkeypatch):
     assert {key: value for key, value in sent[2].items() if key != "seconds"} == {
         key: value for key, value in sent[1].items() if key != "seconds"
     }
-    monkeypatch.setattr(sender, "DIRECT_BUCKET_BYTES", 100)
+    monkeypatch.setattr(lanes, "DIRECT_BUCKET_BYTES", 100)
     send_again(3)  # cut otherwise
     rank.model.qkv = torch.nn.Parameter(torch.zeros_like(rank.model.qkv), requires_grad=False)
     send_again(4)  # to other memory
@@ -156,7 +157,7 @@ def test_a_failed_update_closes_what_was_kept(gpus):
 
 def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):
     gpu, rank = gpus["GPU-0"], gpu_rank()
-    monkeypatch.setattr(sender, "MIN_MEAN_ALLOCATION", 1 << 10)
+    monkeypatch.setattr(lanes, "MIN_MEAN_ALLOCATION", 1 << 10)
     placed = gpu.place(checkpoint(1))
     report, _ = send([rank], placed)
     assert report["transport"] == "cuda_ipc"
@@ -245,7 +246,7 @@ def test_a_cpu_engine_gets_shared_memory_whatever_the_trainer_has(gpus):
 def test_a_handle_for_another_gpu_is_refused(gpus, monkeypatch):
     rank = gpu_rank()
     monkeypatch.setattr(
-        sender, "CudaStaging", lambda device, *arguments, **options: buffers.CudaStaging("GPU-1", *arguments)
+        lanes, "CudaStaging", lambda device, *arguments, **options: buffers.CudaStaging("GPU-1", *arguments)
     )
     before = rank.model.snapshot()
     error, (thread,) = send([rank], OneByOne(checkpoint(1)))

@@ -24,7 +24,9 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.sender import WeightSender, push_weights
+from rl_memory_plugins.weights.listener import Listener
+from rl_memory_plugins.weights.push import push_weights
+from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import ModuleSource, TensorSource
 
 
@@ -419,10 +421,10 @@ def test_a_trainer_that_breaks_the_protocol_is_refused(entries, message):
     rank = Rank(ToyModel(opaque=False))
     manifest = Manifest(ModuleSource(checkpoint(opaque=False)).specs())
     buffer = ShmStaging(manifest.slot_bytes(), 2)
-    with WeightSender(1) as endpoint:
+    with contextlib.closing(Listener(1, timeout_s=5.0)) as endpoint:
         thread = Receiving(rank, endpoint)
-        endpoint._connect()
-        connection = endpoint._receivers[0].connection
+        endpoint.connect()
+        connection = endpoint.ranks[0].connection
         description, fds = buffer.export()
         connection.send(wire.Offer(manifest, description), 5.0, fds)
         connection.receive(wire.Accept, timeout_s=5)

@@ -1,0 +1,157 @@
+"""How the bytes travel to each rank: the transports that may serve it, and the buffers of those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError, UnsupportedError
+from rl_memory_plugins.weights import cuda_ipc
+from rl_memory_plugins.weights.buffers import CudaStaging, DirectExport, ShmStaging, StagingBuffer
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_memory_plugins.weights.listener import ConnectedRank
+
+HOST_BUCKET_BYTES = 128 << 20
+"""At most so much to a bucket in host memory: making and page-locking pages takes longer than copying."""
+
+DIRECT_BUCKET_BYTES = 1 << 30
+"""Where nothing is staged, a bucket is only what is announced and acknowledged at a time."""
+
+MIN_MEAN_ALLOCATION = 16 << 20
+"""With fewer bytes to an allocation, staging takes less time than to open and close all of them for one update."""
+
+
+class Lane:
+    """One buffer, and the ranks that it serves."""
+
+    def __init__(self, transport: str, buffer: StagingBuffer) -> None:
+        self.transport = transport
+        self.buffer = buffer
+        self.ranks: list[ConnectedRank] = []
+
+
+class Lanes:
+    """The lanes of one update.
+
+    Args:
+        transport: One of `buffers.TRANSPORTS`, or `auto`.
+        keep_mapped: Of `WeightSender`.
+        resident: The tensors, if they all exist before they are sent.
+    """
+
+    def __init__(
+        self, manifest: Manifest, transport: str, *, keep_mapped: bool, resident: Sequence[torch.Tensor] | None
+    ) -> None:
+        self._manifest = manifest
+        self._transport = transport
+        self._keep_mapped = keep_mapped
+        self._resident = resident
+        self._gpus = cuda_ipc.local_gpus(initialise=transport == "cuda_ipc")
+        self._home = _home(resident, self._gpus)  # the GPU on which all tensors lie
+        self._lanes: dict[tuple[str, str], Lane] = {}
+
+    def ways(self, device: str) -> list[str]:
+        return ways(self._transport, device, self._gpus, self._home)
+
+    def assign(self, rank: ConnectedRank) -> Lane:
+        """The best lane that may still serve the rank: one that is there, or a new one.
+
+        Raises:
+            UnsupportedError: there is none.
+            OutOfMemoryError: there is no memory for the last one.
+        """
+        error: RLMemoryError | None = None
+        while rank.ways:
+            way = rank.ways[0]
+            key = (way, rank.device if way.startswith("cuda") else "")
+            try:
+                if key not in self._lanes:
+                    self._lanes[key] = Lane(way, self._buffer(way, rank.device))
+                rank.lane = self._lanes[key]
+                return self._lanes[key]
+            except (UnsupportedError, OutOfMemoryError) as failure:
+                error = failure
+                refuse(rank, str(failure))
+        if isinstance(error, OutOfMemoryError):
+            raise error
+        raise UnsupportedError(
+            f"no transport to {rank.connection.peer}: "
+            + "; ".join(f"{refusal['transport']}: {refusal['reason']}" for refusal in rank.refused),
+            device=rank.device,
+            tried=rank.refused,
+        )
+
+    def _buffer(self, way: str, device: str) -> StagingBuffer:
+        stable = self._resident is not None
+        if way == "cuda_direct":
+            if self._resident is None:
+                raise UnsupportedError("the source makes its tensors one by one")
+            if self._home != device:
+                raise UnsupportedError(f"not all tensors lie on {device}")
+            mean = 0 if self._keep_mapped or self._transport == way else MIN_MEAN_ALLOCATION
+            return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
+        if way == "cuda_ipc":
+            return CudaStaging(device, self._manifest.slot_bytes(), self._manifest.slots, stable=stable)
+        smaller = _smaller(self._manifest)
+        return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=way == "shm_pinned", stable=stable)
+
+    def in_use(self) -> list[Lane]:
+        return [lane for lane in self._lanes.values() if lane.ranks]
+
+    def buckets(self) -> list[list[BucketEntry]]:
+        """The cut that the buffers of all lanes have room for."""
+        transports = {lane.transport for lane in self.in_use()}
+        if transports == {"cuda_direct"}:
+            nbytes = max(self._manifest.bucket_bytes, DIRECT_BUCKET_BYTES)
+            return msgspec.structs.replace(self._manifest, bucket_bytes=nbytes).buckets(split=False)
+        roomy = transports <= {"cuda_direct", "cuda_ipc"}
+        return (self._manifest if roomy else _smaller(self._manifest)).buckets()
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.buffer.close()
+
+
+def refuse(rank: ConnectedRank, reason: str) -> None:
+    """Strike out the transport that the rank was to be served by."""
+    transport = rank.ways.pop(0)
+    rank.refused.append({"device": rank.device, "transport": transport, "reason": reason})
+
+
+def ways(wanted: str, device: str, local: Collection[str], home: str | None) -> list[str]:
+    """The transports to try for a rank, the best first.
+
+    Args:
+        wanted: One of them, or `auto`.
+        device: The rank's.
+        local: The GPUs that this process can use.
+        home: The one of them on which all tensors lie, if they do.
+    """
+    if wanted != "auto":
+        return [wanted]
+    if not device.startswith(("GPU-", "MIG-")):
+        return ["shm"]
+    found = ["cuda_direct"] if device == home else []
+    found += ["cuda_ipc"] if device in local else []
+    return [*found, "shm_pinned", "shm"]
+
+
+def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
+    devices = {tensor.device for tensor in tensors or ()}
+    indices = {device.index for device in devices if device.type == "cuda"}
+    if len(devices) != 1 or not indices:
+        return None
+    (index,) = indices
+    return next((name for name, ordinal in local.items() if ordinal == index), None)
+
+
+def _smaller(manifest: Manifest) -> Manifest:
+    """With buckets for host memory."""
+    nbytes = min(manifest.bucket_bytes, HOST_BUCKET_BYTES)
+    return msgspec.structs.replace(manifest, bucket_bytes=nbytes)

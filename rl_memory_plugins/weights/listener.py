@@ -1,0 +1,195 @@
+"""The trainer's socket of one update: who may connect, who is here, and what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_memory_plugins.errors import AuthenticationError, InvalidRequestError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.weights import wire
+
+if TYPE_CHECKING:
+    from rl_memory_plugins.weights.lanes import Lane
+
+
+class ConnectedRank:
+    """A rank that has introduced itself, and the slots it has not acknowledged."""
+
+    def __init__(self, connection: wire.Connection, hello: wire.Hello) -> None:
+        self.connection = connection
+        self.rank = hello.rank
+        self.device = hello.device
+        self.unacknowledged: list[int] = []
+        self.ways: list[str] = []  # transports that may still serve it, the best first
+        self.refused: list[dict[str, str]] = []
+        self.lane: Lane | None = None
+        connection.peer = f"rank {hello.rank} on {hello.device}"
+        connection.details = {"rank": hello.rank, "device": hello.device}
+
+
+class Listener:
+    """A Unix socket in a new private directory.
+
+    Args:
+        receivers: The devices that will connect, or their number.
+        timeout_s: How long to wait for a rank at any one point.
+        directory: Where the private directory is made.
+        token: What ranks must show.
+
+    Raises:
+        InvalidRequestError: no socket can be made in `directory`.
+    """
+
+    def __init__(
+        self,
+        receivers: int | Sequence[str],
+        timeout_s: float,
+        directory: str | os.PathLike[str] | None = None,
+        token: str | None = None,
+    ) -> None:
+        self._awaited = None if isinstance(receivers, int) else list(receivers)
+        self._count = receivers if isinstance(receivers, int) else len(receivers)
+        self.timeout_s = timeout_s
+        self.token = token or secrets.token_urlsafe(32)
+        self.ranks: list[ConnectedRank] = []
+        self._cancelled: RLMemoryError | None = None
+        self._wake, self._wakeable = socket.socketpair()
+        self._directory = tempfile.mkdtemp(prefix="rl-memory-", dir=directory)  # mode 0700
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path = str(Path(self._directory) / "weights.sock")
+            self._listener.bind(path)
+            self._listener.listen(self._count + 8)
+            self._listener.setblocking(False)
+        except OSError as error:
+            self.close()
+            raise InvalidRequestError(
+                f"no socket can be made in {self._directory}: {error}", field="directory", got=self._directory
+            ) from None
+        names = ["*"] if self._awaited is None else self._awaited
+        self.endpoints: dict[str, str] = dict.fromkeys(names, path)
+
+    def close(self) -> None:
+        """Leave nothing behind. May be called more than once."""
+        for rank in self.ranks:
+            rank.connection.close()
+        self.ranks = []
+        self._listener.close()
+        self._wake.close()
+        self._wakeable.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def cancel(self, error: RLMemoryError) -> None:
+        """Make a wait in another thread raise `error`."""
+        self._cancelled = error
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
+    def connect(self) -> None:
+        """Wait until all receivers have introduced themselves; turn others away."""
+        deadline = wire.Deadline(self.timeout_s)
+        strangers: list[wire.Connection] = []
+        try:
+            while len(self.ranks) < self._count:
+                ready = self._select([self._listener, *strangers], deadline.remaining())
+                if not ready:
+                    here = [rank.device for rank in self.ranks]
+                    raise WeightUpdateError(
+                        f"{self._count - len(here)} of {self._count} receivers did not connect within "
+                        f"{self.timeout_s:g} s",
+                        reason="stalled",
+                        timeout_s=self.timeout_s,
+                        connected=here,
+                        missing=self._still_awaited(),
+                    )
+                for one in ready:
+                    if isinstance(one, wire.Connection):
+                        strangers.remove(one)
+                        self._greet(one)
+                    else:
+                        with contextlib.suppress(BlockingIOError):
+                            sock, _ = self._listener.accept()
+                            strangers.append(wire.Connection(sock, "a connecting process"))
+        finally:
+            for stranger in strangers:
+                stranger.close()
+
+    def _greet(self, connection: wire.Connection) -> None:
+        try:
+            hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
+            if hello.protocol != wire.PROTOCOL:
+                raise WeightUpdateError(
+                    f"the trainer speaks protocol {wire.PROTOCOL}, the engine {hello.protocol}: install the "
+                    "same version of rl_memory_plugins on both sides",
+                    reason="protocol",
+                )
+            if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+                raise AuthenticationError("the token is not this update's")
+            awaited = self._still_awaited()
+            if awaited is not None and hello.device not in awaited:
+                raise WeightUpdateError(
+                    f"device {hello.device} is not awaited, or is here already",
+                    device=hello.device,
+                    awaited=awaited,
+                )
+            if len(self.ranks) == self._count:
+                raise WeightUpdateError(f"all {self._count} receivers are here already", device=hello.device)
+        except RLMemoryError as error:
+            connection.fail(error)
+            connection.close()
+            return
+        self.ranks.append(ConnectedRank(connection, hello))
+
+    def _still_awaited(self) -> list[str] | None:
+        if self._awaited is None:
+            return None
+        left = list(self._awaited)
+        for rank in self.ranks:
+            left.remove(rank.device)
+        return left
+
+    def broadcast(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        for rank in self.ranks:
+            rank.connection.send(message, self.timeout_s, fds)
+
+    def gather(self, ranks: Sequence[ConnectedRank], *types: type[wire.M]) -> list[tuple[ConnectedRank, wire.M]]:
+        """One message from each; the failure of any ends the wait for all."""
+        waiting = {rank.connection: rank for rank in ranks}
+        messages: dict[int, wire.M] = {}
+        deadline = wire.Deadline(self.timeout_s)
+        while waiting:
+            ready = self._select(list(waiting), deadline.remaining())
+            if not ready:
+                wanted = " or ".join(expected.__name__ for expected in types)
+                error = next(iter(waiting)).stalled(f"did not send {wanted}", self.timeout_s)
+                error.details["stalled_ranks"] = sorted(rank.rank for rank in waiting.values())
+                raise error
+            for connection in ready:
+                rank = waiting.pop(connection)
+                messages[id(rank)] = connection.receive(*types, timeout_s=self.timeout_s)
+        return [(rank, messages[id(rank)]) for rank in ranks]
+
+    def _select(self, waiting: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Those that can be read; empty when the time is over.
+
+        Raises:
+            RLMemoryError: the one given to `cancel`.
+        """
+        poll = select.poll()  # not select(), which ends at descriptor 1023
+        by_fd = {one.fileno(): one for one in (self._wakeable, *waiting)}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        ready = [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
+        # What receivers have said comes first: it is closer to the cause than the error given to `cancel`.
+        if ready == [self._wakeable]:
+            raise self._cancelled or WeightUpdateError("the update was cancelled")
+        return [one for one in ready if one is not self._wakeable]
