@@ -41,6 +41,10 @@ class Launch:
     device: str = "cpu"  # or "cuda"
 
     @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
+
+    @property
     def dtype(self) -> str:
         """Of the weights: on GPUs the engines' kernels want 16 bits, of which float16 rounds least."""
         return {"cpu": "float32", "cuda": "float16"}[self.device]

@@ -48,16 +48,15 @@ class Sglang(EngineKind):
         }
         if launch.device == "cuda":
             return variables
-        ranks = launch.tp * launch.dp
         variables |= {
             "PYTHONPATH": str(STAND_IN_KERNELS),
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_NCCL_SO_PATH": "none",  # else the NCCL that is installed wants a GPU with more than one rank
-            "OMP_NUM_THREADS": "2" if ranks == 1 else "1",
+            "OMP_NUM_THREADS": "2" if launch.ranks == 1 else "1",
             "OMP_WAIT_POLICY": "passive",
         }
-        if ranks > 1:  # SGLang insists on one entry a rank; without its kernels it binds nothing
-            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)
+        if launch.ranks > 1:  # SGLang insists on one entry a rank; without its kernels it binds nothing
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * launch.ranks)
         return variables
 
     def request(

@@ -49,8 +49,7 @@ class Vllm(EngineKind):
         if launch.device == "cuda":
             return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it is compiled at first use
         cores = range(os.cpu_count() or 1)
-        ranks = launch.tp * launch.dp
-        bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)) if ranks > 1 else "auto"
+        bind = "|".join(str(cores[rank % len(cores)]) for rank in range(launch.ranks)) if launch.ranks > 1 else "auto"
         return {**variables, "VLLM_CPU_OMP_THREADS_BIND": bind}
 
     def request(

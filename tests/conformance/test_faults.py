@@ -26,7 +26,7 @@ def request_head(server: Server, route: str, content_length: int) -> bytes:
 
 
 def last_rank(server: Server) -> int:
-    return server.launch.tp - 1
+    return server.launch.ranks - 1
 
 
 def test_a_wake_without_memory_undoes_itself_on_every_rank(

@@ -102,11 +102,11 @@ class Once:
 
 def test_an_engine_that_cannot_sleep(server: Server, weights: Weights, fault_dir: Path) -> None:
     trainer = Trainer(server, weights.first)
-    (fault_dir / f"release.{server.launch.tp - 1}").touch()
+    (fault_dir / f"release.{server.launch.ranks - 1}").touch()
     with pytest.raises(RLMemoryError) as caught, trainer.handoff.training():
         pytest.fail("the body ran")
     assert caught.value.details["step"] == "sleep"
-    if server.launch.tp == 1:
+    if server.launch.ranks == 1:
         assert server.generate(PROMPT) == greedy(weights.first, PROMPT)  # nothing was released: it is as it was
     else:
         assert_closed(server)  # the other rank had released its part
@@ -150,7 +150,7 @@ def test_a_step_that_fails_is_named_and_called_again(
     trainer = Trainer(server, weights.first, parts=[Once()] if step == "offload" else [])
     trainer.handoff.release()
     trainer.train(weights.other)
-    arrange(trainer, (fault_dir / f"reserve.{server.launch.tp - 1}").touch)
+    arrange(trainer, (fault_dir / f"reserve.{server.launch.ranks - 1}").touch)
     with pytest.raises(RLMemoryError) as caught:
         trainer.handoff.sync("again")
     assert caught.value.details["step"] == step

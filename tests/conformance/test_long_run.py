@@ -120,5 +120,5 @@ def test_a_worker_that_is_killed_in_an_update_is_an_error(own_server: Server, mo
 def workers(server: Server) -> list[psutil.Process]:
     """The processes that have opened the trainer's shared memory."""
     found = [p for p in server.processes() if "rl-memory-weights" in Path(f"/proc/{p.pid}/maps").read_text()]
-    assert len(found) == server.launch.tp
+    assert len(found) == server.launch.ranks
     return found
