@@ -23,8 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from integration import records
 from integration.engines.base import gpu_used_bytes
 from integration.models import SHAPES, write_model
+from integration.records import Records
 from integration.subjects import gpu_name, run_bounded
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
@@ -34,15 +36,15 @@ ENDS = 20  # cycles at each end of a long run that are compared
 
 
 class Bench:
-    """Runs one subject; `keep` is given each of its figures as it comes: metric, value, unit."""
+    """Runs one subject."""
 
-    def __init__(self, engine: Any, idle_mib: float, keep: Callable[[str, float, str], None]) -> None:
+    def __init__(self, engine: Any, idle_mib: float, records: Records) -> None:
         self._engine = engine
         self._idle_mib = idle_mib
-        self._keep = keep
+        self._records = records
 
     def add(self, metric: str, value: float, unit: str = "s") -> None:
-        self._keep(metric, value, unit)
+        self._records.add(metric, [value], unit)
 
     def timed(self, metric: str, run: Callable[[], Any]) -> None:
         self.add(metric, seconds_of(run))
@@ -273,36 +275,6 @@ def host_held_mib() -> float:
     return sum(process.memory_info().rss for process in [root, *root.children(recursive=True)]) / 2**20
 
 
-class Results:
-    """The records of one subject, added to those that the file holds already."""
-
-    def __init__(self, out: Path, common: dict[str, Any]) -> None:
-        self._out = out
-        self._common = common
-        self._others = json.loads(out.read_text()) if out.exists() else []
-        self._figures: dict[str, list[float]] = {}
-        self._units: dict[str, str] = {}
-
-    def keep(self, metric: str, value: float, unit: str) -> None:
-        self._figures.setdefault(metric, []).append(value)
-        self._units[metric] = unit
-        records = [
-            {
-                **self._common,
-                "metric": name,
-                "unit": self._units[name],
-                "median": statistics.median(values),
-                "min": min(values),
-                "max": max(values),
-                "n": len(values),
-            }
-            for name, values in self._figures.items()
-        ]
-        fresh = self._out.with_suffix(".part")
-        fresh.write_text(json.dumps(self._others + records, indent=1))
-        fresh.replace(self._out)
-
-
 def run_subject(arguments: argparse.Namespace) -> None:
     kind = ENGINES[arguments.engine]
     idle = gpu_used_mib()
@@ -325,7 +297,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
             "commit": arguments.commit,
             "command": "python -m integration.bench_gpu " + " ".join(sys.argv[1:]),
         }
-        bench = Bench(engine, idle, Results(arguments.out, common).keep)
+        bench = Bench(engine, idle, Records(arguments.out, common))
         bench.add("startup_s", startup)
         native = arguments.subject == "native" and arguments.native_cycles is not None
         bench.run(arguments.native_cycles if native else arguments.cycles, arguments.drift_cycles)
@@ -350,7 +322,7 @@ def main() -> None:
         run_subject(arguments)
         return
     failed = [subject for subject in SUBJECTS if not _measured(subject, arguments)]
-    for record in json.loads(arguments.out.read_text()) if arguments.out.exists() else []:
+    for record in records.read(arguments.out):
         print(f"{record['subject']:7} {record['metric']:22} {record['median']:10.4f} {record['unit']}")
     if failed:
         raise SystemExit(f"did not end well: {', '.join(failed)}")

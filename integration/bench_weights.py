@@ -22,10 +22,8 @@ the engine's own route, `native_packed` buckets of 1 GiB.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,8 +37,9 @@ from typing import Any
 
 import msgspec
 
-from integration import bench_weights_trainer
+from integration import bench_weights_trainer, records
 from integration.models import SHAPES, write_model
+from integration.records import Records
 from integration.subjects import gpu_name, run_bounded
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(4)]
@@ -272,24 +271,6 @@ ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}
 # -- one subject ----------------------------------------------------------------------------------------------
 
 
-class Records:
-    """The figures, written to the file as each comes."""
-
-    def __init__(self, out: Path, common: dict[str, Any]) -> None:
-        self._out = out
-        self._common = common
-        self._records = json.loads(out.read_text()) if out.exists() else []
-
-    def about(self, details: dict[str, Any]) -> None:
-        self._common |= details
-
-    def add(self, metric: str, values: list[float], unit: str, details: dict[str, Any]) -> None:
-        figures = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
-        self._records.append({**self._common, "metric": metric, "unit": unit, **figures, **details})
-        self._out.write_text(json.dumps(self._records, indent=1))
-        print(f"{metric:40} {figures['median']:12.5f} {unit} {details or ''}", flush=True)
-
-
 def run_subject(arguments: argparse.Namespace) -> list[str]:
     """Measure one subject; returns the routes that failed."""
     from importlib.metadata import version
@@ -300,7 +281,7 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
         dtype = "bfloat16" if arguments.device == "cuda" else "float32"
         model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype=dtype)
         subject = ENGINES[arguments.engine](model, arguments.subject == "plugin", arguments.device, arguments.memory)
-        records = Records(
+        figures = Records(
             arguments.out,
             {
                 "engine": arguments.engine,
@@ -331,7 +312,7 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
         )
         trainer.start()
         inside.close()
-        return serve(pipe, {**subject.methods(), "record": records.add, "about": records.about})
+        return serve(pipe, {**subject.methods(), "record": figures.add, "about": figures.about})
 
 
 def serve(pipe: Connection, methods: dict[str, Callable[..., Any]]) -> list[str]:
@@ -418,8 +399,9 @@ def main() -> None:
 
 def answers_agree(out: Path) -> bool:
     """Whether the same numbers gave the same tokens by every route of both subjects."""
-    records = json.loads(out.read_text()) if out.exists() else []
-    answers = {record["metric"]: record["median"] for record in records if record["metric"].startswith("answers_")}
+    answers = {
+        record["metric"]: record["median"] for record in records.read(out) if record["metric"].startswith("answers_")
+    }
     agree = len(set(answers.values())) == 1
     print(f"the answers by all routes are {'the same' if agree else f'not the same: {answers}'}", flush=True)
     return agree

@@ -1,0 +1,50 @@
+"""The records of a benchmark: a JSON list, one object a figure, written as each figure comes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Records:
+    """The figures of one subject, after those that the file holds already.
+
+    Args:
+        common: What is the same in all of them: engine, versions, GPU, model, subject, commit, command.
+    """
+
+    def __init__(self, out: Path, common: Mapping[str, Any]) -> None:
+        self._out = out
+        self._common = dict(common)
+        self._others = read(out)
+        self._values: dict[str, list[float]] = {}
+        self._details: dict[str, dict[str, Any]] = {}
+
+    def about(self, details: Mapping[str, Any]) -> None:
+        """What else is the same in all of them."""
+        self._common |= details
+
+    def add(self, metric: str, values: Sequence[float], unit: str, details: Mapping[str, Any] = {}) -> None:
+        """Add to the values of a metric."""
+        self._values.setdefault(metric, []).extend(values)
+        self._details[metric] = {"unit": unit, **details}
+        print(f"{metric:40} {statistics.median(values):12.5f} {unit} {details or ''}", flush=True)
+        records = [
+            {**self._common, "metric": metric, **_figures(values), **self._details[metric]}
+            for metric, values in self._values.items()
+        ]
+        fresh = self._out.with_suffix(".part")
+        fresh.write_text(json.dumps(self._others + records, indent=1))
+        fresh.replace(self._out)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; none where there is no file."""
+    return list(json.loads(path.read_text())) if path.exists() else []
+
+
+def _figures(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
