@@ -1,4 +1,4 @@
-"""Giving torch's cached device memory back to the driver, where the engine can take it."""
+"""What torch keeps of the device's memory in this process: giving it back to the driver, and a limit."""
 
 from __future__ import annotations
 
@@ -51,3 +51,17 @@ def aggressive_empty_cache(max_rounds: int = 3, threshold_bytes: int = GIB) -> C
                 break
     clearing.seconds = time.perf_counter() - start
     return clearing
+
+
+def limit_memory(fraction: float) -> None:
+    """Let torch take at most this share of the current GPU's memory; does nothing where this process uses no GPU.
+
+    Beyond it torch raises `OutOfMemoryError` here, in the trainer, and not later in an engine that wakes.
+
+    Args:
+        fraction: Above 0; 1 is no limit.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.set_per_process_memory_fraction(fraction)

@@ -23,8 +23,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.trainer.cache import aggressive_empty_cache
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.trainer.cache import aggressive_empty_cache, limit_memory
 from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import on_this_gpu
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
@@ -87,8 +87,13 @@ class RolloutHandoff:
             are both on the device. `source` must be one that reads offloaded tensors: all of this package do.
         level: At which the engines sleep; 1 keeps a copy of their weights, for updates that are partial.
         mode: What happens to requests that run when the engines are put to sleep.
+        memory_fraction: The share of its GPU that torch may take in this process while the trainer has the devices:
+            from `load` on until its weights are offloaded. The rest is for what the engines keep while asleep.
         group: The trainer's process group; see `Peers`.
         **update: Options of `push_from_all`, e.g. `bucket_bytes`, `timeout_s`.
+
+    Raises:
+        InvalidRequestError: `memory_fraction` is not above 0 and at most 1.
     """
 
     def __init__(
@@ -101,9 +106,16 @@ class RolloutHandoff:
         from_host: bool = False,
         level: int = 2,
         mode: str = "abort",
+        memory_fraction: float = 1.0,
         group: Any = None,
         **update: Any,
     ) -> None:
+        if not 0 < memory_fraction <= 1:
+            raise InvalidRequestError(
+                f"memory_fraction must be above 0 and at most 1, not {memory_fraction}",
+                field="memory_fraction",
+                got=memory_fraction,
+            )
         self.engines = as_engines(engines)
         self._source = source
         self._weights = [_movable(one) for one in weights]
@@ -111,6 +123,7 @@ class RolloutHandoff:
         self._from_host = from_host
         self._level = level
         self._mode = mode
+        self._memory_fraction = memory_fraction
         self._peers = Peers(group)
         self._update = update
         self._lock = threading.Lock()  # one handoff at a time, also where an awaiting task was cancelled
@@ -130,6 +143,7 @@ class RolloutHandoff:
         report = HandoffReport()
         with self._lock:
             self._on_engines(report, "sleep", lambda engine: engine.sleep(level=self._level, mode=self._mode))
+            self._limit(self._memory_fraction)
             self._move(report, "load", [one.load for one in (*self._weights, *self._others)])
         return report
 
@@ -153,8 +167,13 @@ class RolloutHandoff:
                     self.engines, self._source, self._peers, weight_version=weight_version, **self._update
                 )
             self._move(report, "offload", [one.offload for one in self._weights])
+            self._limit(1.0)
             self._on_engines(report, "wake_kv_cache", lambda engine: engine.wake_up())
         return report
+
+    def _limit(self, fraction: float) -> None:
+        if self._memory_fraction < 1:  # a limit of the trainer's own is left alone
+            limit_memory(fraction)
 
     def _on_engines(self, report: HandoffReport, step: str, call: Callable[[Engine], Any]) -> None:
         with self._step(report, step):

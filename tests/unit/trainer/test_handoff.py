@@ -16,7 +16,8 @@ from rl_memory_plugins.errors import (
     StateConflictError,
     WeightUpdateError,
 )
-from rl_memory_plugins.trainer import AsyncRolloutHandoff, EngineObject, ModelSource, Moved, RolloutHandoff
+from rl_memory_plugins.trainer import AsyncRolloutHandoff, EngineObject, ModelSource, Moved, RolloutHandoff, handoff
+from rl_memory_plugins.trainer.cache import CacheClearing
 from rl_memory_plugins.trainer.handoff import STEPS
 
 
@@ -145,6 +146,35 @@ def test_from_host_a_real_model_is_sent_from_its_offloaded_copy():
             expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         assert report.moved_bytes["offload"] == offloader.offloaded_bytes > 0
         engine.ranks[0].model.assert_unchanged(loaded(expected))
+
+
+def test_the_trainer_is_limited_while_it_has_the_devices(monkeypatch):
+    setup = Setup(memory_fraction=0.9)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: setup.log.append(("limit", share)))
+    monkeypatch.setattr(handoff, "aggressive_empty_cache", CacheClearing)
+    monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
+    with setup.handoff.training("7"):
+        pass
+    limits = [entry for entry in setup.log if entry[0] == "limit"]
+    assert limits == [("limit", 0.9), ("limit", 1.0)]
+    assert setup.log.index(limits[0]) < setup.log.index(("load", "model"))
+    assert setup.log.index(("offload", "model")) < setup.log.index(limits[1]) < setup.log.index(("wake_up", None))
+
+
+def test_without_a_fraction_the_trainers_own_limit_stays(monkeypatch):
+    monkeypatch.setattr(handoff, "limit_memory", lambda share: pytest.fail("a limit was set"))
+    setup = Setup()
+    with setup.handoff.training("7"):
+        pass
+    setup.assert_updated()
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5])
+def test_a_fraction_is_a_share(fraction):
+    with pytest.raises(InvalidRequestError) as caught:
+        Setup(memory_fraction=fraction)
+    assert caught.value.details == {"field": "memory_fraction", "got": fraction}
 
 
 def test_level_and_mode_are_the_callers():
