@@ -52,6 +52,11 @@ def greedy(model: torch.nn.Module, prompt: list[int], tokens: int = 8) -> list[i
     return ids[0, len(prompt) :].tolist()
 
 
+def long_answer(server: Server) -> int:
+    """Tokens that take some seconds, in which something else can happen."""
+    return 400 if server.launch.device == "cpu" and server.launch.ranks > 1 else 1500
+
+
 def assert_greedy(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> None:
     """Each token is the model's choice after those before it, but for rounding.
 

@@ -10,9 +10,7 @@ import pytest
 
 from integration.engines.base import Server
 from rl_memory_plugins.errors import DrainTimeoutError, StateConflictError
-from tests.conformance.conftest import PROMPT, Weights, assert_greedy
-
-LONG = 1500
+from tests.conformance.conftest import PROMPT, Weights, assert_greedy, long_answer
 
 
 def assert_same(server: Server, weights: Weights, tokens: list[int], expected: list[int]) -> None:
@@ -26,20 +24,21 @@ def assert_same(server: Server, weights: Weights, tokens: list[int], expected: l
 
 
 def test_abort_ends_the_request_early(server: Server, first_tokens: list[int]) -> None:
-    with server.generating(PROMPT, 1500) as request:
+    length = long_answer(server)
+    with server.generating(PROMPT, length) as request:
         server.control.sleep(1, mode="abort")
         answer = request.answer()
     assert server.kind.was_aborted(answer)
     tokens = server.kind.tokens(answer)
-    assert len(tokens) < 1500
+    assert len(tokens) < length
     assert tokens[:8] == first_tokens[: len(tokens)]
     server.control.wake_up()
     assert server.generate(PROMPT) == first_tokens
 
 
 def test_wait_lets_the_request_finish(server: Server, weights: Weights, first_tokens: list[int]) -> None:
-    expected = server.generate(PROMPT, LONG)
-    with server.generating(PROMPT, LONG) as request:
+    expected = server.generate(PROMPT, long_answer(server))
+    with server.generating(PROMPT, long_answer(server)) as request:
         server.control.sleep(1, mode="wait")
         assert not request.is_alive() or request.join(5) is None
         assert_same(server, weights, server.kind.tokens(request.answer()), expected)
@@ -59,8 +58,8 @@ def test_wait_lets_queued_requests_finish_too(server: Server) -> None:
 
 
 def test_keep_goes_on_after_the_wake(server: Server, weights: Weights) -> None:
-    expected = server.generate(PROMPT, LONG)
-    with server.generating(PROMPT, LONG) as request:
+    expected = server.generate(PROMPT, long_answer(server))
+    with server.generating(PROMPT, long_answer(server)) as request:
         server.control.sleep(1, mode="keep")
         time.sleep(1)
         assert request.is_alive()
@@ -69,7 +68,7 @@ def test_keep_goes_on_after_the_wake(server: Server, weights: Weights) -> None:
 
 
 def test_new_requests_are_refused_while_a_sleep_waits(server: Server) -> None:
-    with server.generating(PROMPT, LONG) as request:
+    with server.generating(PROMPT, long_answer(server)) as request:
         sleeping = threading.Thread(target=lambda: server.control.sleep(1, mode="wait"))
         sleeping.start()
         time.sleep(0.3)

@@ -10,7 +10,7 @@ import torch
 
 from integration.engines.base import Server
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
-from tests.conformance.conftest import PROMPT, STALL_S, Weights, greedy
+from tests.conformance.conftest import PROMPT, STALL_S, Weights, greedy, long_answer
 from tests.conformance.trainers import broken_update, push, push_with_wrong_token
 
 
@@ -159,9 +159,9 @@ def test_a_partial_update_needs_valid_weights(server: Server, weights: Weights) 
 
 
 def test_an_update_while_generating(server: Server, weights: Weights) -> None:
-    with server.generating(PROMPT, 1500) as request:
+    with server.generating(PROMPT, long_answer(server)) as request:
         push(server, weights.other, mode="keep")
-        assert len(server.kind.tokens(request.answer())) == 1500
+        assert len(server.kind.tokens(request.answer())) == long_answer(server)
     assert server.generate(PROMPT) == greedy(weights.other, PROMPT)
 
 

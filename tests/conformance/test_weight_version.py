@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from integration.engines.base import Server
-from tests.conformance.conftest import PROMPT, Weights
+from tests.conformance.conftest import PROMPT, Weights, long_answer
 from tests.conformance.trainers import push
 
 
@@ -27,7 +27,7 @@ def test_an_answer_names_its_weights(server: Server, weights: Weights, stream: b
 
 def test_a_request_that_is_kept_over_an_update_names_both_weights(server: Server, weights: Weights) -> None:
     push(server, weights.other, weight_version="before")
-    with server.generating(PROMPT, 1500) as request:
+    with server.generating(PROMPT, long_answer(server)) as request:
         push(server, weights.first, weight_version="after", mode="keep")
         request.answer()
     assert versions(request.outcome) == ("before", "after")
