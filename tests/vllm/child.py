@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import multiprocessing as mp
 import os
@@ -37,7 +38,11 @@ class Child:
             os.environ.clear()
             os.environ.update(former)
         inside.close()
-        self._receive(START_TIMEOUT_S)
+        try:
+            self._receive(START_TIMEOUT_S)
+        except BaseException:
+            _kill(self.processes())  # an engine that is still starting does not look at its pipe
+            raise
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(engine, *arguments)` over there."""
@@ -45,15 +50,18 @@ class Child:
         return self._receive(CALL_TIMEOUT_S)
 
     def processes(self) -> list[psutil.Process]:
-        root = psutil.Process(self._process.pid)
-        return [root, *root.children(recursive=True)]
+        """The child and all that it has started; none once it has ended."""
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def stop(self) -> None:
-        processes = self.processes() if self._process.is_alive() else []
+        processes = self.processes()
         self._pipe.close()  # the child leaves its loop
         _, alive = psutil.wait_procs(processes, timeout=20)
-        for process in alive:
-            process.kill()
+        _kill(alive)
         self._process.join(10)
 
     def _receive(self, timeout_s: float) -> Any:
@@ -63,6 +71,12 @@ class Child:
         if error:
             raise AssertionError(f"in the child:\n{error}")
         return result
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
