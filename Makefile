@@ -4,8 +4,8 @@
 #   make check                            lint, format, types
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
-#   make test-sglang-long                 SGLang with two tensor- or data-parallel ranks, its kinds of weights against
-#                                         fresh engines, hundreds of updates; not part of make test
+#   make test-long [ENGINE=sglang]        the whole suite with several ranks, hundreds of updates, SGLang's kinds of
+#                                         weights against fresh engines; not part of make test
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
 #                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
@@ -26,10 +26,11 @@ DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
 PYTEST_FLAGS := -q --timeout 900 -m "not gpu"
-# Without hundreds of updates, which are watched on one rank of each engine.
-SHORT_SUITE := tests/conformance --ignore tests/conformance/test_long_run.py
+SUITE := tests/conformance --ignore tests/conformance/test_long_run.py
+# What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour.
+RANKS_SUITE := $(foreach rule,sleep_wake modes faults handoff updates,tests/conformance/test_$(rule).py)
 
-.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-sglang-long test-patches test-gpu env-vllm env-sglang clean
+.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-long test-long-vllm test-long-sglang test-patches test-gpu env-vllm env-sglang clean
 
 help:
 	@sed -n '2,10p' Makefile | cut -c3-
@@ -49,20 +50,29 @@ test-patches: env-vllm env-sglang
 test-vllm: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SHORT_SUITE) --engine vllm --tp 2
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --tp 2
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
 test-sglang: env-sglang
 ifeq ($(SGLANG),$(SGLANG_CI))
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang --ignore tests/sglang/test_weight_kinds.py
 endif
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SHORT_SUITE) --engine sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang
+ifeq ($(SGLANG),$(SGLANG_CI))
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine sglang --tp 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine sglang --dp 2
+endif
 
-test-sglang-long: env-sglang
+test-long: test-long-$(ENGINE)
+
+test-long-vllm: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine vllm --tp 2
+
+test-long-sglang: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance/test_long_run.py --engine sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang/test_weight_kinds.py
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SHORT_SUITE) --engine sglang --tp 2
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SHORT_SUITE) --engine sglang --dp 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --tp 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --dp 2
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --engine $(ENGINE) --device cuda \
