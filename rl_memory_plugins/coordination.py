@@ -42,13 +42,18 @@ def abort(ranks: RankGroup, operation: str) -> None:
     ranks.call(f"abort_{operation}")
 
 
-def raise_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
-    """The replies, if none is an error; else one typed error that names every participant that failed."""
+def raise_failures(replies: Sequence[Reply[Any]], participant: str = "rank") -> list[Reply[Any]]:
+    """The replies, if none is an error; else one typed error that names every participant that failed.
+
+    Args:
+        participant: What answered, as the error's details name it: a `rank` of one engine, or the `engine_rank` of one
+            of several data-parallel engines.
+    """
     failed = [reply for reply in replies if reply.error is not None]
     if not failed:
         return list(replies)
     assert failed[0].error is not None
     error = from_record(failed[0].error)
-    error.details.setdefault("rank", failed[0].rank)
-    error.details.setdefault("failed_ranks", [reply.rank for reply in failed])
+    error.details.setdefault(participant, failed[0].rank)
+    error.details.setdefault(f"failed_{participant}s", [reply.rank for reply in failed])
     raise error

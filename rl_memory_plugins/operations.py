@@ -85,21 +85,21 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
     if updating:
         raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
     if len(engines) == 1:
-        return _merge(raise_failures((yield command)))
+        return _merge(_raise_failures((yield command)))
     drained_s = 0.0
     if not isinstance(command, commands.WakeUp) and command.mode == PauseMode.WAIT.value:
         name = "sleep" if isinstance(command, commands.Sleep) else "update_weights"
-        waited = raise_failures((yield commands.Drain(name)))
+        waited = _raise_failures((yield commands.Drain(name)))
         drained_s = max(reply.result["drained"] for reply in waited)
     ticket = uuid.uuid4().hex
     held = yield msgspec.structs.replace(command, hold=ticket)
     try:
-        raise_failures(held)
+        _raise_failures(held)
     except RLMemoryError:
         # An engine that refused holds nothing of ours and answers 409 here, which is as good as an undo.
         yield commands.Decide(ticket, commit=False)
         raise
-    report = _merge(raise_failures((yield commands.Decide(ticket, commit=True))))
+    report = _merge(_raise_failures((yield commands.Decide(ticket, commit=True))))
     if drained_s:
         report.seconds["drain"] += drained_s
         report.seconds["total"] += drained_s
@@ -108,14 +108,18 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
 
 def checksums() -> Operation:
     """Per engine, the list of its ranks' checksum records."""
-    replies = raise_failures((yield commands.Checksums()))
+    replies = _raise_failures((yield commands.Checksums()))
     return [reply.result for reply in sorted(replies, key=lambda reply: reply.rank)]
 
 
 def hello() -> Operation:
     """Per engine, the path of its status board."""
-    replies = raise_failures((yield commands.Hello()))
+    replies = _raise_failures((yield commands.Hello()))
     return [reply.result for reply in replies]
+
+
+def _raise_failures(replies: list[Reply[Any]]) -> list[Reply[Any]]:
+    return raise_failures(replies, "engine_rank")
 
 
 def _merge(replies: list[Reply[Any]]) -> Report:

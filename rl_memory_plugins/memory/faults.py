@@ -60,6 +60,5 @@ class FaultyAllocator:
             needed_bytes=0,
             free_bytes=free,
             margin_bytes=0,
-            rank=self._rank,
             injected=True,
         )

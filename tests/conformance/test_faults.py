@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from integration.engines.base import Server
-from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
+from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError
 from tests.conformance.conftest import PROMPT
 from tests.conformance.test_sleep_wake import states
 
@@ -25,8 +25,15 @@ def request_head(server: Server, route: str, content_length: int) -> bytes:
     return f"POST {route} HTTP/1.1\r\nHost: x\r\n{key}Content-Length: {content_length}\r\n\r\n".encode()
 
 
-def last_rank(server: Server) -> int:
-    return server.launch.ranks - 1
+def last(operation: str, server: Server) -> str:
+    """The file by which the last of all ranks is asked to fail."""
+    return f"{operation}.{server.launch.ranks - 1}"
+
+
+def assert_names_the_last(error: RLMemoryError, server: Server) -> None:
+    rank, engine_rank = server.launch.tp - 1, server.launch.dp - 1
+    expected = {"rank": rank, "failed_ranks": [rank], "engine_rank": engine_rank, "failed_engine_ranks": [engine_rank]}
+    assert expected.items() <= error.details.items()
 
 
 def test_a_wake_without_memory_undoes_itself_on_every_rank(
@@ -35,11 +42,10 @@ def test_a_wake_without_memory_undoes_itself_on_every_rank(
     """Stock SGLang: torch_memory_saver ends the process with `exit(1)` when memory runs out in a resume."""
     server.control.sleep(1)
     before = states(server)
-    (fault_dir / f"reserve.{last_rank(server)}").touch()
+    (fault_dir / last("reserve", server)).touch()
     with pytest.raises(DeviceMemoryError) as caught:
         server.control.wake_up()
-    assert caught.value.details["rank"] == last_rank(server)
-    assert caught.value.details["failed_ranks"] == [last_rank(server)]
+    assert_names_the_last(caught.value, server)
     assert {"needed_bytes", "free_bytes", "margin_bytes"} <= set(caught.value.details)
     assert states(server) == before
     assert server.post(PROMPT).status_code == 503
@@ -50,7 +56,7 @@ def test_a_wake_without_memory_undoes_itself_on_every_rank(
 def test_a_partial_wake_without_memory(server: Server, fault_dir: Path, first_tokens: list[int]) -> None:
     server.control.sleep(1)
     server.control.wake_up(["weights"])
-    (fault_dir / f"reserve.{last_rank(server)}").touch()
+    (fault_dir / last("reserve", server)).touch()
     with pytest.raises(DeviceMemoryError):
         server.control.wake_up(["kv_cache"])
     assert states(server)["weights"] == {"resident"}
@@ -60,10 +66,10 @@ def test_a_partial_wake_without_memory(server: Server, fault_dir: Path, first_to
 
 
 def test_a_release_that_fails_names_what_it_changed(server: Server, fault_dir: Path, first_tokens: list[int]) -> None:
-    (fault_dir / f"release.{last_rank(server)}").touch()
+    (fault_dir / last("release", server)).touch()
     with pytest.raises(DeviceMemoryError) as caught:
         server.control.sleep(1)
-    assert caught.value.details["rank"] == last_rank(server)
+    assert_names_the_last(caught.value, server)
     server.control.sleep(1)  # finishes what the first could not
     assert "resident" not in states(server)["weights"] | states(server)["kv_cache"]
     server.control.wake_up()

@@ -55,7 +55,7 @@ def test_one_engine_that_cannot_makes_all_undo() -> None:
     with pytest.raises(HostMemoryError) as caught:
         operations.run(operations.transition(operations.sleep(1), status(2)), engines)
     assert engines.asked[1] == commands.Decide(engines.asked[0].hold, commit=False)
-    assert caught.value.details["failed_ranks"] == [1]
+    assert caught.value.details == {"engine_rank": 1, "failed_engine_ranks": [1]}
 
 
 def test_nothing_is_sent_while_an_update_runs() -> None:

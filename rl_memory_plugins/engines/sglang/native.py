@@ -257,7 +257,7 @@ def _obey(added: Any, command: AnyCommand) -> None:
 
     def log(done: Any) -> None:
         try:
-            raise_failures([decode_reply(done.result())])
+            raise_failures([decode_reply(done.result())], "engine_rank")
         except RLMemoryError as error:
             logger.error("%s: %s", type(command).__name__, error.message)
 

@@ -185,12 +185,12 @@ def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
     """Run a command for a native caller: its error is raised, its report dropped."""
     reply = controller.obey(command)
     if reply.done():
-        return raise_failures([decode_reply(reply.result())])
+        return raise_failures([decode_reply(reply.result())], "engine_rank")
     outcome: Future[None] = Future()
 
     def settle(done: Future[bytes]) -> None:
         try:
-            raise_failures([decode_reply(done.result())])
+            raise_failures([decode_reply(done.result())], "engine_rank")
         except Exception as error:
             outcome.set_exception(error)
         else:

@@ -15,9 +15,8 @@ def test_each_file_fails_one_call_of_its_rank(tmp_path):
         block = allocator.allocate(64)  # the inner allocator's own
     (tmp_path / "release.0").touch()
     (tmp_path / "release.1").touch()
-    with pytest.raises(DeviceMemoryError) as caught:
+    with pytest.raises(DeviceMemoryError, match="release on rank 1"):
         allocator.release(Tag.WEIGHTS)
-    assert caught.value.details["rank"] == 1
     assert inner.device.used == 64
     assert allocator.release(Tag.WEIGHTS) == 64
 
