@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -61,6 +61,14 @@ class EngineHooks(Protocol):
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
         """Mirror the state into the engine's own fields, for its own code that looks at them."""
+
+
+class _Held(NamedTuple):
+    """A transition between its two phases; the engines of all data-parallel ranks decide on the second together."""
+
+    ticket: str
+    name: str
+    finish: Callable[[bool], Any]
 
 
 class _Operation:
@@ -113,8 +121,7 @@ class Controller:
         self._paused = False
         self._busy = ""
         self._draining: list[_Operation] = []
-        self._held: Callable[[bool], Any] | None = None
-        self._ticket = ""  # of what is held
+        self._held: _Held | None = None
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
             commands.Sleep: self._sleep,
             commands.WakeUp: self._wake_up,
@@ -178,7 +185,7 @@ class Controller:
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
                 self._engine.reset_caches()
             prepare(self._ranks, "sleep", level=int(level), tags=[tag.value for tag in tags])
-            return self._decided(command.hold, finish)
+            return self._decided(command.hold, operation, finish)
 
         def finish(agreed: bool) -> Any:
             if not agreed:
@@ -201,7 +208,7 @@ class Controller:
 
         def act() -> Any:
             prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
-            return self._decided(command.hold, finish)
+            return self._decided(command.hold, operation, finish)
 
         def finish(agreed: bool) -> Any:
             if not agreed:
@@ -238,14 +245,19 @@ class Controller:
             except RLMemoryError:
                 self._ranks.call("finish_update", complete=False)
                 raise
-            return self._decided(command.hold, finish)
+            return self._decided(command.hold, operation, finish)
 
         def finish(agreed: bool) -> Any:
             start = time.perf_counter()
+            try:
+                if agreed:  # first, for new weights must never answer from what the old ones left in a cache
+                    self._engine.reset_caches()
+            except BaseException:
+                self._ranks.call("finish_update", complete=False)
+                raise
             raise_failures(self._ranks.call("finish_update", complete=agreed))
             if not agreed:
                 return None
-            self._engine.reset_caches()
             self._updates += 1
             self._weight_version = command.weight_version or str(self._updates)
             operation.seconds["finish"] = time.perf_counter() - start
@@ -264,23 +276,27 @@ class Controller:
         return self._drain_then(operation, PauseMode.WAIT, lambda: {"drained": operation.elapsed()})
 
     def _decide(self, command: commands.Decide) -> Future[bytes]:
-        if self._held is None or command.ticket != self._ticket:  # perhaps another caller's operation is held
+        held = self._held
+        if held is None or command.ticket != held.ticket:  # perhaps another caller's operation is held
             raise StateConflictError("no such operation waits for a decision")
-        finish, self._held, self._ticket = self._held, None, ""
-        operation = _Operation(self._busy)
-        self._run(operation, lambda: finish(command.commit))
+        self._held = None
+        operation = _Operation(held.name)
+        self._run(operation, lambda: held.finish(command.commit))
         return operation.reply
 
     def _cancel_drain(self, command: commands.CancelDrain) -> Future[bytes]:
         waiting, self._draining = self._draining, []
         for operation in waiting:
             operation.cancelled = True
-        if waiting:
-            self._busy = ""
-            self._reopen(lift_pause=False)
-        error = DrainTimeoutError("running requests did not finish in time; nothing was released")
+        error: Exception = DrainTimeoutError("running requests did not finish in time; nothing was released")
+        try:
+            if waiting and self._held is None:
+                self._busy = ""
+                self._reopen(lift_pause=False)
+        except Exception as failure:
+            error = failure
         for operation in waiting:
-            operation.reply.set_result(self._encoded(error_reply(self._engine_rank, error)))
+            operation.reply.set_result(self._encoded(self._failure(operation.name, error)))
         return self._answered({"cancelled": [operation.name for operation in waiting]})
 
     def _checksums(self, command: commands.Checksums) -> Future[bytes]:
@@ -323,17 +339,24 @@ class Controller:
             reply = self._failure(operation.name, error)
         if self._held is None:
             self._busy = self._draining[0].name if self._draining else ""
+        else:
+            self._busy = self._held.name
         try:
-            self._reopen(lift_pause=operation.name == "wake_up")
+            self.refresh()
+            if reply.error is not None and self.refusal() is None:
+                # Some engines resume together with their data-parallel peers, which may be waiting for this answer.
+                operation.reply.set_result(self._encoded(reply))
+            self._resume_if_admitting(lift_pause=operation.name == "wake_up")
         except Exception as error:
             reply = self._failure(operation.name, error)
-        operation.reply.set_result(self._encoded(reply))
+        if not operation.reply.done():
+            operation.reply.set_result(self._encoded(reply))
 
-    def _decided(self, ticket: str, finish: Callable[[bool], Any]) -> Any:
+    def _decided(self, ticket: str, operation: _Operation, finish: Callable[[bool], Any]) -> Any:
         """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""
         if not ticket:
             return finish(True)
-        self._held, self._ticket = finish, ticket
+        self._held = _Held(ticket, operation.name, finish)
         return {"held": True}
 
     def _begin(self, name: str) -> None:
@@ -343,12 +366,15 @@ class Controller:
     def _reopen(self, *, lift_pause: bool) -> None:
         """Show the state as the ranks report it, and schedule again if the admission rule holds."""
         self.refresh()
+        self._resume_if_admitting(lift_pause=lift_pause)
+
+    def _resume_if_admitting(self, *, lift_pause: bool) -> None:
         if self.refusal() is None:
             self._engine.resume(lift_pause=lift_pause)
 
     def _require_free(self) -> None:
         if self._held is not None:
-            raise StateConflictError(f"{self._busy} waits for the decision of its second phase")
+            raise StateConflictError(f"{self._held.name} waits for the decision of its second phase")
 
     # -- what is shown ----------------------------------------------------------------------------------------
 

@@ -15,11 +15,12 @@ from rl_memory_plugins.controller import STEPS, Controller
 from rl_memory_plugins.errors import (
     DrainTimeoutError,
     EngineFaultError,
+    HostMemoryError,
     InvalidRequestError,
     StateConflictError,
     from_record,
 )
-from rl_memory_plugins.tags import PauseMode
+from rl_memory_plugins.tags import Content, PauseMode
 
 
 class Engine:
@@ -220,3 +221,54 @@ def test_the_option_decides_how_long_a_trainer_may_be_silent_unless_the_update_d
 def test_noise_is_answered(world: World) -> None:
     reply = decode_reply(world.controller.execute(b"\xc1noise").result())
     assert reply.error["error"] == InvalidRequestError.__name__
+
+
+def test_new_weights_never_answer_from_an_old_cache(world: World) -> None:
+    def refuse() -> None:
+        raise RuntimeError("the cache is in use")
+
+    world.engine.reset_caches = refuse  # type: ignore[method-assign]
+    with pytest.raises(EngineFaultError, match="the cache is in use"):
+        world.run(commands.UpdateWeights({"*": "socket"}, "token"))
+    assert world.controller.refusal() is not None
+    assert {rank.manager.content for rank in world.ranks} == {Content.FAILED}
+    assert world.reader.read().weight_version == "initial"
+
+
+def test_a_drain_that_cannot_be_reopened_is_answered(world: World) -> None:
+    def refuse(*, lift_pause: bool) -> None:
+        raise RuntimeError("not now")
+
+    world.engine.hold_drain = True
+    world.engine.resume = refuse  # type: ignore[method-assign]
+    waiting = world.controller.execute(encode_command(commands.Sleep(mode="wait")))
+    world.run(commands.CancelDrain())
+    error = decode_reply(waiting.result(timeout=1)).error
+    assert error is not None and "not now" in error["message"]
+
+
+def test_a_cancelled_drain_opens_nothing_over_what_is_held(world: World) -> None:
+    world.engine.hold_drain = True
+    waiting = world.controller.execute(encode_command(commands.Sleep(mode="wait")))
+    held = world.controller.execute(encode_command(commands.Sleep(hold="ticket")))
+    world.engine.drains[1].set_result(None)
+    assert decode_reply(held.result(timeout=1)).result == {"held": True}
+    world.run(commands.CancelDrain())
+    assert waiting.done()
+    assert world.reader.read().busy == "sleep"
+    assert "resume" not in world.engine.calls
+    world.run(commands.Decide("ticket", commit=True))
+    assert world.controller.status.asleep_tags()
+
+
+def test_a_refusal_is_answered_before_engines_resume_together(world: World) -> None:
+    """vLLM's engines of one mixture-of-experts model resume in a collective, in which another waits for this answer."""
+    answers: list[Future[bytes]] = []
+    world.engine.hold_drain = True
+    world.engine.resume = lambda *, lift_pause: answered.append(answers[0].done())  # type: ignore[method-assign]
+    answered: list[bool] = []
+    world.ranks[1].device.fail("copy_to_host", error=HostMemoryError("full"))
+    answers.append(world.controller.execute(encode_command(commands.Sleep(hold="ticket"))))
+    world.engine.drains[0].set_result(None)
+    assert answered == [True]
+    assert decode_reply(answers[0].result()).error is not None
