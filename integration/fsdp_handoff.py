@@ -171,6 +171,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         seconds["engine start"] = time.monotonic() - start
         ranks = run_trainer(arguments, launch, server.url)
         seconds["trainer"] = time.monotonic() - start - seconds["engine start"]
+        server.control.sleep(1)
+        server.control.wake_up()  # with empty caches, as in a fresh engine: a cached prompt is rounded otherwise
         trained = ask(server)
         checksums = server.control.checksums()["tensors"]
         version = server.control.weight_version()

@@ -13,35 +13,35 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
 from rl_memory_plugins.records import EngineStatus
 
 _HEADER = struct.Struct("=QQ")  # sequence number, payload length
 _SIZE = 1 << 20
+_LOCK_TIMEOUT_S = 10.0
 _WRITE_TIMEOUT_S = 1.0  # a write takes microseconds
+TOLD_S = 1.0  # for so long the status of an engine on another host is taken for true
 
 
 class StatusBoard:
     """The writer's side. The file lies in a directory that only this user can enter."""
 
     def __init__(self) -> None:
-        directory = Path(tempfile.gettempdir(), f"rl-memory-{os.getuid()}")
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if directory.stat().st_uid != os.getuid():
-            raise PermissionError(f"{directory} belongs to another user")
-        directory.chmod(0o700)
-        _remove_boards_of_dead_processes(directory)
-        handle, name = tempfile.mkstemp(prefix=f"{os.getpid()}-", suffix=".board", dir=directory)
-        self.path = name
+        directory = private_directory()
+        with one_at_a_time("boards", _LOCK_TIMEOUT_S):  # a board that is not locked yet looks like a dead process's
+            _remove_boards_of_dead_processes(directory)
+            self._handle, self.path = tempfile.mkstemp(prefix=f"{os.getpid()}-", suffix=".board", dir=directory)
+            try_lock(self._handle)  # held as long as this process lives, which shows that it does
         self._owner = os.getpid()
-        os.ftruncate(handle, _SIZE)
-        self._memory = mmap.mmap(handle, _SIZE)
-        os.close(handle)
+        os.ftruncate(self._handle, _SIZE)
+        self._memory = mmap.mmap(self._handle, _SIZE)
         self._sequence = 0
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -55,8 +55,10 @@ class StatusBoard:
         self._memory[: _HEADER.size] = _HEADER.pack(self._sequence, len(payload))
 
     def close(self) -> None:
-        if os.getpid() == self._owner:
+        if os.getpid() == self._owner and self._handle >= 0:
             Path(self.path).unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = -1
 
 
 class BoardReader:
@@ -100,7 +102,8 @@ class Boards:
     """
 
     def __init__(self, told: Sequence[dict[str, Any]]) -> None:
-        self.complete = True  # else ask again after a transition
+        self.complete = True
+        self._told_at = time.monotonic()
         self._readers: list[Callable[[], EngineStatus]] = []
         for engine in told:
             try:
@@ -110,12 +113,18 @@ class Boards:
                 self._readers.append(lambda status=status: status)  # type: ignore[misc]
                 self.complete = False
 
+    @property
+    def outdated(self) -> bool:
+        """Whether what was told may no longer be so: others may have changed it through another server."""
+        return not self.complete and time.monotonic() > self._told_at + TOLD_S
+
     def read(self) -> list[EngineStatus]:
         return [read() for read in self._readers]
 
 
 def _remove_boards_of_dead_processes(directory: Path) -> None:
+    """Containers may share the directory and not their processes' numbers, so it is the locks that count."""
     for board in directory.glob("*.board"):
-        pid = board.name.split("-", 1)[0]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            board.unlink(missing_ok=True)
+        with suppress(FileNotFoundError), board.open("rb") as file:
+            if try_lock(file.fileno()):
+                board.unlink(missing_ok=True)

@@ -173,6 +173,8 @@ class Controller:
         self.refresh()
         if was_closed and self.refusal() is None:
             self._engine.resume(lift_pause=False)
+        if not was_closed and self.refusal() is not None:
+            self._engine.drain(PauseMode.ABORT)  # what runs would go on with a mixture of weights
 
     # -- commands -------------------------------------------------------------------------------------------
 

@@ -28,13 +28,13 @@ class Face(ABC):
 
     def status(self) -> Operation:
         """Every engine's status; never waits for a transition."""
-        if self._boards is None:
+        if self._boards is None or self._boards.outdated:
             self._boards = Boards((yield from operations.hello()))
         return self._boards.read()
 
     def status_now(self) -> list[EngineStatus]:
         """The status, for code that cannot wait; empty where it is not known yet, and then the engines refuse."""
-        return [] if self._boards is None else self._boards.read()
+        return [] if self._boards is None or self._boards.outdated else self._boards.read()
 
     def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Operation:
         """Release memory; see the contract."""

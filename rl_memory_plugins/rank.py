@@ -11,7 +11,7 @@ from rl_memory_plugins.commands import encode_reply, error_reply
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.records import Reply
-from rl_memory_plugins.tags import Level, Tag
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
 
 class WeightReceiver(Protocol):
@@ -44,6 +44,7 @@ class RankAgent:
         self.manager = manager
         self.receiver = receiver
         self._after_wake = after_wake
+        self._woken: set[Tag] = set()  # for which the engine's own work has not been done: the next wake tries again
         self._after_update = after_update
         self._methods: dict[str, Callable[..., Any]] = {
             method.__name__: method
@@ -78,7 +79,9 @@ class RankAgent:
         self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags])
 
     def commit_sleep(self) -> dict[str, Any]:
-        return {"changes": self.manager.commit_sleep(), "seconds": self.manager.seconds()}
+        changes = self.manager.commit_sleep()
+        self._woken -= {Tag(change.tag) for change in changes}
+        return {"changes": changes, "seconds": self.manager.seconds()}
 
     def abort_sleep(self) -> None:
         self.manager.abort_sleep()
@@ -88,7 +91,9 @@ class RankAgent:
 
     def commit_wake(self) -> dict[str, Any]:
         changes = self.manager.commit_wake()
-        self._after_wake([Tag(change.tag) for change in changes])
+        self._woken |= {Tag(change.tag) for change in changes}
+        self._after_wake([tag for tag in PUBLIC_TAGS if tag in self._woken])
+        self._woken = set()
         return {"changes": changes, "seconds": self.manager.seconds()}
 
     def abort_wake(self) -> None:

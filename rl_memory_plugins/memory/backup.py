@@ -6,16 +6,20 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
-from rl_memory_plugins.errors import HostMemoryError
+from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
 from rl_memory_plugins.memory.ranges import subtract
 
 ALIGNMENT = 4096
+#: How many times larger than needed an idle buffer may be: one for all weights must not go to the scraps of a cache,
+#: or else the weights need another.
+WASTE = 2
 #: Bytes that are copied between two looks at whether to go on; a few milliseconds' worth.
 STEP_BYTES = 256 << 20
 
@@ -107,26 +111,40 @@ class PagedArena:
 
     @property
     def held_bytes(self) -> int:
-        return sum(len(mapping) for mapping in self._mappings.values())
+        return sum(len(mapping) for mapping in list(self._mappings.values()))  # another thread may be adding one
 
     def acquire(self, nbytes: int) -> int:
         nbytes = max(-(-nbytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         with self._lock:
-            fitting = [address for address in self._idle if len(self._mappings[address]) >= nbytes]
-            if fitting:
-                address = min(fitting, key=lambda candidate: len(self._mappings[candidate]))
-                self._idle.remove(address)
-                return address
-            self._trim()  # idle buffers that are too small only stand in the way of a larger one
-            self._check(nbytes)
+            fitting = self._smallest_idle(nbytes)
+            if fitting is not None and len(self._mappings[fitting]) <= WASTE * nbytes:
+                self._idle.remove(fitting)
+                return fitting
+            # Idle buffers that are too small only stand in the way of a larger one.
+            self._trim([address for address in self._idle if len(self._mappings[address]) < nbytes])
             try:
-                mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except OSError as error:
-                raise self._error(nbytes, free_host_bytes()) from error
-            self._prepare(mapping)
-            address = address_of(mapping)
-            self._mappings[address] = mapping
-            return address
+                with self._taking_turns():
+                    return self._make(nbytes)
+            except HostMemoryError:
+                if fitting is None:
+                    raise
+                self._idle.remove(fitting)
+                return fitting
+
+    def _make(self, nbytes: int) -> int:
+        self._check(nbytes)
+        try:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise self._error(nbytes, free_host_bytes()) from error
+        self._prepare(mapping)
+        address = address_of(mapping)
+        self._mappings[address] = mapping
+        return address
+
+    def _smallest_idle(self, nbytes: int) -> int | None:
+        fitting = [address for address in self._idle if len(self._mappings[address]) >= nbytes]
+        return min(fitting, key=lambda address: len(self._mappings[address]), default=None)
 
     def prepare(self, sizes: Sequence[int]) -> object:
         return None  # pageable memory is made as it is touched
@@ -140,13 +158,12 @@ class PagedArena:
         """Give everything back; buffers still in use become invalid."""
         with self._lock:
             self._idle = set(self._mappings)
-            self._trim()
+            self._trim(list(self._idle))
 
-    def _trim(self) -> None:
-        for address in self._idle:
-            mapping = self._mappings.pop(address)
-            self._discard(address, mapping)
-        self._idle.clear()
+    def _trim(self, addresses: Sequence[int]) -> None:
+        for address in addresses:
+            self._idle.remove(address)
+            self._discard(address, self._mappings.pop(address))
 
     def _check(self, nbytes: int) -> None:
         free = free_host_bytes()
@@ -163,6 +180,10 @@ class PagedArena:
             free_bytes=max(free, 0),
             margin_bytes=self._margin_bytes,
         )
+
+    def _taking_turns(self) -> AbstractContextManager[None]:
+        """For arenas that fill their pages: the ranks of a host must see what the others have taken."""
+        return nullcontext()
 
     def _prepare(self, mapping: mmap.mmap) -> None:
         """For arenas that pin their pages."""
@@ -212,7 +233,7 @@ class Backup:
         self._fingerprint = None
 
         def identify() -> None:
-            self._fingerprint = device.fingerprint(self.blocks)
+            self._fingerprint = self._identity(device)
 
         # A few large blocks are worth identifying; what is left of blocks around discarded parts is a little
         # in many pieces, and sooner copied again than compared.
@@ -228,14 +249,14 @@ class Backup:
         Returns: whether this is a copy of one state of the blocks. If not, the backup is never clean.
         """
         self._fingerprint = None
-        before = device.fingerprint(self.blocks)
+        before = self._identity(device)
         for block, address in self._pairs():
             for start in range(0, block.nbytes, STEP_BYTES):
                 if not go_on():
                     return False
                 step = Block(block.address + start, min(STEP_BYTES, block.nbytes - start))
                 device.copy_to_host([(step, address + start)])
-        if not go_on() or device.fingerprint(self.blocks) != before:
+        if not go_on() or before is None or self._identity(device) != before:
             return False
         self._fingerprint, self.epoch = before, epoch
         return True
@@ -252,8 +273,16 @@ class Backup:
             self.identified
             and self.epoch == epoch
             and self.blocks == list(blocks)
-            and self._fingerprint == device.fingerprint(self.blocks)
+            and self._fingerprint is not None
+            and self._fingerprint == self._identity(device)
         )
+
+    def _identity(self, device: Device) -> int | None:
+        """The blocks' fingerprint; none where the device has no memory left to make one, and then nothing is clean."""
+        try:
+            return device.fingerprint(self.blocks)
+        except DeviceMemoryError:
+            return None
 
     def free(self) -> None:
         if self.nbytes:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
 
@@ -49,9 +50,11 @@ class CudaDevice:
         with self._ordered_stream(self._stream):
             for block, address in pairs:
                 memory_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
-        if meanwhile is not None:
-            meanwhile()
-        self._stream.synchronize()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:  # nobody may free the host's side while copies to it are under way
+            self._stream.synchronize()
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         with self._ordered_stream(self._stream):
@@ -66,8 +69,11 @@ class CudaDevice:
         self._stream.synchronize()
 
     def fingerprint(self, blocks: Sequence[Block]) -> int:
-        with self._ordered_stream(self._hashing):
-            return fingerprint([self.view(block) for block in blocks])
+        try:
+            with self._ordered_stream(self._hashing):
+                return fingerprint([self.view(block) for block in blocks])
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(f"no device memory to read the weights with: {error}") from None
 
     def view(self, block: Block) -> Any:
         """The block's bytes as a tensor of uint8 that owns nothing."""

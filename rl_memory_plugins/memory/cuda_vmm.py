@@ -331,14 +331,18 @@ class VmmReservation:
         self._handles: dict[_Mapping, Any] = {}
         self.blocks = [Block(mapping.address, mapping.nbytes) for mapping in mappings]
         self.nbytes = sum(block.nbytes for block in self.blocks)
-        with driver.context():
-            for mapping in mappings:
-                handle = driver.create(mapping.nbytes)
-                if handle is None:
+        try:
+            with driver.context():
+                for mapping in mappings:
+                    handle = driver.create(mapping.nbytes)
+                    if handle is None:
+                        raise self._out_of_memory(margin_bytes)
+                    self._handles[mapping] = handle
+                if mappings and driver.free_bytes() < margin_bytes:
                     raise self._out_of_memory(margin_bytes)
-                self._handles[mapping] = handle
-            if mappings and driver.free_bytes() < margin_bytes:
-                raise self._out_of_memory(margin_bytes)
+        except BaseException:
+            self.drop()
+            raise
 
     def _out_of_memory(self, margin_bytes: int) -> DeviceMemoryError:
         self.drop()

@@ -17,8 +17,9 @@ import torch
 #: Prime, so that no tensor's own strides are a multiple of it.
 WIDTH = 8191
 _ROW_BYTES = WIDTH * 4
-#: On a CPU a chunk fits the cache, on a GPU launches must be few.
-_CHUNK_ROWS = {"cpu": 64, "cuda": 16384}
+#: On a CPU a chunk fits the cache. On a GPU launches must be few, but torch makes a copy of a chunk, of twice its size,
+#: and a sleep may begin when there is next to no memory free.
+_CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

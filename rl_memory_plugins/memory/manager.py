@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
-from rl_memory_plugins.errors import RLMemoryError, StateConflictError, as_rl_memory_error
+from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, HostArena
 from rl_memory_plugins.memory.eager import EagerBackup
@@ -84,7 +84,8 @@ class MemoryManager:
 
         Host memory that takes long to make is made in the background.
         """
-        self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
+        with suppress(DeviceMemoryError):
+            self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
         tags = (Tag.CUDA_GRAPH,) if self._eager_backup else (Tag.WEIGHTS, Tag.CUDA_GRAPH)
         self.arena.prepare([sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in tags])
         self._start_eager_backup()
@@ -358,10 +359,17 @@ class MemoryManager:
             self._epoch += 1
             self._start_eager_backup()
 
-    def note_foreign_load(self, complete: bool) -> None:
-        """Somebody else wrote into the weights; `complete` if by now every parameter was written."""
+    def note_foreign_load(self, complete: bool, *, broken_off: bool = False) -> None:
+        """Somebody else wrote into the weights.
+
+        Args:
+            complete: By now every parameter was written.
+            broken_off: The load ended with an error after it had written something.
+        """
         self._epoch += 1
         self._cancel_eager_backup()
+        if broken_off and not complete and self.content is Content.VALID:
+            self.content = Content.FAILED
         if complete:
             self.content = Content.VALID
             self._start_eager_backup()

@@ -10,16 +10,19 @@ import platform
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.backup import PagedArena, address_of
+from rl_memory_plugins.private_directory import one_at_a_time
 
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
+TURN_S = 60.0  # for so long a rank waits for another that fills host memory
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -56,12 +59,12 @@ class PinnedArena(PagedArena):
         An `acquire` meanwhile waits and then finds its buffer. What cannot be made is left to that `acquire`,
         which raises in its turn.
         """
-        thread = threading.Thread(target=self._make, args=(list(sizes),), name="rl-memory-arena", daemon=True)
+        thread = threading.Thread(target=self._make_idle, args=(list(sizes),), name="rl-memory-arena", daemon=True)
         self._preparing = [*(one for one in self._preparing if one.is_alive()), thread]
         thread.start()
         return thread
 
-    def _make(self, sizes: list[int]) -> None:
+    def _make_idle(self, sizes: list[int]) -> None:
         made = []
         try:
             for nbytes in sorted(sizes, reverse=True):
@@ -83,8 +86,9 @@ class PinnedArena(PagedArena):
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
         prefer_node(address, nbytes, self._node)
         touch(address, nbytes, self._threads)
-        with torch.cuda.device(self._index):  # a new thread's is GPU 0, where this would make a context
-            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        # A refusal stays behind as the thread's last error, which torch would raise where it next launches a kernel.
+        with ThreadPoolExecutor(1) as thread:
+            code = thread.submit(self._register, address, nbytes).result()
         if code == 0:
             self._registered.add(address)
         else:
@@ -92,6 +96,13 @@ class PinnedArena(PagedArena):
             logger.warning(note)
             if note not in self.notes:
                 self.notes.append(note)
+
+    def _register(self, address: int, nbytes: int) -> int:
+        with torch.cuda.device(self._index):  # a new thread's is GPU 0, where this would make a context
+            return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def _taking_turns(self) -> AbstractContextManager[None]:
+        return one_at_a_time("host-memory", TURN_S)
 
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         if address in self._registered:

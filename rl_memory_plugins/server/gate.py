@@ -86,13 +86,14 @@ class AdmissionGate:
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
             return
-        await self._pass_on(scope, receive, send, weight_version(engines))
+        admitted = [(ADMITTED_VERSION, _encoded(weight_version(engines)))] if engines else []
+        await self._pass_on(scope, receive, send, admitted)
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, version: str) -> None:
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, admitted: list[tuple[bytes, bytes]]) -> None:
         """Run the request; if it is refused late, answer in the place of the engine's server.
 
         Args:
-            version: Of the weights, when the request was admitted.
+            admitted: The header with the version of the weights when the request was admitted, where that is known.
         """
         late: list[RLMemoryError] = []
         _refusals.set(late)
@@ -106,7 +107,7 @@ class AdmissionGate:
             elif not replaced:
                 started = True
                 if message["type"] == "http.response.start":
-                    headers = [(ADMITTED_VERSION, _encoded(version)), *self._answered_version()]
+                    headers = [*admitted, *self._answered_version()]
                     message = {**message, "headers": [*message.get("headers", ()), *headers]}
                 await send(message)
 
@@ -121,7 +122,8 @@ class AdmissionGate:
     def _answered_version(self) -> list[tuple[bytes, bytes]]:
         """The header, unless the status cannot be read any more: the answer is there all the same."""
         try:
-            return [(ANSWERED_VERSION, _encoded(weight_version(self._status())))]
+            engines = list(self._status())
+            return [(ANSWERED_VERSION, _encoded(weight_version(engines)))] if engines else []
         except Exception:
             return []
 
@@ -131,11 +133,11 @@ def _encoded(version: str) -> bytes:
 
 
 def posts_to(paths: Iterable[str]) -> Callable[[Scope], bool]:
-    """A predicate for `AdmissionGate`: POST requests to exactly these paths, below the app's root path."""
+    """A predicate for `AdmissionGate`: POST and PUT requests to exactly these paths, below the app's root path."""
     guarded = frozenset(paths)
 
     def matches(scope: Scope) -> bool:
-        if scope["method"] != "POST":
+        if scope["method"] not in ("POST", "PUT"):  # SGLang generates for both
             return False
         path: str = scope["path"]
         return path.removeprefix(scope.get("root_path", "")) in guarded or path in guarded

@@ -49,12 +49,18 @@ class ForeignLoads:
         self._manager.require_writable()
         if self._epoch != self._manager.epoch:  # discarded or updated by other means since the last load
             self._written = Coverage()
+        written = Coverage()
+        broken_off = False
         try:
-            with recording(self._written):
+            with recording(written):
                 yield
+        except BaseException:
+            broken_off = not written.is_empty
+            raise
         finally:  # what was written before an error is there too
+            self._written.extend(written)
             complete = self._is_complete()
-            self._manager.note_foreign_load(complete)
+            self._manager.note_foreign_load(complete, broken_off=broken_off)
             self._epoch = self._manager.epoch
             if complete:
                 self._written = Coverage()

@@ -39,6 +39,10 @@ class Coverage:
         else:
             self._large.append((starts, starts + nbytes))
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._small and not self._large
+
     def extend(self, other: Coverage) -> None:
         """Add all that is in another set."""
         self._merged = None

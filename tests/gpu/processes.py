@@ -72,36 +72,47 @@ class MemoryTaker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def go(self) -> None:
+    def leave(self, left_bytes: int) -> None:
+        """Take all of the free GPU memory but `left_bytes`, or what can be got of it."""
+        self.begin_to_leave(left_bytes)
+        self.wait()
+
+    def begin_to_leave(self, left_bytes: int) -> None:
+        """The same, without waiting for it."""
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(f"{left_bytes}\n")
         self._process.stdin.flush()
 
     def wait(self) -> None:
-        """Until it has taken what it could get."""
         assert self._process.stdout is not None
-        assert self._process.stdout.readline().strip() == "taken"
+        assert self._process.stdout.readline().strip() == "done"
+
+    def give_back(self) -> None:
+        """All that was taken."""
+        self.leave(-1)
 
 
 @contextmanager
-def memory_taker(first_left: int, then_left: int) -> Iterator[MemoryTaker]:
-    """Another process leaves `first_left` bytes of the GPU free, and from `go()` on takes all but `then_left`."""
-    code = f"""
+def memory_taker() -> Iterator[MemoryTaker]:
+    """Another process that takes GPU memory, in small pieces, when it is told to."""
+    code = """
         import sys, torch
-        held = []
-        def take(left, step):
+        held, step = [], 256 << 20
+        def take(left):
             while torch.cuda.mem_get_info()[0] - left > step:
                 try:
                     held.append(torch.empty(step, dtype=torch.uint8, device="cuda"))
                 except torch.OutOfMemoryError:
                     return
         torch.zeros(1, device="cuda")
-        take({first_left}, 256 << 20)
         print("ready", flush=True)
-        sys.stdin.readline()
-        take({then_left}, 256 << 20)
-        print("taken", flush=True)
-        sys.stdin.read()
+        for line in sys.stdin:
+            if int(line) < 0:
+                held.clear()
+                torch.cuda.empty_cache()
+            else:
+                take(int(line))
+            print("done", flush=True)
     """
     with other_process(code) as process:
         yield MemoryTaker(process)

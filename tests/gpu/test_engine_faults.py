@@ -1,6 +1,6 @@
 """Faults around a real engine's server on a GPU, through its public face: `pytest tests/gpu --engine sglang`.
 
-The engine's KV cache takes more than half of the GPU, so that two of these servers do not fit together.
+The engine's KV cache takes more than half of the GPU: a sleep and a wake move much memory.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from integration.models import SHAPES, write_model
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from tests.conformance.conftest import PROMPT, SEED, STALL_S, Weights, assert_greedy, restore
-from tests.conformance.test_sleep_wake import states
+from tests.conformance.test_sleep_wake import states, tag_bytes
 from tests.conformance.trainers import push
 
 MiB, GiB = 1 << 20, 1 << 30
 SHARE = 0.55  # of the GPU's memory
+TURNS_KV_BYTES = 2 * GiB
 LONG = 1500
 
 
@@ -97,22 +99,25 @@ def test_a_wake_finds_the_memory_taken(server, first_tokens):
 def test_the_memory_is_taken_while_the_wake_runs(server, big, first_tokens):
     """Whoever comes first: the wake happens, or leaves everything as it was; what it left works."""
     failed = 0
-    for attempt in range(12):
-        server.control.sleep(1)
-        before = states(server)
-        with memory_taker(first_left=big.kv_bytes + 2 * GiB, then_left=1 * GiB) as taker:
-            taker.go()
-            time.sleep(0.003 * attempt)
+    with memory_taker() as taker, ThreadPoolExecutor(1) as pool:
+        for attempt in range(12):
+            server.control.sleep(1)
+            before = states(server)
+            taker.leave(big.kv_bytes + 2 * GiB)
+            waking = pool.submit(server.control.wake_up)
+            time.sleep(0.003 * attempt)  # a wake takes some milliseconds to get to the ranks
+            taker.begin_to_leave(1 * GiB)
             try:
-                server.control.wake_up()
+                waking.result()
             except DeviceMemoryError as error:
                 failed += 1
                 assert {"needed_bytes", "free_bytes", "margin_bytes"} <= set(error.details)
                 assert states(server) == before
                 assert server.post(PROMPT).status_code == 503
             taker.wait()
-        server.control.wake_up()
-        assert server.generate(PROMPT) == first_tokens
+            taker.give_back()
+            server.control.wake_up()
+            assert server.generate(PROMPT) == first_tokens
     print(f"{failed} of 12 wakes lost the race")
 
 
@@ -134,7 +139,7 @@ def test_a_trainer_scribbles_over_the_freed_memory(server, weights, first_tokens
 def test_too_little_host_memory_is_found_before_anything_is_released(request, big, weights, running, tmp_path):
     """Beside the other server, which sleeps."""
     running.control.sleep(1)
-    limit = 16 * MiB  # the weights have three times as much
+    limit = tag_bytes(running, "weights") - 16 * MiB  # too little for all of it, enough without the parameters
     options = {**big.options, "host_arena_max_bytes": limit}
     launch = Launch(big.model, device="cuda", kv_bytes=1 * GiB, options=options)
     with started(request, launch, tmp_path / "server.log") as server:
@@ -146,7 +151,7 @@ def test_too_little_host_memory_is_found_before_anything_is_released(request, bi
             assert caught.value.details["needed_bytes"] > limit
             assert set().union(*states(server).values()) == {"resident"}
             assert server.generate(PROMPT) == tokens
-        server.control.sleep(2, ["weights", "kv_cache"])  # keeps little; graphs would be preserved
+        server.control.sleep(2, ["weights"])  # keeps what no parameter lies in; graphs would be preserved
         server.control.wake_up()
         push(server, weights.first)
         assert server.generate(PROMPT) == tokens
@@ -188,27 +193,38 @@ def test_sleeping_under_load(server, weights, first_tokens, mode):
 # -- two engines ------------------------------------------------------------------------------------------
 
 
-def test_two_engines_take_turns(request, server, big, weights, first_tokens, tmp_path):
+def test_two_engines_take_turns(request, server, big, weights, tmp_path):
+    """Their caches are small, so that a round is quick; another process takes the room that both would need."""
     server.control.sleep(1)
-    with started(request, big, tmp_path / "server.log") as second:
+    launch = replace(big, kv_bytes=TURNS_KV_BYTES)
+    with (
+        started(request, launch, tmp_path / "first.log") as first,
+        started(request, launch, tmp_path / "second.log") as second,
+        memory_taker() as taker,
+    ):
+        push(first, weights.first)
         push(second, weights.first)
-        tokens = second.generate(PROMPT)
-        assert tokens == first_tokens
+        tokens = first.generate(PROMPT)
+        assert_greedy(weights.first, PROMPT, tokens)
+        assert second.generate(PROMPT) == tokens
+        first.control.sleep(1)
+        taker.leave(TURNS_KV_BYTES // 2)
         with pytest.raises(DeviceMemoryError):
-            server.control.wake_up()
+            first.control.wake_up()
         asleep: list[int] = []
         for _ in range(50):
             second.control.sleep(1)
             asleep.append(gpu_used_bytes())
-            server.control.wake_up()
-            assert server.generate(PROMPT) == first_tokens
-            server.control.sleep(1)
+            first.control.wake_up()
+            assert first.generate(PROMPT) == tokens
+            first.control.sleep(1)
             second.control.wake_up()
             assert second.generate(PROMPT) == tokens
         assert asleep[-1] - asleep[1] < 32 * MiB
-        assert second.control.checksums()["tensors"] == weights.checksums(weights.first)
-    server.control.wake_up()
-    assert server.generate(PROMPT) == first_tokens
+        taker.give_back()
+        first.control.wake_up()
+        for engine in (first, second):
+            assert engine.control.checksums()["tensors"] == weights.checksums(weights.first)
 
 
 # -- trainers ---------------------------------------------------------------------------------------------

@@ -78,6 +78,16 @@ def test_only_this_user_can_enter(board):
     assert stat.S_IMODE(Path(board.path).stat().st_mode) == 0o600
 
 
+def test_a_board_stays_whose_process_has_another_number_here(board, monkeypatch):
+    """Containers that share the directory do not see each other's processes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 4_000_000)  # there is no such process
+        theirs = StatusBoard()
+    StatusBoard().close()
+    assert Path(theirs.path).exists()
+    Path(theirs.path).unlink()
+
+
 def test_boards_of_dead_processes_are_removed_and_others_stay(board):
     directory = Path(board.path).parent
     pid = os.fork()
@@ -86,6 +96,6 @@ def test_boards_of_dead_processes_are_removed_and_others_stay(board):
     os.waitpid(pid, 0)
     (directory / f"{pid}-x.board").touch()
     other = StatusBoard()
-    assert sorted(path.name for path in directory.iterdir()) == sorted([Path(board.path).name, Path(other.path).name])
+    assert set(directory.glob("*.board")) == {Path(board.path), Path(other.path)}
     other.close()
     assert not Path(other.path).exists()

@@ -39,7 +39,7 @@ def executed(monkeypatch):
     monkeypatch.setattr(os, "execvpe", execvpe)
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(cli, "version", lambda name: "0.0")  # as if vLLM were installed under its own name
-    for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS"):
+    for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS", "RL_MEMORY"):
         monkeypatch.delenv(name, raising=False)
     return done
 
@@ -73,6 +73,44 @@ def test_serve_preloads_the_memory_saver_where_that_is_asked_for(executed, monke
     preloaded = [environment["LD_PRELOAD"] for _, environment in executed]
     as_asked, as_before = "/lib/torch_memory_saver.so:/lib/other.so", "/lib/other.so:/lib/torch_memory_saver.so"
     assert preloaded == [as_asked, as_asked, as_before, as_before, as_asked]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_serve_preloads_it_where_rl_memory_asks_for_that(executed, monkeypatch, engine):
+    monkeypatch.setattr(torch_saver, "preload_libraries", lambda: ["/lib/torch_memory_saver.so"])
+    monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
+    monkeypatch.setenv("RL_MEMORY", "allocator=tms,tms_hook_mode=preload")
+    run("serve", engine, "m")
+    run("serve", engine, "m", "--rl-memory")  # an engine takes the flag, though it names nothing
+    preloaded = [environment["LD_PRELOAD"] for _, environment in executed]
+    assert preloaded == ["/lib/torch_memory_saver.so:/lib/other.so", "/lib/other.so"]
+
+
+@pytest.mark.parametrize("engine, command", [("vllm", [*VLLM, "m"]), ("sglang", [*SGLANG, "--model-path", "m"])])
+@pytest.mark.parametrize("value", ["1", "TRUE", "yes", "on", "poison=1", '{"poison": true}'])
+def test_serve_adds_no_flag_that_would_hide_rl_memory(executed, monkeypatch, engine, command, value):
+    monkeypatch.setenv("RL_MEMORY", value)
+    run("serve", engine, "m")
+    run("serve", engine, "m", "--rl-memory", "poison=1")
+    assert [done for done, _ in executed] == [command, [*command, "--rl-memory", "poison=1"]]
+    assert executed[0][1]["RL_MEMORY"] == value
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("value", ["", " ", "0", "false", "no", "OFF"])
+def test_serve_enables_the_plugin_where_rl_memory_is_off(executed, monkeypatch, engine, value):
+    monkeypatch.setenv("RL_MEMORY", value)
+    run("serve", engine, "m")
+    assert executed[0][0][-1] == "--rl-memory"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_serve_names_what_is_wrong_with_rl_memory(executed, monkeypatch, engine):
+    monkeypatch.setenv("RL_MEMORY", "poisson=1")
+    result = run("serve", engine, "m")
+    assert result.exit_code == 1
+    assert "InvalidRequestError: bad rl_memory options: poisson" in result.stderr
+    assert executed == []
 
 
 @pytest.mark.parametrize(

@@ -272,3 +272,10 @@ def test_a_refusal_is_answered_before_engines_resume_together(world: World) -> N
     world.engine.drains[0].set_result(None)
     assert answered == [True]
     assert decode_reply(answers[0].result()).error is not None
+
+
+def test_what_runs_ends_where_others_leave_a_mixture_of_weights(world: World) -> None:
+    world.ranks[0].manager.note_foreign_load(complete=False, broken_off=True)
+    world.controller.note_foreign_changes()
+    assert world.engine.calls == ["drain:abort"]
+    assert world.controller.refusal() is not None

@@ -137,3 +137,22 @@ def test_weights_whose_post_processing_failed_are_not_valid():
     assert group.call("finish_update", complete=True)[0].error is not None
     assert rank.manager.content is Content.FAILED
     assert rank.manager.state(Tag.WEIGHTS) is TagState.RESIDENT
+
+
+def test_the_engines_own_work_is_tried_again_by_the_next_wake():
+    """It is what makes the engine use its memory again, so it must not be forgotten after a failure."""
+    rank, done = FakeRank(), []
+
+    def fail_once(tags):
+        done.append(tags)
+        if len(done) == 1:
+            raise RuntimeError("not yet")
+
+    rank.agent._after_wake = fail_once
+    group = LocalRanks([rank.agent])
+    two_phase(group, "sleep", level=1, tags=["kv_cache"])
+    with pytest.raises(EngineFaultError):
+        two_phase(group, "wake", tags=["kv_cache"])
+    two_phase(group, "wake", tags=["kv_cache"])
+    two_phase(group, "wake", tags=["kv_cache"])
+    assert done == [[Tag.KV_CACHE], [Tag.KV_CACHE], []]

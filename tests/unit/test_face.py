@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from fake_control import rank_status
 
-from rl_memory_plugins import commands, operations
+from rl_memory_plugins import board, commands, operations
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.face import Face
@@ -95,6 +95,18 @@ def test_a_board_on_another_host_is_asked_for_again_after_a_transition() -> None
     assert face.run(face.is_sleeping())
     assert face.run(face.is_sleeping())
     assert face.names() == ["Hello", "Sleep", "Hello"]
+
+
+def test_what_was_told_by_another_host_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server of the same engines may have changed it."""
+    engine = Engine(local=False)
+    face = LocalFace(engine)
+    assert not face.run(face.is_sleeping())
+    engine.asleep = ["weights"]
+    assert not face.run(face.is_sleeping())
+    monkeypatch.setattr(board, "TOLD_S", -1.0)
+    assert face.status_now() == []
+    assert face.run(face.is_sleeping())
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_asked(engine: Engine) -> None:

@@ -94,17 +94,19 @@ class _Drain:
 
 
 class SglangEngine:
-    """A scheduler, for the controller."""
+    """A scheduler, for the controller. With attention-DP each rank has its own requests: all of them must agree."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, ranks: RankedGroup) -> None:
         self._scheduler = scheduler
+        self._ranks = ranks
         self._drains: list[_Drain] = []
         self._paused_here = False
         self.paused_natively = False
         self._shown_version: str | None = None
 
     def drain(self, mode: PauseMode) -> Future[None]:
-        if mode is PauseMode.WAIT and self._scheduler._engine_paused and not self._is_idle(PauseMode.WAIT):
+        never_ends = mode is PauseMode.WAIT and self._scheduler._engine_paused
+        if never_ends and not self._ranks.all(self._is_idle(mode)):
             raise StateConflictError(
                 "the engine is paused, so its requests never finish: continue_generation(), abort or keep"
             )
@@ -118,16 +120,16 @@ class SglangEngine:
         self._drains.append(drain)
         return drain.done
 
-    def poll(self, ranks: RankedGroup) -> None:
+    def poll(self) -> None:
         """Complete drains that have ended, in the order they began. All ranks call it at the same point."""
         while self._drains:
             drain = self._drains[0]
             if drain.mode is PauseMode.KEEP and not self._paused_here:
                 # A request whose grammar is still compiled is in no queue that survives a flush.
-                if not ranks.all(not self._scheduler.grammar_manager.grammar_queue):
+                if not self._ranks.all(not self._scheduler.grammar_manager.grammar_queue):
                     return
                 self._retract()
-            if not ranks.all(self._is_idle(drain.mode)):
+            if not self._ranks.all(self._is_idle(drain.mode)):
                 return
             self._drains.remove(drain)
             drain.done.set_result(None)
@@ -163,7 +165,7 @@ class SglangEngine:
         if Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags:
             return  # it was flushed when it went to sleep, and its memory is not there to be touched
         # Emptying torch's cache takes longer than a weight update; a sleep does it itself, where it is worth it.
-        if not self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False)):
+        if not self._ranks.all(self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False))):
             raise EngineFaultError("SGLang refused to flush its caches although no request runs")
 
     def _is_idle(self, mode: PauseMode) -> bool:
@@ -204,7 +206,7 @@ class SglangScheduler:
         rank = distributed.get_rank(group)
         self.worker = SglangWorker(scheduler.tp_worker.model_runner.model, memory, config, rank)
         self.ranks = RankedGroup(self.worker.agent, group)
-        self.engine = SglangEngine(scheduler)
+        self.engine = SglangEngine(scheduler, self.ranks)
         self.writes = NativeWrites(self.worker.manager, self.worker.parameters)
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
@@ -254,7 +256,7 @@ class SglangScheduler:
         return StateConflictError("requests are running: finish, abort or retract them before the update")
 
     def after_input(self) -> None:
-        self.engine.poll(self.ranks)
+        self.engine.poll()
         if self.controller.refusal() is not None and not self.engine.draining:
             time.sleep(IDLE_SECONDS)
 

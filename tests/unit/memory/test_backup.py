@@ -15,13 +15,29 @@ MiB = 1 << 20
 
 def test_buffers_are_reused_by_best_fit():
     arena = PagedArena()
-    small, large = arena.acquire(MiB), arena.acquire(4 * MiB)
-    assert arena.held_bytes == 5 * MiB
+    small, large = arena.acquire(2 * MiB), arena.acquire(4 * MiB)
+    assert arena.held_bytes == 6 * MiB
     arena.release(small)
     arena.release(large)
-    assert arena.acquire(MiB - 5) == small
-    assert arena.acquire(MiB) == large
-    assert arena.held_bytes == 5 * MiB
+    assert arena.acquire(2 * MiB - 5) == small
+    assert arena.acquire(2 * MiB) == large
+    assert arena.held_bytes == 6 * MiB
+
+
+def test_a_large_buffer_does_not_go_to_a_little_that_comes_first():
+    """Else the weights, for which it was made, would need another of its size."""
+    arena = PagedArena(max_bytes=70 * MiB)
+    arena.release(arena.acquire(64 * MiB))
+    arena.acquire(MiB)
+    arena.acquire(64 * MiB)
+    assert arena.held_bytes == 65 * MiB
+
+
+def test_a_large_buffer_is_better_than_none():
+    arena = PagedArena(max_bytes=64 * MiB)
+    arena.release(arena.acquire(64 * MiB))
+    arena.acquire(MiB)
+    assert arena.held_bytes == 64 * MiB
 
 
 def test_idle_buffers_make_room_for_a_larger_one():

@@ -148,6 +148,14 @@ def test_a_clean_backup_is_not_copied_again(rank):
     assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
 
 
+def test_a_sleep_needs_no_device_memory_to_know_what_it_copied(rank):
+    """It may begin when the device is full; then the copy is only never taken for clean."""
+    for _ in range(2):
+        rank.device.fail("fingerprint", error=DeviceMemoryError("full"))
+        assert sleep(rank)["weights"].bytes_copied > 0
+        wake(rank)
+
+
 def test_what_is_kept_of_a_discarded_tag_is_copied_without_comparing(rank):
     sleep(rank, Level.DISCARD, tags=[Tag.WEIGHTS])
     wake(rank)

@@ -144,6 +144,7 @@ def test_status_is_read_for_generation_only():
     "scope, matches",
     [
         ({"method": "POST", "path": "/generate"}, True),
+        ({"method": "PUT", "path": "/generate"}, True),
         ({"method": "GET", "path": "/generate"}, False),
         ({"method": "OPTIONS", "path": "/generate"}, False),
         ({"method": "POST", "path": "/generate/"}, False),
