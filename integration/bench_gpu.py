@@ -86,9 +86,12 @@ class Bench:
         for _ in range(cycles):
             sleeps.append(seconds_of(lambda: self._engine.sleep(1)))
             wakes.append(seconds_of(self._engine.wake_all))
-        self.add("drift_mib_200", gpu_used_mib() - used, "MiB")
-        for metric, seconds in (("drift_sleep_ratio_200", sleeps), ("drift_wake_ratio_200", wakes)):
-            self.add(metric, statistics.median(seconds[-ENDS:]) / statistics.median(seconds[:ENDS]), "last / first")
+        self.add(f"drift_mib_{cycles}", gpu_used_mib() - used, "MiB")
+        if cycles < 2 * ENDS:
+            return
+        for operation, seconds in (("sleep", sleeps), ("wake", wakes)):
+            ratio = statistics.median(seconds[-ENDS:]) / statistics.median(seconds[:ENDS])
+            self.add(f"drift_{operation}_ratio_{cycles}", ratio, "last / first")
 
     def _wake(self) -> None:
         time.sleep(ASLEEP_S)
@@ -299,8 +302,17 @@ def run_subject(arguments: argparse.Namespace) -> None:
         }
         bench = Bench(engine, idle, Records(arguments.out, common))
         bench.add("startup_s", startup)
-        native = arguments.subject == "native" and arguments.native_cycles is not None
-        bench.run(arguments.native_cycles if native else arguments.cycles, arguments.drift_cycles)
+        bench.run(*cycles_of(arguments))
+
+
+def cycles_of(arguments: argparse.Namespace) -> tuple[int, int]:
+    """How many cycles the subject goes through, and how many more to see what they add."""
+    cycles, drift_cycles = arguments.cycles, arguments.drift_cycles
+    if arguments.subject == "plugin":
+        return cycles, drift_cycles
+    if arguments.native_cycles is None:
+        return cycles, 0
+    return arguments.native_cycles, min(arguments.native_cycles, drift_cycles)
 
 
 def main() -> None:
@@ -311,7 +323,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that the engine takes")
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--native-cycles", type=int, help="of the engine by itself, where its sleeps take long")
-    parser.add_argument("--drift-cycles", type=int, default=0)
+    drift = "more cycles, to see what they add; the engine by itself has at most --native-cycles of them, else none"
+    parser.add_argument("--drift-cycles", type=int, default=0, help=drift)
     parser.add_argument("--warm-start", action="store_true", help="start each subject once before it is measured")
     parser.add_argument("--start-only", action="store_true", help="measure nothing")
     parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="of this repository")

@@ -164,6 +164,8 @@ class VllmSubject(Subject):
             switch = {"weight_transfer_config": {"backend": "ipc"}} if device == "cuda" else {}
         if device == "cuda":  # with a KV cache of a usual size: resetting it takes time for every block
             where: dict[str, Any] = {"gpu_memory_utilization": memory}
+            if SHAPES[model.name].experts:  # weights that a backend transforms have no checksums by the checkpoint
+                where["moe_backend"] = "triton"
         else:
             where = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
         self.engine = vllm.LLM(
@@ -273,8 +275,6 @@ ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}
 
 def run_subject(arguments: argparse.Namespace) -> list[str]:
     """Measure one subject; returns the routes that failed."""
-    from importlib.metadata import version
-
     import torch
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -284,11 +284,9 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
         figures = Records(
             arguments.out,
             {
-                "engine": arguments.engine,
-                "engine_version": version(arguments.distribution or arguments.engine),
+                **setting(arguments),
                 "torch": torch.__version__,
                 "gpu": gpu_name() if arguments.device == "cuda" else "none",
-                "model": arguments.model,
                 "subject": arguments.subject,
                 "commit": arguments.commit,
                 "command": "python -m integration.bench_weights " + " ".join(arguments.given),
@@ -394,13 +392,23 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             variables = environment(arguments.engine, arguments.device, Path(scratch))
             succeeded = _succeeds(command, variables, arguments.timeout) and succeeded
-    sys.exit(0 if succeeded and answers_agree(arguments.out) else 1)
+    sys.exit(0 if succeeded and answers_agree(arguments.out, setting(arguments)) else 1)
 
 
-def answers_agree(out: Path) -> bool:
+def setting(arguments: argparse.Namespace) -> dict[str, str]:
+    """What tells the records of this engine and model from others in the file."""
+    from importlib.metadata import version
+
+    installed = version(arguments.distribution or arguments.engine)
+    return {"engine": arguments.engine, "engine_version": installed, "model": arguments.model}
+
+
+def answers_agree(out: Path, setting: dict[str, str]) -> bool:
     """Whether the same numbers gave the same tokens by every route of both subjects."""
     answers = {
-        record["metric"]: record["median"] for record in records.read(out) if record["metric"].startswith("answers_")
+        record["metric"]: record["median"]
+        for record in records.read(out)
+        if record["metric"].startswith("answers_") and setting.items() <= record.items()
     }
     agree = len(set(answers.values())) == 1
     print(f"the answers by all routes are {'the same' if agree else f'not the same: {answers}'}", flush=True)

@@ -17,6 +17,7 @@ class Records:
     """
 
     def __init__(self, out: Path, common: Mapping[str, Any]) -> None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         self._out = out
         self._common = dict(common)
         self._others = read(out)

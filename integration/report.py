@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ METRICS = {
     "ttft_s_before": ("time to first token, before any sleep", 1000, "ms", 1),
     "ttft_s": ("time to first token, after all of that", 1000, "ms", 1),
     "startup_s": ("start-up", 1, "s", 0),
-    "drift_mib_200": ("GPU memory that 200 more cycles add", 1, "MiB", 0),
-    "drift_sleep_ratio_200": ("their last 20 sleeps to their first 20", 1, "x", 2),
-    "drift_wake_ratio_200": ("their last 20 wakes to their first 20", 1, "x", 2),
+    "drift_mib": ("GPU memory that {cycles} more cycles add", 1, "MiB", 0),
+    "drift_sleep_ratio": ("the last 20 sleeps of {cycles} to the first 20", 1, "x", 2),
+    "drift_wake_ratio": ("the last 20 wakes of {cycles} to the first 20", 1, "x", 2),
     "tokens_identical": ("tokens identical after every cycle", 1, "", 0),
 }
 
@@ -111,17 +112,28 @@ def value(record: Record | None) -> str:
         return "-"
     if record["metric"] == "tokens_identical":
         return "yes" if record["median"] == 1 else "**no**"
-    _, scale, unit, digits = METRICS[record["metric"]]
+    _, scale, unit, digits = METRICS[kind(record["metric"])]
     return f"{record['median'] * scale:.{digits}f} {unit}"
 
 
 def table(metrics: Metrics) -> list[str]:
     lines = ["| | by itself | with the plugin |", "|---|---:|---:|"]
-    for metric, (title, *_) in METRICS.items():
-        if metric in metrics:
-            subjects = metrics[metric]
-            lines.append(f"| {title} | {value(subjects.get('native'))} | {value(subjects.get('plugin'))} |")
+    for metric in rows_of(metrics):
+        title = METRICS[kind(metric)][0].format(cycles=metric.rpartition("_")[2])
+        subjects = metrics[metric]
+        lines.append(f"| {title} | {value(subjects.get('native'))} | {value(subjects.get('plugin'))} |")
     return lines
+
+
+def kind(metric: str) -> str:
+    """Its name in `METRICS`: those of many cycles end with how many there were."""
+    return re.sub(r"^(drift_\w+)_\d+$", r"\1", metric)
+
+
+def rows_of(metrics: Metrics) -> list[str]:
+    """What of them a table has rows for, in the order of `METRICS`."""
+    order = list(METRICS)
+    return sorted((metric for metric in metrics if kind(metric) in METRICS), key=lambda one: order.index(kind(one)))
 
 
 def headline(runs: dict[Run, Metrics]) -> list[str]:
@@ -246,13 +258,13 @@ def main() -> None:
     matplotlib.use("Agg")
     found, test_runs = load()
     engines = {run: metrics for run, metrics in found.items() if run[0] != WITHOUT_ENGINE}
-    runs = {run: metrics for run, metrics in engines.items() if METRICS.keys() & metrics.keys()}
+    runs = {run: metrics for run, metrics in engines.items() if rows_of(metrics)}
     if not runs:
         raise SystemExit("no results")
     docs = REPOSITORY / "docs"
     pages: list[str] = test_table(test_runs)
     for run, metrics in runs.items():
-        records = [record for metric in METRICS for record in metrics.get(metric, {}).values()]
+        records = [record for metric in rows_of(metrics) for record in metrics[metric].values()]
         commands = dict.fromkeys(record["command"].partition(" --subject")[0] for record in records)
         measured = ", ".join(f"`{command}`" for command in commands)
         pages += [f"### {describe(run, metrics)}", "", *table(metrics), "", f"Measured by {measured}.", ""]

@@ -91,14 +91,18 @@ def _with_flag(arguments: Sequence[str]) -> list[str]:
     if not arguments:
         raise InvalidRequestError("name a model: rl-memory serve ENGINE MODEL [ARGS]...")
     given = any(argument.split("=", 1)[0].replace("_", "-") == FLAG for argument in arguments)
-    return [*arguments] if given else [*arguments, FLAG]
+    if given or RLMemoryConfig.from_environment() is not None:  # a flag would win over what RL_MEMORY holds
+        return [*arguments]
+    return [*arguments, FLAG]
 
 
 def with_saver(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment, with torch_memory_saver's library preloaded if the options ask for that mode of it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(FLAG, "--rl_memory", dest="options", nargs="?")
-    config = RLMemoryConfig.parse(parser.parse_known_args(list(arguments))[0].options)
+    parser.add_argument(FLAG, "--rl_memory", dest="options", nargs="?", const="")
+    options = parser.parse_known_args(list(arguments))[0].options
+    config = RLMemoryConfig.from_environment() if options is None else RLMemoryConfig.parse(options)
+    config = config or RLMemoryConfig.parse()
     if config.allocator != "tms" or config.tms_hook_mode != "preload":
         return dict(environment)
     from rl_memory_plugins.memory.torch_saver import preload_libraries, with_preload

@@ -82,9 +82,11 @@ class Sglang(EngineKind):
 
 
 def _kv_tokens(launch: Launch) -> int:
+    """As many as `kv_bytes` of each rank hold."""
     config = json.loads((launch.model / "config.json").read_text())
-    heads = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
-    per_token = 2 * BYTES_PER_ELEMENT[launch.dtype] * config["num_hidden_layers"] * heads  # keys and values
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    heads = max(config["num_key_value_heads"] // launch.tp, 1)  # of one rank
+    per_token = 2 * BYTES_PER_ELEMENT[launch.dtype] * config["num_hidden_layers"] * heads * head  # keys and values
     tokens = launch.kv_bytes // per_token
     return max(int(tokens), 4096)
 
