@@ -14,7 +14,8 @@ class CacheClearing:
     """What `aggressive_empty_cache` did.
 
     Attributes:
-        freed_bytes: Device memory given back by each round; empty where this process uses no GPU.
+        freed_bytes: Device memory given back by each round, beyond what was free already; empty where this
+            process uses no GPU.
         collected: Objects that Python's garbage collector found unreachable.
         seconds: For all of it.
     """
@@ -25,13 +26,14 @@ class CacheClearing:
 
 
 def aggressive_empty_cache(max_rounds: int = 3, threshold_bytes: int = GIB) -> CacheClearing:
-    """Collect garbage and empty torch's cache until a round frees less than `threshold_bytes`.
+    """Empty torch's cache, then collect garbage and empty it again until that frees less than `threshold_bytes`.
 
     One round does not always suffice: a collected object may have held the last reference to blocks that
-    become free only once the device has finished with them. Without a GPU the garbage is collected, once.
+    become free only once the device has finished with them. Without a GPU the garbage is collected, at
+    most once.
 
     Args:
-        max_rounds: How many rounds at most.
+        max_rounds: How many rounds at most; 0 only empties the cache, which takes a fraction of a collection's time.
         threshold_bytes: A round that frees less is the last.
     """
     import torch
@@ -39,8 +41,9 @@ def aggressive_empty_cache(max_rounds: int = 3, threshold_bytes: int = GIB) -> C
     start = time.perf_counter()
     clearing = CacheClearing()
     if not torch.cuda.is_initialized():  # is_available() would be true of a GPU that this process does not use
-        clearing.collected = gc.collect()
+        clearing.collected = gc.collect() if max_rounds else 0
     else:
+        torch.cuda.empty_cache()  # a round counts only what its collection brings
         for _ in range(max_rounds):
             before = torch.cuda.memory_reserved()
             clearing.collected += gc.collect()

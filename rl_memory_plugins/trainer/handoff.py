@@ -21,19 +21,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache, limit_memory
 from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
-from rl_memory_plugins.trainer.gpu import on_this_gpu
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.update import push_from_all
 from rl_memory_plugins.weights.source import TensorSource
-
-if TYPE_CHECKING:
-    import torch
+from rl_memory_plugins.weights.threads import on_this_gpu
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ class RolloutHandoff:
         engines: Those that this process controls: `EngineClient`s or engines' own objects. Each engine is given
             to one process, the others get an empty list.
         source: What is sent: a `TensorSource`, a module or a mapping of tensors.
-        weights: What of the trainer is needed to send it: modules, `Movable`s.
+        weights: What of the trainer is needed to send it: modules, `Movable`s. Modules' gradients go with `others`.
         others: What only training needs: optimisers, reference models.
         from_host: Offload the weights before the engines' come back, and send them from host memory. At no time
             are both on the device. `source` must be one that reads offloaded tensors: all of this package do.
@@ -118,8 +117,9 @@ class RolloutHandoff:
             )
         self.engines = as_engines(engines)
         self._source = source
-        self._weights = [_movable(one) for one in weights]
-        self._others = [_movable(one) for one in others]
+        self._weights = [_movable(one, gradients=False) for one in weights]
+        modules = [one for one in weights if isinstance(one, torch.nn.Module) and not isinstance(one, Movable)]
+        self._others = [*(_movable(one) for one in others), Offloader(*modules, gradients=True)]
         self._from_host = from_host
         self._level = level
         self._mode = mode
@@ -176,18 +176,22 @@ class RolloutHandoff:
             limit_memory(fraction)
 
     def _on_engines(self, report: HandoffReport, step: str, call: Callable[[Engine], Any]) -> None:
+        def run() -> None:  # the answers stay here: nobody uses them
+            on_all(self.engines, call)
+
         with self._step(report, step):
-            self._peers.agree(lambda: on_all(self.engines, call))
+            self._peers.agree(run)
 
     def _move(self, report: HandoffReport, step: str, moves: Sequence[Callable[[], Moved]]) -> None:
-        """Load or offload; what is freed goes back to the driver."""
+        """Load or offload; after an offload whatever torch has no use for goes back to the driver."""
 
         def run() -> None:
             moved = [move() for move in moves]
             total = sum(one.bytes for one in moved)
             seconds = sum(one.seconds for one in moved)
-            if total and step != "load":
-                seconds += aggressive_empty_cache().seconds
+            if step != "load" and (total or torch.cuda.is_initialized()):
+                # Collecting is slow, so it is done once, before the engines' weights need the room.
+                seconds += aggressive_empty_cache(max_rounds=3 if step == "offload_others" else 0).seconds
             report.seconds[step] += seconds
             report.moved_bytes[step] = report.moved_bytes.get(step, 0) + total
 
@@ -233,8 +237,8 @@ class AsyncRolloutHandoff:
         return await asyncio.to_thread(on_this_gpu(call))
 
 
-def _movable(target: Any) -> Movable:
-    return target if isinstance(target, Movable) else Offloader(target)
+def _movable(target: Any, gradients: bool | None = None) -> Movable:
+    return target if isinstance(target, Movable) else Offloader(target, gradients=gradients)
 
 
 @contextmanager

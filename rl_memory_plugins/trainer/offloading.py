@@ -32,14 +32,39 @@ class Moved(NamedTuple):
     seconds: float = 0.0
 
 
+class _Buffer:
+    """Room for the storages of one move."""
+
+    def __init__(self, host: _HostMemory, address: int) -> None:
+        self.host, self.address = host, address
+
+
+class _HostMemory:
+    """The arena of an offloader; closed once neither it nor anything away needs the memory."""
+
+    def __init__(self, arena: PagedArena) -> None:
+        self.arena = arena
+        self._used: dict[int, weakref.ref[_Buffer]] = {}
+        weakref.finalize(self, arena.close).atexit = False
+
+    def buffer(self, nbytes: int) -> _Buffer:
+        for address in [address for address, used in self._used.items() if used() is None]:
+            del self._used[address]
+            self.arena.release(address)
+        buffer = _Buffer(self, self.arena.acquire(nbytes))
+        self._used[buffer.address] = weakref.ref(buffer)
+        return buffer
+
+
 class _Away(NamedTuple):
-    storage: Any  # torch.UntypedStorage, of size zero
     nbytes: int
     host: Any  # uint8, [nbytes]
+    buffer: _Buffer  # which the bytes lie in
 
 
-_away: dict[int, Any] = {}
-"""The host copy of every offloaded storage, by the storage's identity."""
+_away: weakref.WeakKeyDictionary[Any, _Away] = weakref.WeakKeyDictionary()
+"""The host copy of every offloaded storage, which is of size zero. It lives as long as the storage: an offloader may go
+before."""
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
@@ -55,18 +80,24 @@ class Offloader:
         *targets: Modules (parameters, gradients, buffers; plain, FSDP1 or FSDP2), optimisers (their state), or
             tensors.
         moves: Which tensors to move; by default those that are not in host memory anyway.
+        gradients: Of modules, move their gradients only (`True`) or all but them (`False`); by default both.
     """
 
-    def __init__(self, *targets: Target, moves: Callable[[torch.Tensor], bool] = on_accelerator) -> None:
+    def __init__(
+        self,
+        *targets: Target,
+        moves: Callable[[torch.Tensor], bool] = on_accelerator,
+        gradients: bool | None = None,
+    ) -> None:
         self._targets = targets
         self._moves = moves
-        self._arena: PagedArena | None = None
-        self._buffers: list[int] = []
-        self._batch: list[_Away] = []
+        self._gradients = gradients
+        self._host: _HostMemory | None = None
+        self._moved: weakref.WeakSet[Any] = weakref.WeakSet()  # storages, which the targets may have dropped since
 
     @property
     def offloaded_bytes(self) -> int:
-        return sum(one.nbytes for one in self._batch)
+        return sum(_away[storage].nbytes for storage in self._absent())
 
     def offload(self) -> Moved:
         """Copy to host memory and free the device memory (to torch's cache; see `aggressive_empty_cache`).
@@ -76,108 +107,99 @@ class Offloader:
             WeightUpdateError: an engine keeps this memory open and does not answer; nothing was moved.
         """
         start = time.perf_counter()
-        storages = list(self._storages())
+        storages = self._present()
         if not storages:
             return Moved()
         release_mapped()  # what engines keep open of this memory would stay in use
-        arena = self._arena_for(storages[0].device)
-        address = arena.acquire(sum(align(storage.nbytes()) for storage in storages))
-        batch = []
-        end = address
+        host = self._host_for(storages[0].device)
+        buffer = host.buffer(sum(align(storage.nbytes()) for storage in storages))
+        batch = {}
+        end = buffer.address
         for storage in storages:
             nbytes = storage.nbytes()
-            batch.append(_Away(storage, nbytes, memory_view(end, nbytes)))
+            batch[storage] = _Away(nbytes, memory_view(end, nbytes), buffer)
             end += align(nbytes)
-        for one in batch:
-            one.host.copy_(_bytes_of(one.storage), non_blocking=True)
+        _synchronize(storages)  # another stream than this one may still write them
+        for storage, one in batch.items():
+            one.host.copy_(_bytes_of(storage), non_blocking=True)
         _synchronize(storages)
-        for one in batch:
-            one.storage.resize_(0)
-            _away[one.storage._cdata] = one.host
-        self._buffers.append(address)
-        self._batch += batch
-        return Moved(sum(one.nbytes for one in batch), time.perf_counter() - start)
+        for storage, one in batch.items():
+            storage.resize_(0)
+            _away[storage] = one
+            self._moved.add(storage)
+        return Moved(sum(one.nbytes for one in batch.values()), time.perf_counter() - start)
 
     def load(self) -> Moved:
-        """Take device memory again and copy everything back.
+        """Take device memory again and copy everything back, also what another offloader moved of the targets.
 
         Raises:
             DeviceMemoryError: not enough device memory; everything is still in host memory.
         """
         start = time.perf_counter()
-        if not self._batch:
+        storages = self._absent()
+        if not storages:
             return Moved()
-        batch = self._batch
+        total = sum(_away[storage].nbytes for storage in storages)
         try:
-            for one in batch:
-                one.storage.resize_(one.nbytes)
+            for storage in storages:
+                storage.resize_(_away[storage].nbytes)
         except torch.OutOfMemoryError as error:
-            for one in batch:
-                one.storage.resize_(0)
-            raise DeviceMemoryError(
-                f"no device memory to load {self.offloaded_bytes} bytes: {error}",
-                needed_bytes=self.offloaded_bytes,
-            ) from None
-        for one in batch:
-            _bytes_of(one.storage).copy_(one.host, non_blocking=True)
-        _synchronize([one.storage for one in batch])
-        moved = self.offloaded_bytes
-        for one in batch:
-            del _away[one.storage._cdata]
-        batch.clear()
-        assert self._arena is not None
-        for address in self._buffers:
-            self._arena.release(address)
-        self._buffers = []
-        return Moved(moved, time.perf_counter() - start)
+            for storage in storages:
+                storage.resize_(0)
+            raise DeviceMemoryError(f"no device memory to load {total} bytes: {error}", needed_bytes=total) from None
+        for storage in storages:
+            _bytes_of(storage).copy_(_away[storage].host, non_blocking=True)
+        _synchronize(storages)
+        for storage in storages:
+            del _away[storage]
+        return Moved(total, time.perf_counter() - start)
 
     def close(self) -> None:
         """Load what is away and give the host memory back."""
         self.load()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._host = None
 
-    def _storages(self) -> Iterator[Any]:
-        """Every storage that holds something to move, once."""
-        seen = set()
+    def _present(self) -> list[Any]:
+        """Every storage that holds something to move, once; what FSDP has gathered for computing is freed first."""
         for target in self._targets:
-            for tensor in tensors_of(target):
-                local = _local(tensor)
-                storage = local.untyped_storage()
-                # A storage of size zero is away already, or FSDP has freed it.
-                if storage.nbytes() and storage._cdata not in seen and storage.resizable() and self._moves(local):
-                    seen.add(storage._cdata)
-                    yield storage
+            if isinstance(target, torch.nn.Module):
+                _reshard(target)
+        storages: dict[Any, None] = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            # A storage of size zero is away already, or FSDP has freed it.
+            if storage.nbytes() and storage not in storages and storage.resizable() and self._moves(tensor):
+                storages[storage] = None
+        return list(storages)
 
-    def _arena_for(self, device: torch.device) -> PagedArena:
-        if self._arena is None:
+    def _absent(self) -> list[Any]:
+        """Every storage that is away, once."""
+        storages = dict.fromkeys([*self._moved, *(tensor.untyped_storage() for tensor in self._tensors())])
+        return [storage for storage in storages if storage in _away]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for target in self._targets:
+            for tensor in tensors_of(target, self._gradients):
+                yield _local(tensor)
+
+    def _host_for(self, device: torch.device) -> _HostMemory:
+        if self._host is None:
             if device.type == "cuda":
                 index = torch.cuda.current_device() if device.index is None else device.index
-                self._arena = PinnedArena(index)
+                self._host = _HostMemory(PinnedArena(index))
             else:
-                self._arena = PagedArena()
-            weakref.finalize(self, _forget, self._arena, self._batch).atexit = False
-        return self._arena
+                self._host = _HostMemory(PagedArena())
+        return self._host
 
 
-def _forget(arena: PagedArena, batch: list[_Away]) -> None:
-    """What is away goes with its offloader."""
-    for one in batch:
-        _away.pop(one.storage._cdata, None)
-    batch.clear()
-    arena.close()
-
-
-def tensors_of(target: Target) -> Iterator[torch.Tensor]:
-    """All tensors that a target keeps; what FSDP has gathered for computing is freed first."""
+def tensors_of(target: Target, gradients: bool | None = None) -> Iterator[torch.Tensor]:
+    """All tensors that a target keeps; see `Offloader` for `gradients`."""
     if isinstance(target, torch.nn.Module):
-        _reshard(target)
-        for parameter in target.parameters():
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
-        yield from target.buffers()
+        if gradients is not True:
+            yield from target.parameters()
+            yield from target.buffers()
+        if gradients is not False:
+            yield from (parameter.grad for parameter in target.parameters() if parameter.grad is not None)
     elif isinstance(target, torch.optim.Optimizer):
         for state in target.state.values():
             yield from _nested(state)
@@ -228,9 +250,10 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 
     The view is good until the storage is loaded.
     """
-    host = _away.get(tensor.untyped_storage()._cdata)
-    if host is None:
+    away = _away.get(tensor.untyped_storage())
+    if away is None:
         return tensor
+    host = away.host
     whole = host[: len(host) // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -245,11 +268,11 @@ class borrowed:
     def __enter__(self) -> None:
         for tensor in self._tensors:
             storage = tensor.untyped_storage()
-            host = _away.get(storage._cdata)
-            if host is not None and not storage.nbytes():
-                storage.resize_(len(host))
+            away = _away.get(storage)
+            if away is not None and not storage.nbytes():
+                storage.resize_(away.nbytes)
                 self._borrowed.append(storage)
-                _bytes_of(storage).copy_(host)
+                _bytes_of(storage).copy_(away.host)
 
     def __exit__(self, *_: object) -> None:
         _synchronize(self._borrowed)
@@ -262,12 +285,15 @@ _offloaders: weakref.WeakKeyDictionary[Any, Offloader] = weakref.WeakKeyDictiona
 
 def offload(target: torch.nn.Module | torch.optim.Optimizer) -> Moved:
     """Offload one module or optimiser; see `Offloader.offload`. The host memory is kept for the next time."""
-    if target not in _offloaders:
-        _offloaders[target] = Offloader(weakref.proxy(target))
-    return _offloaders[target].offload()
+    return _offloader_of(target).offload()
 
 
 def load(target: torch.nn.Module | torch.optim.Optimizer) -> Moved:
     """Load what `offload` moved; see `Offloader.load`."""
-    offloader = _offloaders.get(target)
-    return Moved() if offloader is None else offloader.load()
+    return _offloader_of(target).load()
+
+
+def _offloader_of(target: torch.nn.Module | torch.optim.Optimizer) -> Offloader:
+    if target not in _offloaders:
+        _offloaders[target] = Offloader(weakref.proxy(target))
+    return _offloaders[target]

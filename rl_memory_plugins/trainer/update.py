@@ -13,7 +13,7 @@ import torch
 
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
 from rl_memory_plugins.trainer.engines import Engine
-from rl_memory_plugins.trainer.gpu import on_this_gpu, own_gpu
+from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import ModelSource
 from rl_memory_plugins.weights import wire
@@ -21,6 +21,7 @@ from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_er
 from rl_memory_plugins.weights.push import specificity
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource
+from rl_memory_plugins.weights.threads import on_this_gpu
 
 
 class _Site(NamedTuple):
@@ -47,6 +48,8 @@ def push_from_all(
     engine ranks on its own GPU; engine ranks that share none with the trainer are served by the process that
     controls their engine; the others only take part in the gathers. Nothing is gathered before every receiver
     has accepted the manifest. A process whose receiver fails goes on gathering, so that no other one hangs.
+    A source that itself fails on one process in the middle of its collectives cannot go on: the others wait for
+    it in theirs until the timeout of the source's process group, and only then fail.
 
     Args:
         engines: Those that this process controls: each engine is given to one process.

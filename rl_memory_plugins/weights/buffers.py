@@ -87,6 +87,7 @@ class ShmStaging:
         self._copier = HostCopier()
         self._stable = stable
         self._pinned = pinned
+        self._written = False
         self._registered: list[cuda_ipc.Gpu] = []
         self._streams: dict[int, Any] = {}
         self._fd = os.memfd_create("rl-memory-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -115,6 +116,7 @@ class ShmStaging:
                     self._copier.run()
             else:
                 target.copy_(tensor)
+        self._written = True
         return entry
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
@@ -143,7 +145,8 @@ class ShmStaging:
 
             gpu = cuda_ipc.local_gpu(gpu_name(index))
             address, nbytes = _range(self._slots)
-            touch(address, nbytes, 8)  # registering makes pages too, with one thread
+            if not self._written:  # it writes zeros; registering makes pages too, with one thread
+                touch(address, nbytes, 8)
             try:
                 gpu.register(address, nbytes)
             except UnsupportedError:

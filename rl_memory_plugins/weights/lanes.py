@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc
@@ -13,8 +15,6 @@ from rl_memory_plugins.weights.buffers import CudaStaging, DirectExport, ShmStag
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
 
 if TYPE_CHECKING:
-    import torch
-
     from rl_memory_plugins.weights.listener import ConnectedRank
 
 HOST_BUCKET_BYTES = 128 << 20
@@ -97,9 +97,17 @@ class Lanes:
             mean = 0 if self._keep_mapped or self._transport == way else MIN_MEAN_ALLOCATION
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if way == "cuda_ipc":
-            return CudaStaging(device, self._manifest.slot_bytes(), self._manifest.slots, stable=stable)
+            return self._staging(device, stable)
         smaller = _smaller(self._manifest)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=way == "shm_pinned", stable=stable)
+
+    def _staging(self, device: str, stable: bool) -> CudaStaging:
+        slot_bytes, slots = self._manifest.slot_bytes(), self._manifest.slots
+        try:
+            return CudaStaging(device, slot_bytes, slots, stable=stable)
+        except OutOfMemoryError:
+            torch.cuda.empty_cache()  # the memory may be free, and kept by this process's own torch
+            return CudaStaging(device, slot_bytes, slots, stable=stable)
 
     def in_use(self) -> list[Lane]:
         return [lane for lane in self._lanes.values() if lane.ranks]
@@ -114,8 +122,9 @@ class Lanes:
         return (self._manifest if roomy else _smaller(self._manifest)).buckets()
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.buffer.close()
+        with contextlib.ExitStack() as closing:  # each is closed, whatever another one raises
+            for lane in self._lanes.values():
+                closing.callback(lane.buffer.close)
 
 
 def refuse(rank: ConnectedRank, reason: str) -> None:

@@ -11,6 +11,7 @@ from rl_memory_plugins.errors import ManifestError, RLMemoryError, WeightUpdateE
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.source import TensorSource
+from rl_memory_plugins.weights.threads import on_this_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ def push_weights(
             failures.append(error)
             sender.cancel(wire.as_update_error(error))
 
-    thread = threading.Thread(target=call, name="rl-memory-update-weights", daemon=True)
+    thread = threading.Thread(target=on_this_gpu(call), name="rl-memory-update-weights", daemon=True)
     thread.start()
     report: dict[str, Any] = {}
     try:

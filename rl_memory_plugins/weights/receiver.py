@@ -267,19 +267,22 @@ class _Session:
                 raise WeightUpdateError("the engine's loader hid that the update broke off", rank=manager.rank)
             with self.timed("load"):
                 manager.device.synchronize()
-            if isinstance(buffer, DirectAttached) and buffer.keep:
+            self._flat.clear()
+            keep = isinstance(buffer, DirectAttached) and buffer.keep
+            if not keep:
+                buffer.close()
+            self._receiver.drop_outdated_plans()  # the engine's loader may have made new tensors
+            if not plan.partial and plan.digest in self._receiver._plans:
+                self._receiver._complete_plan = plan if plan.steps else None  # what is opaque has no checksum
+            report = self._report(plan)
+            connection.send(wire.Done(report), timeout_s)
+            if isinstance(buffer, DirectAttached) and keep:
                 buffer.kept = True
+                self.lease = connection
+            return report
         finally:
             self._flat.clear()
             buffer.close()
-        self._receiver.drop_outdated_plans()  # the engine's loader may have made new tensors
-        if not plan.partial and plan.digest in self._receiver._plans:
-            self._receiver._complete_plan = plan if plan.steps else None  # what is opaque has no checksum
-        report = self._report(plan)
-        connection.send(wire.Done(report), timeout_s)
-        if isinstance(buffer, DirectAttached) and buffer.kept:
-            self.lease = connection
-        return report
 
     def _attach(self, connection: wire.Connection) -> tuple[wire.Offer, AttachedBuffer]:
         """Take the first of the trainer's buffers that can be opened here."""

@@ -142,7 +142,7 @@ class WeightSender:
                 self._listener.broadcast(wire.Commit())
                 done = self._listener.gather(self._listener.ranks, wire.Done)
             self._hold_leases(lanes.in_use())
-            return {
+            report = {
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
@@ -151,16 +151,19 @@ class WeightSender:
                 "seconds": seconds,
                 "receivers": [message.report for _, message in done],
             }
+            lanes.close()
+            return report
         except BaseException as error:
             known = wire.as_update_error(error)
             for rank in self._listener.ranks:
                 rank.connection.fail(known)
+            if lanes is not None:
+                with contextlib.suppress(Exception):  # the first error is the cause
+                    lanes.close()
             if known is error or not isinstance(error, Exception):
                 raise
             raise known from error
         finally:
-            if lanes is not None:
-                lanes.close()
             self.close()
 
     # -- the steps of a session -------------------------------------------------------------------------------

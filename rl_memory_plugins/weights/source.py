@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.weights.manifest import TensorSpec
 
 
@@ -38,6 +39,8 @@ class ModuleSource:
 
     Tensors that are the same object under two names (tied weights) are sent once, under the first.
 
+    Offloaded tensors cannot be read; `trainer.ModelSource` reads them.
+
     Args:
         module: The module, or its names and tensors.
         dtype: What floating-point tensors are sent as, e.g. bfloat16 from float32 master weights; each is
@@ -56,6 +59,14 @@ class ModuleSource:
         self._dtype = dtype
 
     def specs(self) -> list[TensorSpec]:
+        """See `TensorSource`.
+
+        Raises:
+            InvalidRequestError: a tensor is offloaded.
+        """
+        for name, tensor in self._tensors.items():
+            if tensor.nbytes and not tensor.untyped_storage().nbytes():
+                raise InvalidRequestError(f"{name} is offloaded: load it, or send a trainer.ModelSource", name=name)
         return [spec_of(name, t, self._sent_as(t)) for name, t in self._tensors.items()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

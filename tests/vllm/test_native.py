@@ -96,7 +96,7 @@ def test_native_sleep_and_wake(server: Server, first_tokens: list[int]) -> None:
     response = server.http.post("/sleep?level=1&mode=abort")
     assert response.status_code == 200
     assert (response.json()["status"], response.json()["level"]) == ("sleeping", 1)
-    assert before - server.resident_bytes() > 64 << 20
+    assert before - server.resident_bytes() > 32 << 20  # some 100 MiB, less what the servers take meanwhile
     assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
     assert server.control.memory()["reason"] == refusal(server) == "asleep"
     response = server.http.post("/wake_up?tags=weights")

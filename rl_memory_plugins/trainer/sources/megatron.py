@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.offloading import host_view
+from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing
 from rl_memory_plugins.weights.manifest import TensorSpec
+
+T = TypeVar("T")
 
 
 class Layout(Protocol):
@@ -130,7 +133,8 @@ class MegatronSource:
         device: Where shards are gathered; by default the current GPU if the process uses one.
 
     Raises:
-        InvalidRequestError: a layout does not give as many tensors as it has names.
+        InvalidRequestError: a layout does not give as many tensors as it has names. Here and for whatever else fails
+            on one rank, e.g. in `name_map`, all ranks get the error.
     """
 
     def __init__(
@@ -197,21 +201,38 @@ class MegatronSource:
         return self._parameters
 
     def _plan(self, name_map: NameMap) -> list[_Entry]:
-        """All stages' parameters in the order of the stages: the same list on every rank."""
-        own = []
+        """All stages' parameters in the order of the stages: the same list on every rank, or an error on every one."""
+        own: list[_Entry] = []
+        error: Exception | None = None
+        try:
+            own = list(self._own(name_map))
+        except Exception as failure:
+            error = failure
+        _, error = _shared(self._tp_group, None, error)
+        stages, error = _shared(self._pp_group, own, error)
+        if error is not None:
+            raise error
+        planned: dict[tuple[str, ...], _Entry] = {}
+        for stage in stages:
+            for entry in stage:
+                planned.setdefault(entry.names, entry)
+        return list(planned.values())
+
+    def _own(self, name_map: NameMap) -> Iterator[_Entry]:
         for local, tensor in self._named().items():
             mapped = name_map(local)
             if mapped is not None:
                 names, layout = mapped
                 if len(layout.shapes(tensor.shape, self._tp_size)) != len(names):
                     raise InvalidRequestError(f"{local}: {layout} does not give {list(names)}", name=local)
-                own.append(_Entry(self._stage, local, tuple(names), layout, tuple(tensor.shape), tensor.dtype))
-        stages = [own]
-        if self._pp_group is not None:
-            stages = [[] for _ in range(self._dist.get_world_size(self._pp_group))]
-            self._dist.all_gather_object(stages, own, group=self._pp_group)
-        planned: dict[tuple[str, ...], _Entry] = {}
-        for stage in stages:
-            for entry in stage:
-                planned.setdefault(entry.names, entry)
-        return list(planned.values())
+                yield _Entry(self._stage, local, tuple(names), layout, tuple(tensor.shape), tensor.dtype)
+
+
+def _shared(group: Any, value: T, error: Exception | None) -> tuple[list[T], Exception | None]:
+    """All ranks' values, or an error if any rank of the group has one; see `Peers.share`."""
+    if group is None:
+        return [value], error
+    try:
+        return Peers(group).share(value, error), None
+    except Exception as failure:
+        return [], failure

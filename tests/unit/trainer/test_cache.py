@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose cache gives back the listed bytes, one entry for each round."""
+    """A GPU whose cache gives back 50 GiB at first, then the listed bytes, one entry for each round."""
 
     class Gpu:
         reserved = 100 * GIB
@@ -20,7 +20,7 @@ def gpu(monkeypatch):
         calls = []
 
         def empty_cache(self):
-            freed, *self.frees = [*self.frees, 0]
+            freed, *self.frees = (50 * GIB, *self.frees) if not self.calls else (*self.frees, 0)
             self.reserved -= freed
             self.calls.append("empty_cache")
 
@@ -48,13 +48,19 @@ def test_a_round_that_frees_little_is_the_last(gpu, frees, rounds):
     clearing = aggressive_empty_cache()
     assert clearing.freed_bytes == rounds
     assert clearing.collected == 7 * len(rounds)
-    assert gpu.calls == ["collect", "empty_cache", "synchronize"] * len(rounds)
+    assert gpu.calls == ["empty_cache"] + ["collect", "empty_cache", "synchronize"] * len(rounds)
     assert clearing.seconds > 0
 
 
 def test_the_bounds_are_arguments(gpu):
     gpu.frees = [10, 9, 8, 7]
     assert aggressive_empty_cache(max_rounds=4, threshold_bytes=9).freed_bytes == [10, 9, 8]
+
+
+def test_without_rounds_the_cache_is_emptied_and_nothing_collected(gpu):
+    clearing = aggressive_empty_cache(max_rounds=0)
+    assert gpu.calls == ["empty_cache"] and gpu.reserved == 50 * GIB
+    assert clearing.freed_bytes == [] and clearing.collected == 0
 
 
 def test_without_a_gpu_garbage_is_collected_and_nothing_is_claimed():

@@ -152,7 +152,7 @@ def test_the_trainer_is_limited_while_it_has_the_devices(monkeypatch):
     setup = Setup(memory_fraction=0.9)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: setup.log.append(("limit", share)))
-    monkeypatch.setattr(handoff, "aggressive_empty_cache", CacheClearing)
+    monkeypatch.setattr(handoff, "aggressive_empty_cache", lambda max_rounds: CacheClearing())
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     with setup.handoff.training("7"):
         pass
@@ -160,6 +160,53 @@ def test_the_trainer_is_limited_while_it_has_the_devices(monkeypatch):
     assert limits == [("limit", 0.9), ("limit", 1.0)]
     assert setup.log.index(limits[0]) < setup.log.index(("load", "model"))
     assert setup.log.index(("offload", "model")) < setup.log.index(limits[1]) < setup.log.index(("wake_up", None))
+
+
+@pytest.mark.parametrize("moving", [True, False])
+def test_the_cache_is_emptied_before_each_wake_and_garbage_collected_once(monkeypatch, moving):
+    setup = Setup()
+    if not moving:
+        setup.handoff._weights, setup.handoff._others = [], []
+
+    def clear(max_rounds=3):
+        setup.log.append(("clear", max_rounds))
+        return CacheClearing(seconds=0.125)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(handoff, "aggressive_empty_cache", clear)
+    monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
+    with setup.handoff.training() as report:
+        pass
+    calls = [call for call in setup.log if call[0] in ("clear", "wake_up")]
+    assert calls == [("clear", 3), ("wake_up", ["weights"]), ("clear", 0), ("wake_up", None)]
+    assert report.seconds["offload"] == report.seconds["offload_others"] == 0.125 + 0.25 * moving
+
+
+def test_gradients_leave_before_the_engines_weights_come(monkeypatch):
+    from models import Tree
+
+    from rl_memory_plugins.trainer import Offloader
+
+    monkeypatch.setitem(Offloader.__init__.__kwdefaults__, "moves", lambda tensor: True)
+    model, engine = Tree(checkpoint(6)), ToyEngine()
+    for parameter in model.parameters():
+        parameter.requires_grad_().grad = torch.ones_like(parameter)
+    wake, seen = engine.wake_up, []
+
+    def wake_up(tags=None):
+        parameters = list(model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        seen.extend(sum(one.untyped_storage().nbytes() for one in some) for some in (parameters, gradients))
+        wake(tags)
+
+    engine.wake_up = wake_up
+    handoff = RolloutHandoff(engine, ModelSource(model), weights=[model], bucket_bytes=256)
+    with handoff.training():
+        pass
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert seen == [nbytes, 0, 0, 0]
+    handoff.release()
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
 
 
 def test_without_a_fraction_the_trainers_own_limit_stays(monkeypatch):

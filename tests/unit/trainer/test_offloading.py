@@ -10,7 +10,7 @@ from torch import nn
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
-from rl_memory_plugins.trainer.offloading import borrowed, host_view
+from rl_memory_plugins.trainer.offloading import _HostMemory, borrowed, host_view
 
 
 def everything(tensor):
@@ -19,6 +19,10 @@ def everything(tensor):
 
 def storage_bytes(*tensors):
     return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def places(*offloaders):
+    return {offloading._away[storage].buffer.address for one in offloaders for storage in one._moved}
 
 
 def train(model, optimizer):
@@ -63,13 +67,13 @@ def test_tensors_in_host_memory_stay_by_default():
 def test_host_memory_is_made_once_and_reused():
     offloader = Offloader(Tied(), moves=everything)
     offloader.offload()
-    held = offloader._arena.held_bytes
-    first = offloader._batch[0].host.data_ptr()
+    held = offloader._host.arena.held_bytes
+    first = places(offloader)
     for _ in range(3):
         offloader.load()
         offloader.offload()
-        assert offloader._arena.held_bytes == held
-        assert offloader._batch[0].host.data_ptr() == first
+        assert offloader._host.arena.held_bytes == held
+        assert places(offloader) == first
 
 
 def test_gradients_and_state_made_since_move_too():
@@ -121,13 +125,13 @@ def test_no_host_memory_moves_nothing():
     model = Tied()
     expected = whole(model)
     offloader = Offloader(model, moves=everything)
-    offloader._arena = PagedArena(max_bytes=4096)
+    offloader._host = _HostMemory(PagedArena(max_bytes=4096))
     offloader._targets = (model, {"large": torch.zeros(10000)})
     with pytest.raises(HostMemoryError):
         offloader.offload()
     same(whole(model), expected)
     assert offloader.offloaded_bytes == 0
-    offloader._arena = None
+    offloader._host = None
     assert offloader.offload().bytes > 40000
 
 
@@ -177,17 +181,106 @@ def test_close_brings_all_back():
     assert offloader.offload().bytes > 0
 
 
+def test_what_is_away_outlives_its_offloader_and_another_one_loads_it(arenas):
+    model = Tied()
+    expected = whole(model)
+    first = Offloader(model, moves=everything)
+    total = first.offload().bytes
+    del first
+    gc.collect()
+    second = Offloader(model.embed, moves=everything)
+    assert second.load().bytes == expected["embed.weight"].nbytes
+    assert arenas[0].held_bytes > 0  # the rest lies there
+    third = Offloader(model, moves=everything)
+    assert third.offloaded_bytes == total - expected["embed.weight"].nbytes
+    third.load()
+    same(whole(model), expected)
+    gc.collect()
+    assert arenas[0].held_bytes == 0
+
+
+def test_an_offloader_does_not_load_what_another_one_has_loaded():
+    tensor = torch.arange(6.0)
+    first, second = Offloader([tensor], moves=everything), Offloader([tensor], moves=everything)
+    first.offload()
+    assert second.load().bytes == 24 and first.offloaded_bytes == 0
+    tensor += 1
+    assert first.load() == Moved(0, 0.0)
+    assert torch.equal(tensor, torch.arange(1.0, 7.0))
+
+
+def test_host_memory_goes_with_what_was_away():
+    kept, dropped = torch.ones(4), torch.ones(4)
+    offloader = Offloader({"dropped": dropped}, moves=everything)
+    offloader.offload()
+    (place,) = places(offloader)
+    offloader._targets = ({"kept": kept},)
+    del dropped
+    gc.collect()
+    assert offloader.offloaded_bytes == 0
+    offloader.offload()
+    assert places(offloader) == {place}
+
+
+def test_gradients_can_be_moved_apart():
+    model = Tied()
+    model(torch.tensor([[1, 2]])).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = [gradient.clone() for gradient in gradients]
+    only, without = (Offloader(model, moves=everything, gradients=value) for value in (True, False))
+    only.offload()
+    assert set(storage_bytes(*gradients)) == {0} and 0 not in storage_bytes(*model.parameters())
+    assert without.load() == Moved(0, 0.0)
+    without.offload()
+    assert set(storage_bytes(*model.parameters(), *model.buffers())) == {0}
+    without.load()
+    assert set(storage_bytes(*gradients)) == {0}
+    only.load()
+    assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True))
+
+
+def test_the_device_is_done_before_the_first_copy(monkeypatch):
+    tensor = torch.zeros(4)
+    monkeypatch.setattr(offloading, "_synchronize", lambda storages: tensor.fill_(7))  # what another stream still does
+    offloader = Offloader([tensor], moves=everything)
+    offloader.offload()
+    monkeypatch.undo()
+    offloader.load()
+    assert tensor.tolist() == [7] * 4
+
+
+def test_the_functions_load_what_an_offloader_moved():
+    model = Tied()
+    expected = whole(model)
+    Offloader(model, moves=everything).offload()
+    assert load(model).bytes > 0
+    same(whole(model), expected)
+
+
+@pytest.fixture
+def arenas(monkeypatch):
+    """All that are made."""
+    made = []
+
+    def make():
+        made.append(PagedArena())
+        return made[-1]
+
+    monkeypatch.setattr(offloading, "PagedArena", make)
+    return made
+
+
 def test_the_functions_keep_one_offloader_for_each_target(monkeypatch):
-    monkeypatch.setattr(offloading.Offloader.__init__, "__kwdefaults__", {"moves": everything})
+    monkeypatch.setitem(offloading.Offloader.__init__.__kwdefaults__, "moves", everything)
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
     assert load(model) == Moved(0, 0.0)
     assert offload(model).bytes > 0 and offload(optimizer).bytes > 0
-    buffers = [offloading._offloaders[model]._buffers[0], offloading._offloaders[optimizer]._buffers[0]]
+    before = [places(offloading._offloaders[one]) for one in (model, optimizer)]
     assert load(model).bytes > 0 and load(optimizer).bytes > 0
     offload(model), offload(optimizer)
-    assert [offloading._offloaders[one]._buffers[0] for one in (model, optimizer)] == buffers
+    assert [places(offloading._offloaders[one]) for one in (model, optimizer)] == before
     assert len(offloading._away) > 0
     load(optimizer)
     del model, optimizer

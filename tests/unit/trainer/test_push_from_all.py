@@ -1,6 +1,7 @@
 """Two-rank trainers pushing through real senders and sockets to toy engines."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -260,3 +261,79 @@ def rank_one_fails(rank):
         return error.message, error.details["trainer_rank"]
     except ValueError as error:
         return type(error).__name__, None
+
+
+def groups_of_many_updates(rank):
+    import torch.distributed as dist
+
+    model, _ = sharded(6)
+    engines = engine_of(rank)
+    push_from_all(engines, ModelSource(model), **OPTIONS)
+    before = dist.get_pg_count()
+    for _ in range(3):
+        push_from_all(engines, ModelSource(model), **OPTIONS)
+    return dist.get_pg_count() - before, Peers()._group is Peers(dist.group.WORLD)._group is not dist.group.WORLD
+
+
+def test_agreements_have_one_group_of_their_own(pair):
+    assert pair.run(groups_of_many_updates) == [(0, True)] * 2
+
+
+def fails_between_its_gathers(rank):
+    """A source that fails on rank 1; rank 0 goes on to its gather, which no agreement on the group may answer."""
+    import torch.distributed as dist
+
+    class Broken(ModelSource):
+        def tensors(self):
+            for number, item in enumerate(super().tensors()):
+                if number == 2 and rank == 1:
+                    raise ValueError("only here")
+                yield item
+
+    tensors = checkpoint(7)
+    engines = engine_of(rank)
+    group = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=2))
+    source = Broken(tensors)
+    gather = source.tensors
+
+    def tensors_in_step():
+        for name, tensor in gather():
+            parts = [torch.empty(1) for _ in range(2)]
+            dist.all_gather(parts, torch.ones(1), group=group)
+            yield name, tensor
+
+    source.tensors = tensors_in_step
+    try:
+        push_from_all(engines, source, Peers(group), **OPTIONS)
+    except RLMemoryError as error:
+        return error.message
+
+
+def test_a_source_that_fails_on_one_rank_ends_in_the_timeout_of_its_group(pair):
+    answers = pair.run(fails_between_its_gathers)
+    assert answers[0] == answers[1] and "Error" in answers[0], answers
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("cannot be sent")
+
+
+def answers_that_cannot_be_sent(rank):
+    engines = engine_of(rank)
+    for engine in engines:
+        engine.sleep = lambda *args, **options: Unpicklable()
+    RolloutHandoff(engines, checkpoint()).release()
+    peers, caught = Peers(), []
+    for value, error in [(Unpicklable(), None), (None, StateConflictError("busy", cause=Unpicklable()))]:
+        try:
+            peers.share(*((value, error) if rank == 1 else (rank,)))
+        except Exception as failure:
+            caught.append(f"{type(failure).__name__}: {failure}")
+    return caught
+
+
+def test_what_cannot_be_sent_is_an_error_everywhere(pair):
+    zero, one = pair.run(answers_that_cannot_be_sent)
+    assert zero == ["RLMemoryError: ValueError: cannot be sent", "RLMemoryError: StateConflictError: busy"]
+    assert one == ["ValueError: cannot be sent", "StateConflictError: busy"]

@@ -322,3 +322,24 @@ def test_megatron_holds_one_parameter_in_pieces_and_in_whole(pair):
 def test_a_layout_must_give_as_many_tensors_as_names():
     with pytest.raises(InvalidRequestError, match="w: GateUp"):
         MegatronSource({"w": torch.zeros(4, 2)}, lambda name: (["only"], GateUp()))
+
+
+def megatron_plan_fails_on_one_rank(rank):
+    def names(local):
+        if rank == 1:
+            raise KeyError(local)
+        return [local], Replicated()
+
+    kinds = []
+    for group in ("tp_group", "pp_group"):
+        try:
+            MegatronSource({"w": torch.zeros(2)}, names, **{group: dist.group.WORLD})
+        except Exception as error:
+            kinds.append(f"{type(error).__name__}: {error}")
+    return kinds
+
+
+def test_a_plan_that_fails_on_one_rank_fails_on_all(pair):
+    zero, one = pair.run(megatron_plan_fails_on_one_rank)
+    assert zero == ["RLMemoryError: KeyError: 'w'"] * 2
+    assert one == ["KeyError: 'w'"] * 2

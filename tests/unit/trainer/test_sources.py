@@ -51,12 +51,12 @@ def test_offloaded_tensors_are_read_where_they_are():
     offloader = Offloader(model, moves=lambda tensor: True)
     offloader.offload()
     source = ModelSource(model)
-    held = offloader._arena.held_bytes
+    held = offloader._host.arena.held_bytes
     with LiveBytes() as live:
         got = {name: tensor.clone() for name, tensor in source.tensors()}
     same(got, expected)
     assert live.peak == sum(tensor.nbytes for tensor in expected.values())  # the test's own clones
-    assert offloader._arena.held_bytes == held
+    assert offloader._host.arena.held_bytes == held
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
 
 

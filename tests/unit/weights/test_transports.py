@@ -1,6 +1,9 @@
 """How the bytes travel: which way is chosen, what happens when it fails, and what is left open afterwards."""
 
 import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +13,15 @@ from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, cuda_ipc, lanes
+from rl_memory_plugins.weights import buffers, cuda_ipc, lanes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.lanes import ways
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.sender import WeightSender
+from rl_memory_plugins.weights.source import ModuleSource
+from rl_memory_plugins.weights.threads import on_this_gpu
 
 
 def send(ranks, source, **options):
@@ -378,3 +383,98 @@ def test_shared_memory_takes_tensors_of_any_layout():
     staging.publish()
     assert torch.equal(buffers.typed(staging.slot(0), 256, 48, "float32", (4, 3)), tensor.t())
     staging.close()
+
+
+class OnGpu(torch.Tensor):
+    """A host tensor that says it lies on the first GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("denied", [set(), {"register"}])
+def test_locking_pages_destroys_nothing_that_was_put(gpus, monkeypatch, denied):
+    gpus["GPU-0"].denied = denied
+    monkeypatch.setattr(buffers, "gpu_name", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: torch.Stream(device="cpu"))
+    staging = ShmStaging(4096, 2, pinned=True)
+    spec = TensorSpec("a", "float32", (4,))
+    staging.put(0, BucketEntry(0, 0, 16), spec, torch.ones(4))
+    staging.put(1, BucketEntry(1, 0, 16), spec, torch.full((4,), 2.0).as_subclass(OnGpu))
+    assert staging.slot(0)[:16].view(torch.float32).tolist() == [1] * 4
+    assert staging.slot(1)[:16].view(torch.float32).tolist() == [2] * 4
+    assert len(gpus["GPU-0"].registered) == (not denied)
+    monkeypatch.setattr(staging, "_streams", {})
+    staging.close()
+
+
+def test_an_update_whose_end_does_not_arrive_keeps_nothing_open(gpus, monkeypatch):
+    gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
+    deliver = wire.Connection.send
+
+    def send_but_done(connection, message, *arguments):
+        if isinstance(message, wire.Done):
+            raise WeightUpdateError("the trainer is gone")
+        deliver(connection, message, *arguments)
+
+    monkeypatch.setattr(wire.Connection, "send", send_but_done)
+    outcome, (thread,) = send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
+    assert isinstance(outcome, WeightUpdateError) and str(thread.error) == "the trainer is gone"
+    assert gpu.opened and gpu.mapped == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_buffer_that_cannot_be_closed_hides_nothing_and_leaves_no_socket(monkeypatch, first):
+    close = ShmStaging.close
+
+    def fail(staging):
+        close(staging)
+        raise ValueError("the GPU is lost")
+
+    class Breaking(OneByOne):
+        def tensors(self):
+            yield from super().tensors()
+            if first:
+                raise ValueError("the disk is gone")
+
+    monkeypatch.setattr(ShmStaging, "close", fail)
+    endpoint = WeightSender(1, timeout_s=10, bucket_bytes=256)
+    thread = Receiving(Rank(), endpoint)
+    with pytest.raises(WeightUpdateError, match="the disk is gone" if first else "the GPU is lost"):
+        endpoint.send(Breaking(checkpoint(1)))
+    thread.join()
+    assert not any(Path(path).exists() for path in endpoint.endpoints.values())
+
+
+def test_memory_that_torch_only_keeps_is_used_for_staging(gpus, monkeypatch):
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    gpu.capacity = 1
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(gpu, "capacity", 1 << 24))
+    report, _ = send([rank], OneByOne(checkpoint(4)))
+    assert report["transport"] == "cuda_ipc" and report["fallbacks"] == []
+
+
+def test_an_offloaded_tensor_is_refused_with_the_source_that_reads_it():
+    tensors = checkpoint(1)
+    tensors["o.weight"].untyped_storage().resize_(0)
+    with pytest.raises(InvalidRequestError, match="ModelSource") as caught:
+        ModuleSource(tensors).specs()
+    assert caught.value.details["name"] == "o.weight"
+
+
+def test_another_thread_works_on_this_gpu_and_stream(monkeypatch):
+    stream = SimpleNamespace(device="cuda:3")
+    current = []
+
+    @contextmanager
+    def entered(what):
+        current.append(what)
+        yield
+        current.remove(what)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    assert on_this_gpu(lambda: list(current))() == ["cuda:3", stream]
+    assert current == []
