@@ -11,9 +11,15 @@ from fake_gpu import OneByOne, gpu_rank
 from test_update import counts
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.errors import (
+    InvalidRequestError,
+    RLMemoryError,
+    StateConflictError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, cuda_ipc, lanes, wire
+from rl_memory_plugins.weights import buffers, cuda_ipc, lanes, push, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.lanes import ways
@@ -478,3 +484,15 @@ def test_another_thread_works_on_this_gpu_and_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", entered)
     assert on_this_gpu(lambda: list(current))() == ["cuda:3", stream]
     assert current == []
+
+
+def test_the_engines_call_works_on_this_gpu(monkeypatch):
+    wrapped = []
+    monkeypatch.setattr(push, "on_this_gpu", lambda run: wrapped.append(run) or run)
+    with pytest.raises(StateConflictError):
+        push.push_weights(fail_busy, checkpoint(1))
+    assert len(wrapped) == 1
+
+
+def fail_busy(body):
+    raise StateConflictError("busy")
