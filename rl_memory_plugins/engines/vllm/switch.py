@@ -55,7 +55,7 @@ class _Flag(argparse.Action):
     ) -> None:
         value = values if isinstance(values, str) and values else "1"
         try:
-            RLMemoryConfig.parse(_flag_value(value))
+            RLMemoryConfig.parse(value)
         except Exception as error:
             parser.error(str(error))
         os.environ[FLAG_VARIABLE] = value
@@ -95,12 +95,7 @@ def _requested(engine_args: Any) -> Any:
     if isinstance(additional, dict) and CONFIG_KEY in additional:
         value = additional[CONFIG_KEY]
         return None if value is False else value
-    value = os.environ.get(FLAG_VARIABLE, "").strip()
-    return None if value.lower() in ("", "0", "false", "off") else _flag_value(value)
-
-
-def _flag_value(value: str) -> Any:
-    return True if value.lower() in ("1", "true", "on") else value
+    return RLMemoryConfig.from_environment()
 
 
 def _let_ray_copy(variable: str) -> None:
