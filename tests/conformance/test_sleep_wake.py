@@ -24,6 +24,10 @@ def states(server: Server) -> dict[str, set[str]]:
     return found
 
 
+def arena_bytes(server: Server) -> list[int]:
+    return [rank["host_arena_bytes"] for engine in server.control.memory()["engines"] for rank in engine["ranks"]]
+
+
 def tag_bytes(server: Server, tag: str) -> int:
     engines = server.control.memory()["engines"]
     return sum(rank["tags"][tag]["bytes"] for engine in engines for rank in engine["ranks"])
@@ -132,12 +136,14 @@ def test_the_report_times_only_steps_that_ran(server: Server) -> None:
 def test_many_cycles_end_where_they_began(server: Server, first_tokens: list[int]) -> None:
     server.control.sleep(1)
     server.control.wake_up()
-    before = server.occupied_bytes()
+    before, arena = server.occupied_bytes(), arena_bytes(server)
     for _ in range(10):
         server.control.sleep(1)
         server.control.wake_up()
     assert server.generate(PROMPT) == first_tokens
-    assert server.occupied_bytes() - before < 32 << 20
+    assert arena_bytes(server) == arena
+    # An allocator's leftovers come and go by 30 MiB; a tenth of the KV cache, lost in every cycle, would be more.
+    assert server.occupied_bytes() - before < 64 << 20
 
 
 def test_an_update_needs_resident_weights(server: Server, weights: object) -> None:
