@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -93,7 +94,7 @@ class AdmissionWatch:
             self._since = None
 
 
-class Subject:
+class Subject(ABC):
     """An engine's offline class, and what the trainer may call."""
 
     def __init__(self) -> None:
@@ -134,22 +135,22 @@ class Subject:
     def checksums(self) -> Any:
         return msgspec.to_builtins(self.engine.weight_checksums()) if self.plugin else None
 
+    @abstractmethod
     def tokens(self) -> list[list[int]]:
         """Greedy answers, asked for one by one: in a batch, rounding depends on who else is in it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def native_init(self, info: dict[str, Any]) -> bool:
         """Before the first update; returns whether each has a beginning and an end."""
-        raise NotImplementedError
 
-    def native_start(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def native_start(self) -> None: ...
 
-    def native_update(self, *arguments: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def native_update(self, *arguments: Any) -> None: ...
 
-    def native_finish(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def native_finish(self) -> None: ...
 
 
 class VllmSubject(Subject):

@@ -42,13 +42,17 @@ def abort(ranks: RankGroup, operation: str) -> None:
     ranks.call(f"abort_{operation}")
 
 
-def raise_failures(replies: Sequence[Reply[Any]], participant: str = "rank") -> list[Reply[Any]]:
-    """The replies, if none is an error; else one typed error that names every participant that failed.
+def raise_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
+    """The ranks' replies, if none is an error; else one typed error that names every rank that failed."""
+    return _raise_failures(replies, "rank")
 
-    Args:
-        participant: What answered, as the error's details name it: a `rank` of one engine, or the `engine_rank` of one
-            of several data-parallel engines.
-    """
+
+def raise_engine_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
+    """The same for the replies of data-parallel engines."""
+    return _raise_failures(replies, "engine_rank")
+
+
+def _raise_failures(replies: Sequence[Reply[Any]], participant: str) -> list[Reply[Any]]:
     failed = [reply for reply in replies if reply.error is not None]
     if not failed:
         return list(replies)

@@ -22,7 +22,7 @@ import msgspec
 
 from rl_memory_plugins import commands
 from rl_memory_plugins.commands import AnyCommand
-from rl_memory_plugins.coordination import raise_failures
+from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.records import EngineStatus, Reply, Report
 from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
@@ -85,21 +85,21 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
     if updating:
         raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
     if len(engines) == 1:
-        return _merge(_raise_failures((yield command)))
+        return _merge(raise_engine_failures((yield command)))
     drained_s = 0.0
     if not isinstance(command, commands.WakeUp) and command.mode == PauseMode.WAIT.value:
         name = "sleep" if isinstance(command, commands.Sleep) else "update_weights"
-        waited = _raise_failures((yield commands.Drain(name)))
+        waited = raise_engine_failures((yield commands.Drain(name)))
         drained_s = max(reply.result["drained"] for reply in waited)
     ticket = uuid.uuid4().hex
     held = yield msgspec.structs.replace(command, hold=ticket)
     try:
-        _raise_failures(held)
+        raise_engine_failures(held)
     except RLMemoryError:
         # An engine that refused holds nothing of ours and answers 409 here, which is as good as an undo.
         yield commands.Decide(ticket, commit=False)
         raise
-    report = _merge(_raise_failures((yield commands.Decide(ticket, commit=True))))
+    report = _merge(raise_engine_failures((yield commands.Decide(ticket, commit=True))))
     if drained_s:
         report.seconds["drain"] += drained_s
         report.seconds["total"] += drained_s
@@ -108,18 +108,14 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
 
 def checksums() -> Operation:
     """Per engine, the list of its ranks' checksum records."""
-    replies = _raise_failures((yield commands.Checksums()))
+    replies = raise_engine_failures((yield commands.Checksums()))
     return [reply.result for reply in sorted(replies, key=lambda reply: reply.rank)]
 
 
 def hello() -> Operation:
     """Per engine, the path of its status board."""
-    replies = _raise_failures((yield commands.Hello()))
+    replies = raise_engine_failures((yield commands.Hello()))
     return [reply.result for reply in replies]
-
-
-def _raise_failures(replies: list[Reply[Any]]) -> list[Reply[Any]]:
-    return raise_failures(replies, "engine_rank")
 
 
 def _merge(replies: list[Reply[Any]]) -> Report:

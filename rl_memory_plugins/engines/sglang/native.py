@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
-from rl_memory_plugins.coordination import raise_failures
+from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -257,7 +257,7 @@ def _obey(added: Any, command: AnyCommand) -> None:
 
     def log(done: Any) -> None:
         try:
-            raise_failures([decode_reply(done.result())], "engine_rank")
+            raise_engine_failures([decode_reply(done.result())])
         except RLMemoryError as error:
             logger.error("%s: %s", type(command).__name__, error.message)
 

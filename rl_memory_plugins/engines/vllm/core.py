@@ -11,7 +11,7 @@ from rl_memory_plugins import commands, operations
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
-from rl_memory_plugins.coordination import raise_failures
+from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.engines.vllm.switch import config_of
 from rl_memory_plugins.errors import EngineFaultError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -185,12 +185,12 @@ def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
     """Run a command for a native caller: its error is raised, its report dropped."""
     reply = controller.obey(command)
     if reply.done():
-        return raise_failures([decode_reply(reply.result())], "engine_rank")
+        return raise_engine_failures([decode_reply(reply.result())])
     outcome: Future[None] = Future()
 
     def settle(done: Future[bytes]) -> None:
         try:
-            raise_failures([decode_reply(done.result())], "engine_rank")
+            raise_engine_failures([decode_reply(done.result())])
         except Exception as error:
             outcome.set_exception(error)
         else:
