@@ -143,7 +143,7 @@ def run_trainer(arguments: argparse.Namespace, launch: Launch, url: str) -> list
     command += ["-m", "integration.fsdp_handoff", "--trainer", "--engine", arguments.engine]
     command += ["--device", launch.device, "--dtype", launch.dtype, "--cycles", str(arguments.cycles)]
     command += ["--model", str(launch.model), "--url", url]
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, process_group=0)
     try:
         code = process.wait(TRAINER_TIMEOUT_S)
     finally:

@@ -22,7 +22,7 @@ def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, 
     Raises:
         subprocess.SubprocessError: it failed, or was not done in time.
     """
-    process = subprocess.Popen(command, start_new_session=True, env=environment)
+    process = subprocess.Popen(command, process_group=0, env=environment)
     try:
         code = process.wait(timeout_s)
     finally:

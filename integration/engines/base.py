@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,20 @@ from rl_memory_plugins.client import NO_REUSE, EngineClient
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
+POLL_S = 0.01
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Ask again and again.
+
+    Raises:
+        TimeoutError: it was not so within `timeout_s` seconds; the message names `what`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not so within {timeout_s:g} s")
+        time.sleep(POLL_S)
 
 
 @dataclass
@@ -85,6 +99,10 @@ class EngineKind(ABC):
     @abstractmethod
     def was_aborted(self, answer: dict[str, Any]) -> bool: ...
 
+    @abstractmethod
+    def requests_held(self, http: httpx.Client) -> int:
+        """Requests that the engine has begun or queued, by its own count."""
+
 
 class Server:
     """A server that was started; `with` waits until it is ready, and stops it."""
@@ -105,7 +123,9 @@ class Server:
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # No new session: Linux schedules each session as one, and an engine that spins on all cores was seen
+                # to keep a client in another session from running for seconds.
+                process_group=0,
             )
         headers = {"Authorization": f"Bearer {launch.api_key}"} if launch.api_key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, limits=NO_REUSE, trust_env=False)
@@ -188,13 +208,20 @@ class Server:
             raise RuntimeError(f"the engine answered {response.status_code}: {response.text}")
         return self.kind.tokens(response.json())
 
+    def wait_held(self, count: int) -> None:
+        wait_until(lambda: self.kind.requests_held(self.http) == count, f"the engine has {count} requests")
+
+    def wait_admitting(self, admitting: bool) -> None:
+        wait_until(lambda: self.control.memory()["admitting"] == admitting, f"admitting: {admitting}")
+
     @contextmanager
     def generating(self, prompt: list[int], tokens: int) -> Iterator[BackgroundRequest]:
-        """A long request that is running by the time the body is entered."""
+        """A long request that is running by the time the body is entered, in an engine that had none."""
+        self.wait_held(0)
         request = BackgroundRequest(self, prompt, tokens)
         request.start()
-        time.sleep(0.25)
-        assert request.is_alive(), f"the request ended before the test began: {request.outcome}"
+        wait_until(lambda: not request.is_alive() or self.kind.requests_held(self.http) > 0, "the request runs")
+        request.assert_running()
         try:
             yield request
         finally:
@@ -215,6 +242,10 @@ class BackgroundRequest(threading.Thread):
             self.outcome = self._server.post(self._prompt, self._tokens)
         except httpx.HTTPError as error:
             self.outcome = error
+
+    def assert_running(self) -> None:
+        ended = getattr(self.outcome, "text", self.outcome)
+        assert self.is_alive(), f"the request ended before it should: {ended}"
 
     def answer(self) -> dict[str, Any]:
         self.join(120)

@@ -6,9 +6,12 @@ import importlib.util
 import json
 import pkgutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from integration.engines.base import REPOSITORY, EngineKind, Launch, python
+
+if TYPE_CHECKING:
+    import httpx
 
 STAND_IN_KERNELS = REPOSITORY / "tests" / "aids" / "sglang_cpu"
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
@@ -79,6 +82,10 @@ class Sglang(EngineKind):
 
     def was_aborted(self, answer: dict[str, Any]) -> bool:
         return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
+
+    def requests_held(self, http: httpx.Client) -> int:
+        loads = http.get("/v1/loads", params={"include": "core"}).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
 def _kv_tokens(launch: Launch) -> int:

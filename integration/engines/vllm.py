@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from integration.engines.base import EngineKind, Launch, python
+
+if TYPE_CHECKING:
+    import httpx
 
 #: With `--kv-cache-memory-bytes` the share of a GPU's memory only says what must be free at the start.
 _DEVICE_ARGUMENTS = {
@@ -81,3 +86,8 @@ class Vllm(EngineKind):
 
     def was_aborted(self, answer: dict[str, Any]) -> bool:
         return answer["choices"][0]["finish_reason"] == "abort"
+
+    def requests_held(self, http: httpx.Client) -> int:
+        held = {"vllm:num_requests_running", "vllm:num_requests_waiting"}
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        return sum(int(sample.value) for family in families for sample in family.samples if sample.name in held)

@@ -22,6 +22,7 @@ from rl_memory_plugins.weights.checksums import tensor_checksum
 PROMPT = [5, 6, 7, 8]
 SEED, OTHER_SEED = 3, 7  # with these no short answer of this suite hangs on less than ROUNDING
 ROUNDING = 0.02  # of a logit in float16, generously; the logits' standard deviation is 0.45
+DRAIN_S = 30.0  # the engine's option; longer than any one answer of this suite takes
 STALL_S = 10.0  # the engine's option; long enough for a trainer on a busy machine
 
 
@@ -94,7 +95,7 @@ def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) 
         model_folder,
         tp=tp,
         dp=dp,
-        options={"fault_dir": str(fault_dir), "update_timeout_s": STALL_S, "drain_timeout_s": 60, "poison": True},
+        options={"fault_dir": str(fault_dir), "update_timeout_s": STALL_S, "drain_timeout_s": DRAIN_S, "poison": True},
         # One arrangement has a key and the other has none, so that both rules are tested on a real server.
         api_key="secret-key" if tp * dp > 1 else "",
         host="0.0.0.0",

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from integration.engines.base import Server
-from tests.conformance.conftest import PROMPT, Weights
+from tests.conformance.conftest import PROMPT, STALL_S, Weights
 from tests.conformance.trainers import broken_update
 
 
@@ -45,6 +45,7 @@ def failed(server: Server, weights: Weights) -> str:
     return "failed"
 
 
+AT_ONCE_S = 20  # on a busy machine; what hangs takes the client's 120 s
 CLOSED = [paused, asleep_1, asleep_2, weights_awake, stale, failed]
 
 
@@ -56,7 +57,7 @@ def test_a_request_is_refused_at_once(
     reason = close(server, weights)
     start = time.monotonic()
     response = server.http.post(server.kind.generation_route, json=server.kind.request(PROMPT, 8, stream))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < AT_ONCE_S
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
     error = response.json()["error"]
@@ -102,6 +103,6 @@ def test_status_does_not_wait_for_an_update(server: Server, weights: Weights) ->
         for _ in range(3):
             start = time.monotonic()
             memory = server.control.memory()
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < STALL_S / 2
             assert (memory["admitting"], memory["reason"]) == (False, "updating")
             assert server.post(PROMPT).status_code == 503

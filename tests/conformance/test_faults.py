@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import AF_INET
@@ -90,9 +89,7 @@ def test_a_client_that_goes_away_and_retries(server: Server, first_tokens: list[
     for route, admitting in (("/v1/rl_memory/sleep", False), ("/v1/rl_memory/wake_up", True)):
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
             raw.sendall(request_head(server, route, content_length=0))
-            deadline = time.monotonic() + 60
-            while server.control.memory()["admitting"] != admitting and time.monotonic() < deadline:
-                time.sleep(0.05)
+            server.wait_admitting(admitting)
         response = server.http.post(route)
         assert response.status_code == 200
         assert response.json()["report"]["changes"] == []

