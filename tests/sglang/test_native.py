@@ -23,7 +23,7 @@ from tests.sglang.conftest import PROMPT, WATCHDOG_S
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 UPDATE = "/update_weights_from_tensor"
-LONG = 1500  # tokens: some seconds
+LONG = 600  # tokens: some seconds
 NAME = "model.norm.weight"
 ALL = ["cuda_graph", "kv_cache", "weights"]
 
