@@ -46,14 +46,14 @@ def test_wait_lets_the_request_finish(server: Server, weights: Weights, first_to
 
 def test_wait_lets_queued_requests_finish_too(server: Server) -> None:
     """More than can run at a time. vLLM's own wait leaves the others in its queue for as long as the engine sleeps."""
-    with ThreadPoolExecutor(server.launch.max_running + 2) as pool:
-        count = server.launch.max_running + 2
-        asking = [pool.submit(server.post, [*PROMPT, n], 200) for n in range(count)]
+    count, length = server.launch.max_running + 2, long_answer(server) // 2
+    with ThreadPoolExecutor(count) as pool:
+        asking = [pool.submit(server.post, [*PROMPT, n], length) for n in range(count)]
         server.wait_held(count)
         server.control.sleep(1, mode="wait")
         answers = [request.result(120) for request in asking]
         server.control.wake_up()
-    assert {len(server.kind.tokens(answer.json())) for answer in answers} == {200}
+    assert {len(server.kind.tokens(answer.json())) for answer in answers} == {length}
 
 
 def test_keep_goes_on_after_the_wake(server: Server, weights: Weights) -> None:
