@@ -6,8 +6,6 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from integration.engines.base import EngineKind, Launch, python
 
 if TYPE_CHECKING:
@@ -88,6 +86,8 @@ class Vllm(EngineKind):
         return answer["choices"][0]["finish_reason"] == "abort"
 
     def requests_held(self, http: httpx.Client) -> int:
+        from prometheus_client.parser import text_string_to_metric_families  # comes with vLLM
+
         held = {"vllm:num_requests_running", "vllm:num_requests_waiting"}
         families = text_string_to_metric_families(http.get("/metrics").text)
         return sum(int(sample.value) for family in families for sample in family.samples if sample.name in held)

@@ -58,7 +58,7 @@ class Setup:
             weights=[self.model],
             others=[self.optimizer],
             bucket_bytes=256,
-            timeout_s=10.0,
+            timeout_s=30.0,
             **options,
         )
 
@@ -354,7 +354,7 @@ def test_one_of_many_engines_fails_and_none_goes_on(step):
     start = time.monotonic()
     with pytest.raises(StateConflictError), setup.handoff.training():
         pass
-    assert time.monotonic() - start < 5  # the sender does not wait for ranks that will not come
+    assert time.monotonic() - start < 15  # the sender does not wait for ranks that will not come
     assert ("wake_up", None) not in setup.log
     assert not setup.engines[0].open
     with setup.handoff.training():

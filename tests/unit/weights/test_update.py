@@ -298,7 +298,7 @@ def test_devices_are_matched_by_name():
 
 def test_a_receiver_that_does_not_come_is_named():
     with (
-        WeightSender(["fake:0", "fake:1"], timeout_s=0.5) as sender,
+        WeightSender(["fake:0", "fake:1"], timeout_s=2) as sender,
         pytest.raises(WeightUpdateError, match="1 of 2 receivers did not connect") as error,
     ):
         waiting = Receiving(Rank(), sender)
@@ -323,7 +323,7 @@ def session_in_the_middle(sender):
 
 def test_a_receiver_that_stalls_is_named_and_the_others_are_told():
     rank = Rank()
-    with WeightSender(2, bucket_bytes=256, timeout_s=0.5) as sender:
+    with WeightSender(2, bucket_bytes=256, timeout_s=2) as sender:
         silent = session_in_the_middle(sender)
         thread = Receiving(rank, sender)
         with pytest.raises(WeightUpdateError, match="rank 9 on fake:9 stalled") as error:
@@ -340,10 +340,10 @@ def test_a_trainer_that_stalls_does_not_hang_the_engine():
 
         def stall(tensors):
             yield next(tensors)
-            time.sleep(1.5)
+            time.sleep(3)
             yield from tensors
 
-        thread = Receiving(rank, sender, timeout_s=0.4)
+        thread = Receiving(rank, sender, timeout_s=1.5)
         with pytest.raises(WeightUpdateError, match="the trainer stalled"):
             sender.send(Source(checkpoint(), stall))
     assert thread.join().error.details["reason"] == "stalled"
@@ -508,8 +508,8 @@ def test_push_weights_raises_the_more_specific_error_and_does_not_wait_it_out():
     with pytest.raises(StateConflictError, match="prefix cache"):
         push_weights(finish_fails, checkpoint(), timeout_s=30)
     with pytest.raises(WeightUpdateError, match="did not answer"):
-        push_weights(lambda body: (engine(Rank())(body), time.sleep(2)), checkpoint(), timeout_s=0.5)
-    assert time.monotonic() - start < 10
+        push_weights(lambda body: (engine(Rank())(body), time.sleep(5)), checkpoint(), timeout_s=2)
+    assert time.monotonic() - start < 25
 
 
 def test_a_module_is_sent_with_tied_weights_once_and_in_the_dtype_asked_for():

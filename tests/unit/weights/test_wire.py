@@ -55,7 +55,7 @@ def test_a_peer_that_stalls_is_named_at_the_deadline(pair, sent):
     start = time.monotonic()
     with pytest.raises(WeightUpdateError, match="the right stalled: it did not send Ack") as error:
         right.receive(wire.Ack, timeout_s=0.2)
-    assert 0.15 < time.monotonic() - start < 2
+    assert 0.15 < time.monotonic() - start < 20
     assert error.value.details == {"reason": "stalled", "timeout_s": 0.2, "rank": 3}
 
 
