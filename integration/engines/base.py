@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,24 +19,11 @@ from typing import Any
 import httpx
 import psutil
 
+from integration.waiting import wait_until
 from rl_memory_plugins.client import NO_REUSE, EngineClient
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
-POLL_S = 0.01
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Ask again and again.
-
-    Raises:
-        TimeoutError: it was not so within `timeout_s` seconds; the message names `what`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not so within {timeout_s:g} s")
-        time.sleep(POLL_S)
 
 
 @dataclass

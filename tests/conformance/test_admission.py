@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from integration.engines.base import Server
+from integration.waiting import AT_ONCE_S
 from tests.conformance.conftest import PROMPT, STALL_S, Weights
 from tests.conformance.trainers import broken_update
 
@@ -45,7 +46,6 @@ def failed(server: Server, weights: Weights) -> str:
     return "failed"
 
 
-AT_ONCE_S = 20  # on a busy machine; what hangs takes the client's 120 s
 CLOSED = [paused, asleep_1, asleep_2, weights_awake, stale, failed]
 
 

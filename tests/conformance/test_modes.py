@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration.engines.base import Server, wait_until
+from integration.engines.base import Server
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import DrainTimeoutError, StateConflictError
 from tests.conformance.conftest import PROMPT, Weights, assert_greedy, long_answer
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from integration.engines.base import Server, wait_until
+from integration.engines.base import Server
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.push import push_weights
 from tests.conformance.conftest import PROMPT, Weights, greedy

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from integration.engines.base import Server, wait_until
+from integration.engines.base import Server
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
 from tests.conformance.conftest import PROMPT, STALL_S, Weights, greedy, long_answer
 from tests.conformance.trainers import broken_update, push, push_with_wrong_token

@@ -17,6 +17,7 @@ from processes import gpu_memory_taken, memory_taker, other_process
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.models import SHAPES, write_model
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from tests.conformance.conftest import PROMPT, SEED, STALL_S, Weights, assert_greedy, restore
@@ -277,10 +278,10 @@ def test_a_trainer_is_killed_while_its_memory_is_mapped(server, big, weights, fi
         assert server.post(PROMPT).status_code == 503
         trainer.kill()
         trainer.wait()
-    wait_until(lambda: server.control.memory()["reason"] != "updating")
+    wait_until(lambda: server.control.memory()["reason"] != "updating", "the update is over", 30)
     assert server.control.memory()["content"] == "failed"
     assert server.post(PROMPT).status_code == 503
-    wait_until(lambda: gpu_used_bytes() - used < 64 * MiB)  # the engine holds none of the dead process's memory
+    wait_until(lambda: gpu_used_bytes() - used < 64 * MiB, "the dead process's memory is free", 30)
     push(server, weights.other, transport=transport)
     assert_greedy(weights.other, PROMPT, server.generate(PROMPT))
 
@@ -297,10 +298,3 @@ def test_updates_and_sleeps_alternate_with_a_trainer_that_keeps_its_tensors_mapp
         assert_greedy(model, PROMPT, server.generate(PROMPT))
         used.append(gpu_used_bytes())
     assert used[-1] - used[3] < 32 * MiB
-
-
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert condition()

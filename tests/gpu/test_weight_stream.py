@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from processes import other_process, run
 
 from integration.bench_wire import Engine, Rank, checkpoint
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import RLMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator, set_torch_option
@@ -286,7 +286,7 @@ def test_a_trainer_that_is_killed_while_its_memory_is_open(engine):
     assert word == "sent\n"
     assert failures[0].code == "WeightUpdateError" and failures[0].details["reason"] == "lost"
     assert engine.call("state")["content"] == "failed"
-    wait_until(lambda: free_bytes() >= free - 8 * MiB)
+    wait_until(lambda: free_bytes() >= free - 8 * MiB, "the memory is free", 10)
     tensors = randomised(seed=9)
     updated(engine, tensors)
     assert_arrived(engine, tensors)
@@ -297,16 +297,9 @@ def test_a_trainer_that_is_killed_after_an_update_gives_its_memory_back(engine):
     free = free_bytes()
     word, failures = killed_trainer(engine, stall=False, keep=True)
     assert word == "cuda_direct\n" and failures == []
-    wait_until(lambda: engine.call("state")["mapped"] == 0)
-    wait_until(lambda: free_bytes() >= free - 8 * MiB)
+    wait_until(lambda: engine.call("state")["mapped"] == 0, "nothing is mapped", 10)
+    wait_until(lambda: free_bytes() >= free - 8 * MiB, "the memory is free", 10)
     updated(engine, randomised())
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert condition()
 
 
 def test_an_engine_that_is_killed_costs_the_trainer_nothing():
@@ -351,7 +344,7 @@ def test_five_hundred_updates_grow_nothing(engine):
     before = states()
     for number in range(500):
         updated(engine, tensors, **options[number % len(options)])
-    wait_until(lambda: states()[:2] == before[:2])
+    wait_until(lambda: states()[:2] == before[:2], "both are as before", 10)
     assert states()[2] >= before[2] - 4 * MiB
     assert_arrived(engine, tensors)
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from integration.engines.base import Server, wait_until
+from integration.engines.base import Server
+from integration.waiting import wait_until
 from tests.sglang.conftest import PROMPT, WATCHDOG_S
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"

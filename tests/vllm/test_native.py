@@ -21,11 +21,11 @@ import pytest
 from integration.engines.base import Launch, Server
 from integration.engines.vllm import Vllm
 from integration.models import new_model
+from integration.waiting import AT_ONCE_S
 from rl_memory_plugins.errors import StateConflictError
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, VLLM_SERVE, environment
 
 API_SERVERS = 2
-AT_ONCE_S = 20  # on a busy machine; what hangs takes the client's 120 s
 
 
 class VllmBehindTwo(Vllm):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from integration.models import new_model
+from integration.waiting import AT_ONCE_S
 from rl_memory_plugins import (
     EngineAsleepError,
     InvalidRequestError,
@@ -28,7 +29,6 @@ from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment
 
 NUMBERS = itertools.count()
-AT_ONCE_S = 20  # on a busy machine; what hangs, hangs for good
 
 
 def make_llm(folder: Path, native: bool) -> Any:

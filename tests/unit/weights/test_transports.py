@@ -1,6 +1,5 @@
 """How the bytes travel: which way is chosen, what happens when it fails, and what is left open afterwards."""
 
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from fake_gpu import OneByOne, gpu_rank
 from test_update import counts
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import (
     InvalidRequestError,
     RLMemoryError,
@@ -40,13 +40,6 @@ def send(ranks, source, **options):
         except RLMemoryError as error:
             outcome = error
     return outcome, [thread.join() for thread in threads]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +146,7 @@ def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):
     assert gpu.mapped
     (connection,) = cuda_ipc.leases._connections.values()
     connection.close()  # as the kernel does
-    wait_until(lambda: gpu.mapped == [])
+    wait_until(lambda: gpu.mapped == [], "nothing is mapped")
 
 
 def test_a_failed_update_closes_what_was_kept(gpus):
@@ -343,7 +336,7 @@ def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
         del outcome, threads
     cuda_ipc.release_mapped()
     assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
-    wait_until(lambda: counts() == before)
+    wait_until(lambda: counts() == before, "the counts are as before")
 
 
 def test_overlapping_destinations_are_written_in_order():
