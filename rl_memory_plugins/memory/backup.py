@@ -207,10 +207,14 @@ class Backup:
     A backup remembers the content epoch and the fingerprint of what it copied. It is clean, and need not be
     copied again, only while both still hold: the epoch tells of changes through this package, the fingerprint
     of those made behind its back, by an engine's or a trainer's own code.
+
+    Args:
+        identified: The part of the blocks that is fingerprinted. The rest, of which an engine may change something
+            with every request, is copied again by `refresh` before a clean backup is used.
     """
 
-    def __init__(self, arena: HostArena, blocks: Sequence[Block], *, identified: bool = True) -> None:
-        self.identified = identified
+    def __init__(self, arena: HostArena, blocks: Sequence[Block], identified: Sequence[Block] = ()) -> None:
+        self.identified = list(identified)
         self._arena = arena
         self.blocks = list(blocks)
         self.nbytes = sum(block.nbytes for block in blocks)
@@ -235,8 +239,6 @@ class Backup:
         def identify() -> None:
             self._fingerprint = self._identity(device)
 
-        # A few large blocks are worth identifying; what is left of blocks around discarded parts is a little
-        # in many pieces, and sooner copied again than compared.
         device.copy_to_host(self._pairs(), identify if self.identified else None)
         self.epoch = epoch
 
@@ -261,6 +263,13 @@ class Backup:
         self._fingerprint, self.epoch = before, epoch
         return True
 
+    def refresh(self, device: Device) -> int:
+        """Copy out again what is not identified; returns how many bytes, when all have arrived."""
+        pairs = self._pairs(gone=self.identified)
+        if pairs:
+            device.copy_to_host(pairs)
+        return sum(block.nbytes for block, _ in pairs)
+
     def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
         """Copy the bytes back, all or those that lie in `blocks`; returns how many, when all have arrived."""
         pairs = self._pairs(gone=subtract(self.blocks, blocks) if blocks is not None else ())
@@ -268,9 +277,9 @@ class Backup:
         return sum(block.nbytes for block, _ in pairs)
 
     def is_clean(self, device: Device, blocks: Sequence[Block], epoch: int) -> bool:
-        """Whether it holds exactly what the (resident) blocks hold now."""
+        """Whether it holds, of these resident blocks, what they hold now: all that is identified."""
         return (
-            self.identified
+            bool(self.identified)
             and self.epoch == epoch
             and self.blocks == list(blocks)
             and self._fingerprint is not None
@@ -278,9 +287,9 @@ class Backup:
         )
 
     def _identity(self, device: Device) -> int | None:
-        """The blocks' fingerprint; none where the device has no memory left to make one, and then nothing is clean."""
+        """The fingerprint; none where the device has no memory left to make one, and then nothing is clean."""
         try:
-            return device.fingerprint(self.blocks)
+            return device.fingerprint(self.identified)
         except DeviceMemoryError:
             return None
 

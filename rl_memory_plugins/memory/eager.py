@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.memory.allocator import Allocator
+from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.memory.ranges import intersect
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -20,16 +22,24 @@ class EagerBackup:
     overlapped a write is thrown away. Whoever releases the tag's memory calls `finish` first.
 
     Args:
+        identified: What of the tag must not change while it is copied; the sleep copies the rest again.
         epoch: The content epoch of what is copied.
         former: An earlier copy, which is cancelled and whose thread is waited for.
     """
 
     def __init__(
-        self, allocator: Allocator, arena: HostArena, tag: Tag, epoch: int, former: EagerBackup | None = None
+        self,
+        allocator: Allocator,
+        arena: HostArena,
+        tag: Tag,
+        identified: Sequence[Block],
+        epoch: int,
+        former: EagerBackup | None = None,
     ) -> None:
         self._allocator = allocator
         self._arena = arena
         self._tag = tag
+        self._identified = identified
         self._epoch = epoch
         self._cancelled = threading.Event()
         self._backup: Backup | None = None
@@ -71,7 +81,7 @@ class EagerBackup:
         with self._allocator.held(self._tag) as blocks:
             if not self._go_on():
                 return
-            backup = Backup(self._arena, blocks)
+            backup = Backup(self._arena, blocks, intersect(blocks, self._identified))
             complete = False
             try:
                 complete = backup.save_in_steps(self._allocator.device, self._epoch, self._go_on)

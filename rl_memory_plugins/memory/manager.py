@@ -26,7 +26,7 @@ class _PreparedSleep:
     def __init__(self, level: Level) -> None:
         self.level = level
         self.backups: dict[Tag, Backup] = {}
-        self.reused: set[Tag] = set()
+        self.refreshed: dict[Tag, int] = {}  # clean backups, and the bytes of each that were copied again
         self.states: dict[Tag, TagState] = {}
 
 
@@ -157,25 +157,26 @@ class MemoryManager:
         self._prepared_sleep = prepared
 
     def _prepare_tag(self, prepared: _PreparedSleep, tag: Tag) -> None:
-        kept = self._kept_blocks(prepared.level, tag)
-        prepared.states[tag] = TagState.PRESERVED if preserves(prepared.level, tag) else TagState.DISCARDED
+        kept = self.allocator.blocks(tag)
+        discardable = list(self._discardable(tag))
+        identified: list[Block] = []
+        if preserves(prepared.level, tag):
+            prepared.states[tag] = TagState.PRESERVED
+            identified = intersect(kept, discardable)
+        else:
+            prepared.states[tag] = TagState.DISCARDED
+            kept = subtract(kept, discardable)
         if not kept:
             return
         existing = self._backups.get(tag)
         if existing is not None and existing.is_clean(self.device, kept, self._epoch):
             prepared.backups[tag] = existing
-            prepared.reused.add(tag)
+            prepared.refreshed[tag] = existing.refresh(self.device)
             return
         if existing is not None:  # out of date: its memory serves the new copy
             self._backups.pop(tag).free()
-        backup = prepared.backups[tag] = Backup(self.arena, kept, identified=kept == self.allocator.blocks(tag))
+        backup = prepared.backups[tag] = Backup(self.arena, kept, identified)
         backup.save(self.device, self._epoch)
-
-    def _kept_blocks(self, level: Level, tag: Tag) -> list[Block]:
-        blocks = self.allocator.blocks(tag)
-        if preserves(level, tag):
-            return blocks
-        return subtract(blocks, self._discardable(tag))
 
     def commit_sleep(self) -> list[TagChange]:
         """Release what `prepare_sleep` prepared, tag by tag; each tag's state changes with its memory.
@@ -217,7 +218,7 @@ class MemoryManager:
             self._take_back(tag, state)
             raise
         self._states[tag] = state
-        copied = backup.nbytes if backup is not None and tag not in prepared.reused else 0
+        copied = prepared.refreshed.get(tag, backup.nbytes if backup is not None else 0)
         return TagChange(self.rank, tag.value, state, bytes_released=released, bytes_copied=copied)
 
     def _take_back(self, tag: Tag, state: TagState) -> None:
@@ -235,7 +236,7 @@ class MemoryManager:
 
     def _free_new_backups(self, prepared: _PreparedSleep) -> None:
         for tag, backup in prepared.backups.items():
-            if tag not in prepared.reused:
+            if tag not in prepared.refreshed:
                 backup.free()
 
     # -- wake ---------------------------------------------------------------------------------------------
@@ -388,7 +389,8 @@ class MemoryManager:
             if existing.identified and existing.epoch == self._epoch:
                 return
             self._backups.pop(Tag.WEIGHTS).free()  # out of date: its memory serves the new copy
-        self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, self._epoch, self._eager)
+        discardable = list(self._discardable(Tag.WEIGHTS))
+        self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self._epoch, self._eager)
 
     def _cancel_eager_backup(self) -> None:
         if self._eager is not None:

@@ -8,9 +8,9 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,13 +86,14 @@ class PinnedArena(PagedArena):
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
         prefer_node(address, nbytes, self._node)
         touch(address, nbytes, self._threads)
+        codes: list[int] = []
         # A refusal stays behind as the thread's last error, which torch would raise where it next launches a kernel.
-        with ThreadPoolExecutor(1) as thread:
-            code = thread.submit(self._register, address, nbytes).result()
-        if code == 0:
+        _in_threads([lambda: codes.append(self._register(address, nbytes))])
+        if codes == [0]:
             self._registered.add(address)
         else:
-            note = f"host memory could not be page-locked (CUDA error {code}): copies are slower"
+            error = codes[0] if codes else "unknown"
+            note = f"host memory could not be page-locked (CUDA error {error}): copies are slower"
             logger.warning(note)
             if note not in self.notes:
                 self.notes.append(note)
@@ -114,15 +115,22 @@ class PinnedArena(PagedArena):
 
 def touch(address: int, nbytes: int, threads: int) -> None:
     """Have the kernel back every page of the range with memory, with several threads at it."""
-    step = max(-(-nbytes // (threads * 4) // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
-    starts = range(address, address + nbytes, step)
+    step = max(-(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
 
     def write(start: int) -> None:
         # twice as fast as madvise(MADV_POPULATE_WRITE) on huge pages; ctypes releases the GIL
         ctypes.memset(start, 0, min(step, address + nbytes - start))
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(write, starts))
+    _in_threads([partial(write, start) for start in range(address, address + nbytes, step)])
+
+
+def _in_threads(calls: Sequence[Callable[[], object]]) -> None:
+    """Run the calls at once, each in a thread of its own; unlike an executor's these still start while Python ends."""
+    threads = [threading.Thread(target=call, name="rl-memory-pages", daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:

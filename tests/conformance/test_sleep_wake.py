@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from integration.engines.base import Server
 from rl_memory_plugins.errors import StateConflictError
-from tests.conformance.conftest import PROMPT
+from tests.conformance.conftest import PROMPT, Weights
+from tests.conformance.trainers import push
 
 TAGS = ["weights", "kv_cache", "cuda_graph"]
 SUBSETS = [list(subset) for size in (1, 2, 3) for subset in itertools.combinations(TAGS, size)]
@@ -33,6 +35,11 @@ def tag_bytes(server: Server, tag: str) -> int:
     return sum(rank["tags"][tag]["bytes"] for engine in engines for rank in engine["ranks"])
 
 
+def copied_bytes(answer: dict[str, Any], tag: str) -> int:
+    """What a sleep or wake copied of a tag, over all ranks."""
+    return sum(change["bytes_copied"] for change in answer["report"]["changes"] if change["tag"] == tag)
+
+
 def test_level_0_releases_nothing_and_closes(server: Server) -> None:
     answer = server.control.sleep(0)
     assert answer["report"]["changes"] == []
@@ -54,6 +61,20 @@ def test_level_1_preserves_the_weights(server: Server, first_tokens: list[int]) 
     assert server.generate(PROMPT) == first_tokens
 
 
+def test_a_second_sleep_copies_no_weights_whatever_was_asked_meanwhile(
+    server: Server, weights: Weights, first_tokens: list[int]
+) -> None:
+    """What an engine keeps beside its parameters in their region, and writes to with each request, it copies."""
+    beside = copied_bytes(server.control.sleep(2), "weights")
+    server.control.wake_up()
+    push(server, weights.first)
+    assert copied_bytes(server.control.sleep(1), "weights") == tag_bytes(server, "weights")
+    for _ in range(2):
+        server.control.wake_up()
+        assert server.generate(PROMPT) == first_tokens
+        assert copied_bytes(server.control.sleep(1), "weights") == beside
+
+
 def test_level_2_frees_the_memory_it_reports(server: Server) -> None:
     server.generate(PROMPT)
     before = server.occupied_bytes()
@@ -64,12 +85,12 @@ def test_level_2_frees_the_memory_it_reports(server: Server) -> None:
     assert freed >= 0.9 * released, f"{freed} of {released} bytes are free"
 
 
-def test_level_2_needs_an_update(server: Server, weights: object, first_tokens: list[int]) -> None:
+def test_level_2_needs_an_update(server: Server, weights: Weights, first_tokens: list[int]) -> None:
     server.control.sleep(2)
     assert server.control.wake_up()["status"] == "awake"
     memory = server.control.memory()
     assert (memory["content"], memory["admitting"], memory["reason"]) == ("stale", False, "stale")
-    server.control.update_weights(weights.first)  # type: ignore[attr-defined]
+    server.control.update_weights(weights.first)
     assert server.control.memory()["admitting"]
     assert server.generate(PROMPT) == first_tokens
 
@@ -151,4 +172,4 @@ def test_an_update_needs_resident_weights(server: Server, weights: object) -> No
     with pytest.raises(StateConflictError):
         server.control.update_weights(weights.first, timeout_s=3)  # type: ignore[attr-defined]
     server.control.wake_up()
-    server.control.update_weights(weights.first)  # type: ignore[attr-defined]
+    server.control.update_weights(weights.first)

@@ -11,6 +11,7 @@ from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.engines.sglang import Sglang
 from integration.models import SHAPES, write_model
 from tests.conformance.conftest import PROMPT, SEED, Weights
+from tests.conformance.test_sleep_wake import copied_bytes
 from tests.conformance.trainers import push
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -40,10 +41,6 @@ def first_tokens(server):
 
 def rank_of(server):
     return server.control.memory()["engines"][0]["ranks"][0]
-
-
-def copied_by(answer, tag: str) -> int:
-    return sum(change["bytes_copied"] for change in answer["report"]["changes"] if change["tag"] == tag)
 
 
 def test_graphs_are_in_their_tag_and_replay_after_many_cycles(server, first_tokens):
@@ -80,10 +77,12 @@ def test_what_is_left_asleep_is_named(server, first_tokens):
 
 def test_after_an_update_the_sleep_copies_no_weights(server, launch, first_tokens):
     weights = Weights(launch)
+    kept = copied_bytes(server.control.sleep(level=2), "weights")  # what lies among them and is none
+    server.control.wake_up()
     for model in (weights.other, weights.first):
         push(server, model)
         before = server.generate(PROMPT)  # beside the copy
-        assert copied_by(server.control.sleep(level=1), "weights") == 0  # it waits for a copy that is under way
+        assert copied_bytes(server.control.sleep(level=1), "weights") == kept  # it waits for a copy that is under way
         server.control.wake_up()
         assert server.generate(PROMPT) == before
     assert before == first_tokens

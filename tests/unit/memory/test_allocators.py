@@ -148,7 +148,8 @@ def test_content_survives_by_a_backup_and_not_without(memory):
     handle, neighbour = make(memory, Tag.WEIGHTS, 7), make(memory, Tag.KV_CACHE, 9)
     content, other = memory.read(handle), memory.read(neighbour)
     device, arena = memory.allocator.device, PagedArena()
-    backup = Backup(arena, memory.allocator.blocks(Tag.WEIGHTS))
+    blocks = memory.allocator.blocks(Tag.WEIGHTS)
+    backup = Backup(arena, blocks, identified=blocks)
     backup.save(device, epoch=0)
 
     sleep(memory, Tag.WEIGHTS)

@@ -136,23 +136,34 @@ def test_wakes_take_any_order(rank):
 # -- backups ------------------------------------------------------------------------------------------------
 
 
-def test_a_clean_backup_is_not_copied_again(rank):
-    before = rank.contents()
-    assert sleep(rank)["weights"].bytes_copied > 0
+def test_of_a_clean_backup_only_what_is_no_parameter_is_copied_again(rank):
+    """Requests write to the engine's own buffers, of which some may lie among the weights, and to graphs' memory."""
+    assert sleep(rank)["weights"].bytes_copied > rank.parameter.nbytes
     wake(rank)
-    copies = rank.device.calls["copy_to_host"]
+    for block in (rank.buffer, rank.graph):
+        rank.allocator.write(block, b"\7" * block.nbytes)
+    before = rank.contents()
     changes = sleep(rank, tags=[Tag.WEIGHTS, Tag.CUDA_GRAPH])
-    assert rank.device.calls["copy_to_host"] == copies
-    assert changes["weights"].bytes_copied == 0
+    assert changes["weights"].bytes_copied == rank.buffer.nbytes
+    assert changes["cuda_graph"].bytes_copied == rank.graph.nbytes
     wake(rank)
     assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_a_clean_backup_of_parameters_alone_is_not_copied(rank):
+    rank.manager._discardable = lambda tag: rank.allocator.blocks(tag)
+    sleep(rank, tags=[Tag.WEIGHTS])
+    wake(rank)
+    copies = rank.device.calls["copy_to_host"]
+    assert sleep(rank, tags=[Tag.WEIGHTS])["weights"].bytes_copied == 0
+    assert rank.device.calls["copy_to_host"] == copies
 
 
 def test_a_sleep_needs_no_device_memory_to_know_what_it_copied(rank):
     """It may begin when the device is full; then the copy is only never taken for clean."""
     for _ in range(2):
         rank.device.fail("fingerprint", error=DeviceMemoryError("full"))
-        assert sleep(rank)["weights"].bytes_copied > 0
+        assert sleep(rank, tags=[Tag.WEIGHTS])["weights"].bytes_copied > rank.parameter.nbytes
         wake(rank)
 
 
@@ -178,7 +189,7 @@ def test_aborting_a_sleep_keeps_the_backups_it_would_have_reused(rank):
     rank.manager.abort_sleep()
     address = rank.arena.acquire(rank.parameter.nbytes + rank.buffer.nbytes)
     ctypes.memset(address, 0, rank.parameter.nbytes)  # another user of the arena
-    assert sleep(rank)["weights"].bytes_copied == 0
+    assert sleep(rank)["weights"].bytes_copied == rank.buffer.nbytes
     wake(rank)
     assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
 
@@ -189,7 +200,7 @@ def test_after_an_update_the_memory_is_not_even_compared(rank):
     update(rank, byte=1)  # the same bytes again
     compared = rank.device.calls["fingerprint"]
     changes = sleep(rank, tags=[Tag.WEIGHTS])
-    assert changes["weights"].bytes_copied > 0
+    assert changes["weights"].bytes_copied > rank.parameter.nbytes
     assert rank.device.calls["fingerprint"] == compared + 1  # the new copy's own
 
 
@@ -202,7 +213,7 @@ def test_changed_weights_are_copied_again(rank, through_the_manager):
     else:
         rank.allocator.write(rank.parameter, b"\7")
     before = rank.contents()
-    assert sleep(rank)["weights"].bytes_copied > 0
+    assert sleep(rank)["weights"].bytes_copied > rank.parameter.nbytes
     wake(rank)
     assert rank.contents()["parameter"] == before["parameter"]
 
