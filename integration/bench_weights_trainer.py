@@ -183,7 +183,7 @@ class Bench:
             return send
 
         def slots() -> int:
-            return 2 * Manifest(as_source(weights.tensors).specs(), bucket_bytes, 2).slot_bytes()
+            return 2 * Manifest(as_source(weights.source()).specs(), bucket_bytes, 2).slot_bytes()
 
         if self._device != "cuda":
             self.route("staged", sending())

@@ -50,7 +50,8 @@ class Vllm(EngineKind):
             "VLLM_HOST_IP": "127.0.0.1",
         }
         if launch.device == "cuda":
-            return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it is compiled at first use
+            # Compiled at first use, which takes minutes and CUDA's headers.
+            return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
         cores = range(os.cpu_count() or 1)
         bind = "|".join(str(cores[rank % len(cores)]) for rank in range(launch.ranks)) if launch.ranks > 1 else "auto"
         return {**variables, "VLLM_CPU_OMP_THREADS_BIND": bind}

@@ -224,6 +224,7 @@ class _Calls(TorchFunctionMode):  # type: ignore[misc]
 def _is_copy_of_itself(func: Any, args: Any) -> bool:
     return (
         func is torch.ops.aten.copy_.default
+        and isinstance(args[1], torch.Tensor)  # torch takes a number too
         and args[0].data_ptr() == args[1].data_ptr()
         and args[0].stride() == args[1].stride()
     )

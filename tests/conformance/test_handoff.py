@@ -66,7 +66,9 @@ def test_two_steps(server: Server, weights: Weights, from_host: bool) -> None:
         assert trainer.offloader.offloaded_bytes > 0
         assert server.generate(PROMPT) == greedy(wanted, PROMPT)
         assert server.control.weight_version() == f"step-{number}"
-        idle = {"offload_others"} | ({"load"} if number == 0 else set())  # there is no optimiser, and the model is here
+        idle = {"load"} if number == 0 else set()  # the model is here
+        if server.launch.device == "cpu":
+            idle |= {"offload_others"}  # there is no optimiser; on a GPU what torch has cached goes in this step
         assert {step for step in STEPS if report.seconds[step] == 0.0} == idle
         assert report.update["tensors"] == len(trainer.source.specs())
     trainer.offloader.close()

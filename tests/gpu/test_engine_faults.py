@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -167,7 +167,7 @@ def test_sleeping_under_load(server, weights, first_tokens, mode):
     prompts = [[token + number for token in PROMPT] for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(server.post, prompt, LONG) for prompt in prompts]
-        time.sleep(0.5)
+        server.wait_held(len(prompts))
         running = [request for request in asking if not request.done()]
         assert running
         server.control.sleep(1, mode=mode)
@@ -198,11 +198,12 @@ def test_two_engines_take_turns(request, server, big, weights, tmp_path):
     """Their caches are small, so that a round is quick; another process takes the room that both would need."""
     server.control.sleep(1)
     launch = replace(big, kv_bytes=TURNS_KV_BYTES)
-    with (
-        started(request, launch, tmp_path / "first.log") as first,
-        started(request, launch, tmp_path / "second.log") as second,
-        memory_taker() as taker,
-    ):
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(2) as pool:  # a start takes most of a minute, and no more where there are two
+            logs = (tmp_path / "first.log", tmp_path / "second.log")
+            servers = [pool.submit(stack.enter_context, started(request, launch, log)) for log in logs]
+            first, second = (server.result() for server in servers)
+        taker = stack.enter_context(memory_taker())
         push(first, weights.first)
         push(second, weights.first)
         tokens = first.generate(PROMPT)

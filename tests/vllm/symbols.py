@@ -35,6 +35,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
     "vllm.config:set_current_vllm_config": (),
     "vllm.v1.serial_utils:run_method": ("obj", "method", "args", "kwargs"),
+    "vllm.v1.engine.core_client:MPClient.shutdown": ("self", "timeout"),
+    "vllm.v1.engine.exceptions:EngineDeadError": (),
     # the engine core
     "vllm.v1.engine.core:EngineCore._initialize_kv_caches": ("self", "vllm_config"),
     "vllm.v1.engine.core:EngineCore.sleep": ("self", "level", "mode"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from rl_memory_plugins import admission, commands, operations
@@ -24,6 +25,7 @@ from rl_memory_plugins.tags import parse_level
 LLM = "vllm.entrypoints.llm:LLM"
 SYNC = "vllm.v1.engine.llm_engine:LLMEngine"
 ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
+CORES = "vllm.v1.engine.core_client:MPClient"
 
 #: The engines' own methods, and those added to them, with the operation of the face that each runs.
 NATIVE = {"sleep": "native_sleep", "wake_up": "native_wake_up", "is_sleeping": "is_sleeping"}
@@ -45,6 +47,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{ASYNC}.encode", _gated_stream)
     hooks.wrap(f"{LLM}.sleep", _llm_native("sleep"))
     hooks.wrap(f"{LLM}.wake_up", _llm_native("wake_up"))
+    hooks.wrap(f"{CORES}.shutdown", _ends_calls)
     _add_methods(hooks.require(SYNC), SyncFace, of=lambda engine: engine)
     _add_methods(hooks.require(LLM), SyncFace, of=lambda llm: llm.llm_engine)
     _add_methods(hooks.require(ASYNC), AsyncFace, of=lambda engine: engine)
@@ -115,6 +118,33 @@ class AsyncFace(VllmFace):
             *(client._call_utility_async("rl_memory_call", payload, engine=core) for core in client.core_engines)
         )
         return [decode_reply(reply) for reply in replies]
+
+
+def _ends_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM shuts its client down when a core has died, and lets the calls that wait for its answer wait for ever."""
+
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if config_of(self.vllm_config) is not None:
+            while self.utility_results:
+                _, call = self.utility_results.popitem()
+                _end(call)
+
+    return shutdown
+
+
+def _end(call: Future[Any] | asyncio.Future[Any]) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def end() -> None:
+        if not call.done():
+            call.set_exception(EngineDeadError())
+
+    if isinstance(call, asyncio.Future):
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+            call.get_loop().call_soon_threadsafe(end)
+    else:
+        end()
 
 
 def _record_sleep(engine: Any, asleep: int, level: int) -> None:

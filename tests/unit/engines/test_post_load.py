@@ -64,6 +64,7 @@ TRANSFORMING = {
     "packed into new memory": lambda layer: set_weight(layer, layer.weight.t().contiguous()),
     "another view of the same memory": lambda layer: set_weight(layer, layer.weight.data.t()),
     "changed in place": lambda layer: layer.weight.mul_(2),
+    "a number copied over it": lambda layer: layer.weight.copy_(1.0),
     "filled": lambda layer: layer.weight.zero_(),
     "other data of the same shape": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
     "an attribute made of it": lambda layer: setattr(layer, "packed", layer.weight.to(torch.float64)),

@@ -1,0 +1,68 @@
+"""An engine core that dies while a call waits for it: vLLM alone would let the call wait for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.waiting import AT_ONCE_S
+from rl_memory_plugins.weights.sender import WeightSender
+from tests.vllm.child import Child
+from tests.vllm.conftest import engine_options, environment
+
+KILLED_AFTER_S = 2.0  # by then the core waits for the trainer, which says nothing
+
+
+def make_sync(folder: Path) -> Any:
+    from rl_memory_plugins.vllm import LLM
+
+    return LLM(rl_memory={"update_timeout_s": 600}, **engine_options(folder))
+
+
+async def make_async(folder: Path) -> Any:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rl_memory_plugins.vllm import AsyncEngineArgs
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_options(folder), rl_memory={"update_timeout_s": 600}))
+
+
+def kill_soon(client: Any) -> None:
+    (core,) = client.resources.engine_manager.processes
+    threading.Timer(KILLED_AFTER_S, os.kill, (core.pid, signal.SIGKILL)).start()
+
+
+def sync_update(llm: Any) -> float:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    kill_soon(llm.llm_engine.engine_core)
+    start = time.monotonic()
+    with WeightSender(1) as sender, pytest.raises(EngineDeadError):
+        llm.update_weights_from_ipc(sender.endpoints, sender.token)
+    return time.monotonic() - start
+
+
+async def async_update(engine: Any) -> float:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    kill_soon(engine.engine_core)
+    start = time.monotonic()
+    with WeightSender(1) as sender, pytest.raises(EngineDeadError):
+        await engine.update_weights_from_ipc(sender.endpoints, sender.token)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(("make", "update"), [(make_sync, sync_update), (make_async, async_update)])
+def test_an_update_ends_with_the_core(make: Callable[..., Any], update: Callable[..., Any], model_folder: Path) -> None:
+    child = Child(make, model_folder, environment=environment(model_folder))
+    try:
+        assert KILLED_AFTER_S <= child(update) < KILLED_AFTER_S + AT_ONCE_S
+    finally:
+        child.stop()
