@@ -50,6 +50,18 @@ class Allocation(NamedTuple):
     serial: int
 
 
+def allocations_of(description: dict[str, Any]) -> list[Allocation]:
+    """Those that a trainer's buffer names.
+
+    Raises:
+        WeightUpdateError: what it names are no CUDA IPC handles.
+    """
+    allocations = [Allocation(*one) for one in description["allocations"]]
+    if any(not isinstance(one.handle, bytes) or len(one.handle) != 64 or one.nbytes < 1 for one in allocations):
+        raise WeightUpdateError("the trainer's handles are not CUDA IPC handles")
+    return allocations
+
+
 class Gpu(Protocol):
     """What this module needs of a GPU; tests bring their own."""
 

@@ -394,7 +394,7 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("denied", [set(), {"register"}])
 def test_locking_pages_destroys_nothing_that_was_put(gpus, monkeypatch, denied):
     gpus["GPU-0"].denied = denied
-    monkeypatch.setattr(buffers, "gpu_name", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(buffers.host, "gpu_name", lambda index: f"GPU-{index}")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: torch.Stream(device="cpu"))
     staging = ShmStaging(4096, 2, pinned=True)
     spec = TensorSpec("a", "float32", (4,))

@@ -1,0 +1,152 @@
+"""`shm` and `shm_pinned`: slots in anonymous shared memory on the host."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import HostMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.memory.cuda_device import gpu_name
+from rl_memory_plugins.weights import cuda_ipc
+from rl_memory_plugins.weights.buffers.protocols import typed
+from rl_memory_plugins.weights.host_copy import HostCopier
+from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class ShmStaging:
+    """Shared memory for `slots` slots. Pages come into being when they are written first.
+
+    Args:
+        pinned: The receivers page-lock it.
+        stable: Tensors stay as they are until `publish`.
+
+    Raises:
+        HostMemoryError: the memory cannot be had.
+    """
+
+    def __init__(self, slot_bytes: int, slots: int, *, pinned: bool = False, stable: bool = False) -> None:
+        kind = "shm_pinned" if pinned else "shm"
+        self._description = {"kind": kind, "slot_bytes": slot_bytes, "slots": slots}
+        self._copier = HostCopier()
+        self._stable = stable
+        self._pinned = pinned
+        self._written = False
+        self._registered: list[cuda_ipc.Gpu] = []
+        self._streams: dict[int, Any] = {}
+        self._fd = os.memfd_create("rl-memory-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, slot_bytes * slots)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._slots = _map(self._fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(self._fd)
+            raise HostMemoryError(
+                f"no shared memory for {slots} slots of {slot_bytes} bytes: {error}",
+                needed_bytes=slot_bytes * slots,
+            ) from None
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._slots[index]
+
+    def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
+        target = typed(self._slots[slot], entry.offset, entry.nbytes, spec.dtype, tensor.shape)
+        with torch.no_grad():
+            if tensor.is_cuda:
+                target.copy_(tensor, non_blocking=self._lock_pages(tensor.device.index))
+            elif tensor.device.type == "cpu" and tensor.is_contiguous():
+                self._copier.add(target, tensor)
+                if not self._stable:
+                    self._copier.run()
+            else:
+                target.copy_(tensor)
+        self._written = True
+        return entry
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return self._description, [self._fd]
+
+    def publish(self) -> None:
+        self._copier.run()
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        self._copier.close()
+        self.publish()
+        for gpu in self._registered:
+            gpu.unregister(self._slots[0].data_ptr())
+        self._registered = []
+        self._slots = []
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _lock_pages(self, index: int) -> bool:
+        """Whether copies from the GPU may run in the background."""
+        if self._pinned and not self._registered:
+            from rl_memory_plugins.memory.pinned import touch
+
+            gpu = cuda_ipc.local_gpu(gpu_name(index))
+            address, nbytes = _range(self._slots)
+            if not self._written:  # it writes zeros; registering makes pages too, with one thread
+                touch(address, nbytes, 8)
+            try:
+                gpu.register(address, nbytes)
+            except UnsupportedError:
+                self._pinned = False
+                return False
+            self._registered = [gpu]
+        if self._pinned:
+            self._streams[index] = torch.cuda.current_stream(index)
+        return self._pinned
+
+
+class ShmAttached:
+    """See `attach`."""
+
+    reused = True
+
+    def __init__(self, description: dict[str, Any], fds: Sequence[int], device: str) -> None:
+        self.transport = str(description["kind"])
+        slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
+        if len(fds) != 1 or os.fstat(fds[0]).st_size != slot_bytes * slots or slot_bytes < 1:
+            raise WeightUpdateError("the trainer's shared memory is not what its description says")
+        # Without the seals the other side could shrink the file, and reading it would end this process.
+        if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise WeightUpdateError("the trainer's shared memory is not sealed against a change of its size")
+        self._slots = _map(fds[0], slot_bytes, slots)
+        self._gpu: cuda_ipc.Gpu | None = None
+        if self.transport == "shm_pinned":
+            gpu = cuda_ipc.local_gpu(device)
+            gpu.register(*_range(self._slots))
+            self._gpu = gpu
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._slots[index]
+
+    def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
+        return self._slots[slot]
+
+    def close(self) -> None:
+        if self._gpu is not None:
+            self._gpu.synchronize()
+            self._gpu.unregister(self._slots[0].data_ptr())
+            self._gpu = None
+        self._slots = []
+
+
+def _map(fd: int, slot_bytes: int, slots: int) -> list[torch.Tensor]:
+    # The tensors hold the mapping, which goes when the last of them goes; it is never unmapped under one.
+    mapping = mmap.mmap(fd, slot_bytes * slots, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    return list(torch.frombuffer(mapping, dtype=torch.uint8).split(slot_bytes))
+
+
+def _range(slots: Sequence[torch.Tensor]) -> tuple[int, int]:
+    return slots[0].data_ptr(), sum(len(slot) for slot in slots)

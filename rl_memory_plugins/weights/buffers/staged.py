@@ -1,0 +1,169 @@
+"""`cuda_ipc`: slots in one allocation on the receiver's GPU, which the trainer packs and the receiver reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
+from rl_memory_plugins.weights import cuda_ipc
+from rl_memory_plugins.weights.buffers.protocols import typed
+from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
+from rl_memory_plugins.weights.host_copy import HostCopier
+from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+from rl_memory_plugins.weights.plan import SMALL_BYTES
+
+_BOUNCE_BYTES = 64 << 20
+
+
+class CudaStaging:
+    """Slots in one allocation on a receiver's GPU, outside torch's allocator and all pausable regions.
+
+    Tensors are packed on the current stream of that GPU. Those on another GPU come by a peer copy; pinned host
+    memory is read by the GPU; pageable host memory goes through a pinned bounce buffer, with several threads.
+
+    Args:
+        device: The GPU's name.
+        stable: Tensors stay as they are until `publish`.
+
+    Raises:
+        UnsupportedError: this process does not see the GPU, or its memory cannot be exported.
+        DeviceMemoryError: there is not enough memory.
+    """
+
+    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
+        self._gpu = cuda_ipc.local_gpu(device)
+        self._stable = stable
+        self._bounce: _Bounce | None = None
+        self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._stream: Any = None
+        self._address = self._gpu.allocate(slot_bytes * slots)
+        allocation = self._gpu.find(self._address)
+        if allocation is None:
+            self.close()
+            raise UnsupportedError(f"memory of {device} cannot be exported by CUDA IPC", device=device)
+        self._slots = list(self._gpu.view(self._address, slot_bytes * slots).split(slot_bytes))
+        self._description = {
+            "kind": "cuda_ipc",
+            "device": device,
+            "process": cuda_ipc.process_id(),
+            "allocations": [allocation],
+            "slot_bytes": slot_bytes,
+            "slots": slots,
+        }
+
+    def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
+        memory = self._slots[slot]
+        if memory.is_cuda:
+            self._stream = torch.cuda.current_stream(memory.device)
+        target = typed(memory, entry.offset, entry.nbytes, spec.dtype, tensor.shape)
+        with torch.no_grad():
+            if tensor.device == memory.device and tensor.nbytes <= SMALL_BYTES and self._stable:
+                self._small.append((target, tensor))
+                return entry
+            if tensor.is_cuda or not memory.is_cuda:
+                target.copy_(tensor, non_blocking=True)
+                return entry
+            tensor = tensor.contiguous()
+            if tensor.is_pinned():
+                target.copy_(tensor, non_blocking=True)
+                if not self._stable:
+                    self._stream.synchronize()
+            elif entry.nbytes:
+                self._bounce = self._bounce or _Bounce()
+                self._bounce.copy(memory[entry.offset : entry.offset + entry.nbytes], tensor, self._stream)
+                if not self._stable:
+                    self._bounce.flush()
+        return entry
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return self._description, []
+
+    def publish(self) -> None:
+        if self._small:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [target for target, _ in self._small],
+                    [tensor for _, tensor in self._small],
+                    non_blocking=True,
+                )
+            self._small.clear()
+        if self._bounce is not None:
+            self._bounce.flush()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        if self._address:
+            self._small.clear()
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._slots = []
+            if self._bounce is not None:
+                self._bounce.close()
+                self._bounce = None
+            self._gpu.free(self._address)
+            self._address = 0
+
+
+class _Bounce:
+    """Host memory to a GPU by way of two pinned buffers: one is filled while the other is being read."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._read = [torch.cuda.Event(), torch.cuda.Event()]
+        self._copier = HostCopier()
+        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._current, self._used = 0, 0
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Begin a copy; `source` must not change before the next `flush`."""
+        source = source.reshape(-1).view(torch.uint8)
+        start = 0
+        while start < len(source):
+            if self._used == _BOUNCE_BYTES:
+                self.flush()
+                self._read[self._current].record(stream)
+                self._current, self._used = 1 - self._current, 0
+                self._read[self._current].synchronize()
+            step = min(len(source) - start, _BOUNCE_BYTES - self._used)
+            piece = self._buffers[self._current][self._used : self._used + step]
+            self._copier.add(piece, source[start : start + step])
+            self._filled.append((destination[start : start + step], piece))
+            self._used += step
+            start += step
+
+    def flush(self) -> None:
+        """Read the sources, and enqueue what is left to do."""
+        self._copier.run()
+        for destination, piece in self._filled:
+            destination.copy_(piece, non_blocking=True)
+        self._filled.clear()
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+class CudaAttached:
+    """See `attach`."""
+
+    transport = "cuda_ipc"
+    reused = True
+
+    def __init__(self, description: dict[str, Any], device: str) -> None:
+        cuda_ipc.require_device(description, device)
+        self._mappings = Mappings()
+        slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
+        allocations = allocations_of(description)
+        if len(allocations) != 1 or slot_bytes < 1 or allocations[0].nbytes < slot_bytes * slots:
+            raise WeightUpdateError("the trainer's staging memory is not what its description says")
+        (memory,) = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)
+        self._slots = list(memory[: slot_bytes * slots].split(slot_bytes))
+
+    def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
+        return self._slots[slot]
+
+    def close(self) -> None:
+        self._slots = []
+        self._mappings.close()
