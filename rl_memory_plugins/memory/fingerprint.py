@@ -17,10 +17,9 @@ import torch
 #: Prime, so that no tensor's own strides are a multiple of it.
 WIDTH = 8191
 _ROW_BYTES = WIDTH * 4
-#: On a CPU a chunk fits the cache. On a GPU launches must be few, or else they take longer than the reading (34 ms for
-#: 15 GB in chunks of 32 MiB); but torch makes a copy of a chunk, of twice its size, and a sleep may begin when there is
-#: next to no memory free.
-_CHUNK_ROWS = {"cpu": 64, "cuda": 4096, "full cuda": 1024}
+#: On a CPU a chunk fits the cache. On a GPU launches must be few, but torch makes a copy of a chunk, of twice its size,
+#: and a sleep may begin when there is next to no memory free.
+_CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,12 +34,10 @@ def fingerprint(views: Iterable[Any]) -> int:
     """
     lengths: list[int] = []
     columns: list[Any] = []
-    rows = 0
     for view in views:
         lengths.append(view.numel())
         if view.numel():
-            rows = rows or _chunk_rows(view.device)
-            columns.append(_column_sums(view, rows))
+            columns.append(_column_sums(view))
     result = 0
     for length in lengths:
         result = _mix_int(result + length + _GOLDEN)
@@ -49,16 +46,9 @@ def fingerprint(views: Iterable[Any]) -> int:
     return result
 
 
-def _chunk_rows(device: torch.device) -> int:
-    if device.type == "cpu":
-        return _CHUNK_ROWS["cpu"]
-    free, _ = torch.cuda.mem_get_info(device)
-    return _CHUNK_ROWS["cuda" if free > 8 * _CHUNK_ROWS["cuda"] * _ROW_BYTES else "full cuda"]
-
-
-def _column_sums(view: Any, chunk_rows: int) -> Any:
+def _column_sums(view: Any) -> Any:
     whole = view.numel() // _ROW_BYTES * _ROW_BYTES
-    step = chunk_rows * _ROW_BYTES
+    step = _CHUNK_ROWS.get(view.device.type, _CHUNK_ROWS["cuda"]) * _ROW_BYTES
     column_sums = torch.zeros(WIDTH, dtype=torch.int64, device=view.device)
     for start in range(0, whole, step):
         chunk = view[start : min(start + step, whole)]
