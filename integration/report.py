@@ -150,7 +150,8 @@ def headline(runs: dict[Run, Metrics]) -> list[str]:
         lines.append(f"| {METRICS[metric][0]} | " + " | ".join(cells) + " |")
     record = runs[shown[0]]["sleep_l1_first_s"]["plugin"]
     setting = f"The shape of Qwen2.5-7B in bfloat16 on one {record['gpu']}, CUDA graphs on"
-    return [*lines, "", f"{setting}. How it was measured, and all figures: [docs/benchmarks.md](docs/benchmarks.md)."]
+    lines += ["", *report_weights.headline(runs, NAMES)]
+    return [*lines, f"{setting}. How it was measured, and all figures: [docs/benchmarks.md](docs/benchmarks.md)."]
 
 
 def test_table(test_runs: dict[str, Record]) -> list[str]:
@@ -276,7 +277,7 @@ def main() -> None:
     if draw_sizes(runs, docs / "benchmarks-sizes.png"):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
     replace(docs / "benchmarks.md", pages)
-    replace(REPOSITORY / "README.md", headline(runs))
+    replace(REPOSITORY / "README.md", headline(engines))
 
 
 if __name__ == "__main__":

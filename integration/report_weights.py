@@ -44,6 +44,29 @@ def page(title: str, metrics: Metrics) -> list[str]:
     return [*lines, "", *(f"Measured by `{command}`." for command in commands), ""]
 
 
+def headline(runs: dict[tuple[str, str, str], Metrics], names: dict[str, str]) -> list[str]:
+    """One table of the newest version of each engine, 7B; `runs` by engine, version and model, the newest first."""
+    newest: dict[str, tuple[str, str, str]] = {}
+    for run, metrics in runs.items():
+        if run[2] == "7b" and "update_direct_s" in metrics:
+            newest.setdefault(run[0], run)
+    shown = [newest[engine] for engine in names if engine in newest]
+    if not shown:
+        return []
+    first = runs[shown[0]]["update_direct_s"]["plugin"]
+    lines = [
+        f"| new weights, {first['bytes'] / 1e9:.1f} GB | " + " | ".join(f"{names[e]} {v}" for e, v, _ in shown) + " |"
+    ]
+    lines.append("|---" + "|---:" * len(shown) + "|")
+    for route, name in ROUTES.items():
+        cells = [
+            _ms(next(iter(runs[run].get(f"update_{route}_s", {}).values()), None))  # each route is of one subject
+            for run in shown
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
 def _ms(record: Record | None) -> str:
     return "-" if record is None else f"{1000 * record['median']:.1f} ms"
 
