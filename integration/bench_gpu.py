@@ -67,6 +67,7 @@ class Bench:
             identical = identical and engine.generate(PROMPTS, 32) == tokens  # a rollout leaves the weights alone
             self.timed("sleep_l1_clean_s", lambda: engine.sleep(1))
             self._wake()
+        identical = identical and engine.generate(PROMPTS, 32) == tokens
         self._throughput()
         if drift_cycles:
             self._drift(drift_cycles)

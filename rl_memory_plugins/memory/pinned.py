@@ -9,9 +9,11 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,14 +88,12 @@ class PinnedArena(PagedArena):
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
         prefer_node(address, nbytes, self._node)
         touch(address, nbytes, self._threads)
-        codes: list[int] = []
         # A refusal stays behind as the thread's last error, which torch would raise where it next launches a kernel.
-        _in_threads([lambda: codes.append(self._register(address, nbytes))])
-        if codes == [0]:
+        (code,) = _in_threads([partial(self._register, address, nbytes)])
+        if code == 0:
             self._registered.add(address)
         else:
-            error = codes[0] if codes else "unknown"
-            note = f"host memory could not be page-locked (CUDA error {error}): copies are slower"
+            note = f"host memory could not be page-locked (CUDA error {code}): copies are slower"
             logger.warning(note)
             if note not in self.notes:
                 self.notes.append(note)
@@ -124,13 +124,22 @@ def touch(address: int, nbytes: int, threads: int) -> None:
     _in_threads([partial(write, start) for start in range(address, address + nbytes, step)])
 
 
-def _in_threads(calls: Sequence[Callable[[], object]]) -> None:
-    """Run the calls at once, each in a thread of its own; unlike an executor's these still start while Python ends."""
-    threads = [threading.Thread(target=call, name="rl-memory-pages", daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run the calls at once, each in a thread of its own, and return what they return.
+
+    Unlike an executor's these threads still start while Python ends.
+    """
+    futures: list[Future[Any]] = [Future() for _ in calls]
+
+    def run(future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    for future, call in zip(futures, calls, strict=True):
+        threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True).start()
+    return [future.result() for future in futures]
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:

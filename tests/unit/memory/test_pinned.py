@@ -52,6 +52,14 @@ def test_pages_can_still_be_made_while_python_ends():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "made", "")
 
 
+def test_what_fails_in_a_thread_fails_here():
+    def fail():
+        raise LookupError("no such page")
+
+    with pytest.raises(LookupError, match="no such page"):
+        pinned._in_threads([lambda: None, fail])
+
+
 def test_a_preferred_node_is_only_a_hint(mapping):
     for node in (None, 0, 1000):
         pinned.prefer_node(address_of(mapping), len(mapping), node)
