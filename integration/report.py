@@ -16,6 +16,7 @@ from typing import Any
 
 from integration import report_weights
 from integration.models import SHAPES, checkpoint_shapes
+from integration.report_weights import Metrics, Record, Run
 
 REPOSITORY = Path(__file__).parents[1]
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -70,12 +71,6 @@ BY_BYTES = {
 COPY_BYTES_S = 55.5e9  # pinned host memory to an H200 and back, measured alone
 
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
-
-Record = dict[str, Any]
-Run = tuple[str, str, str]  # engine, its version, model
-
-
-Metrics = dict[str, dict[str, Record]]  # records by metric and subject
 
 
 def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
@@ -136,13 +131,18 @@ def rows_of(metrics: Metrics) -> list[str]:
     return sorted((metric for metric in metrics if kind(metric) in METRICS), key=lambda one: order.index(kind(one)))
 
 
+def newest(runs: dict[Run, Metrics], metric: str) -> list[Run]:
+    """The newest version of each engine that has this metric, 7B; `runs` has the newest first."""
+    found: dict[str, Run] = {}
+    for run, metrics in runs.items():
+        if run[2] == "7b" and metric in metrics:
+            found.setdefault(run[0], run)
+    return [found[engine] for engine in NAMES if engine in found]
+
+
 def headline(runs: dict[Run, Metrics]) -> list[str]:
-    """One table of the newest version of each engine, 7B: the engine by itself beside the plugin in it."""
-    newest: dict[str, Run] = {}
-    for run in runs:  # the newest come first
-        if run[2] == "7b" and "sleep_l1_first_s" in runs[run]:
-            newest.setdefault(run[0], run)
-    shown = [newest[engine] for engine in ("vllm", "sglang") if engine in newest]
+    """Of the newest version of each engine, 7B: the engine by itself beside the plugin in it, and updates."""
+    shown = newest(runs, "sleep_l1_first_s")
     lines = ["| | " + " | ".join(f"{NAMES[engine]} {version} | with the plugin" for engine, version, _ in shown) + " |"]
     lines.append("|---|" + "---:|---:|" * len(shown))
     for metric in HEADLINE:
@@ -150,7 +150,7 @@ def headline(runs: dict[Run, Metrics]) -> list[str]:
         lines.append(f"| {METRICS[metric][0]} | " + " | ".join(cells) + " |")
     record = runs[shown[0]]["sleep_l1_first_s"]["plugin"]
     setting = f"The shape of Qwen2.5-7B in bfloat16 on one {record['gpu']}, CUDA graphs on"
-    lines += ["", *report_weights.headline(runs, NAMES)]
+    lines += ["", *report_weights.headline(runs, newest(runs, "update_direct_s"), NAMES)]
     return [*lines, f"{setting}. How it was measured, and all figures: [docs/benchmarks.md](docs/benchmarks.md)."]
 
 
@@ -158,7 +158,7 @@ def test_table(test_runs: dict[str, Record]) -> list[str]:
     """What `make test-gpu` showed, one line a run."""
     if not test_runs:
         return []
-    lines = ["### Tests on a GPU", "", "Reports of `make test-gpu`, in `integration/results/`.", ""]
+    lines = ["### Tests on a GPU", "", "Reports of `make test-gpu`, or of parts of it, in `integration/results/`.", ""]
     lines += ["| engine | torch | GPU | tests | seconds | commit | report |", "|---|---|---|---|---:|---|---|"]
     for name, run in test_runs.items():
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in run["summary"].items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 ROUTES = {
@@ -16,6 +17,7 @@ HEAD = ("", "whole call", "first call", "engine closed", "more memory, engine", 
 
 Record = dict[str, Any]
 Metrics = dict[str, dict[str, Record]]  # by metric and subject
+Run = tuple[str, str, str]  # engine, version, model
 
 
 def page(title: str, metrics: Metrics) -> list[str]:
@@ -44,13 +46,8 @@ def page(title: str, metrics: Metrics) -> list[str]:
     return [*lines, "", *(f"Measured by `{command}`." for command in commands), ""]
 
 
-def headline(runs: dict[tuple[str, str, str], Metrics], names: dict[str, str]) -> list[str]:
-    """One table of the newest version of each engine, 7B; `runs` by engine, version and model, the newest first."""
-    newest: dict[str, tuple[str, str, str]] = {}
-    for run, metrics in runs.items():
-        if run[2] == "7b" and "update_direct_s" in metrics:
-            newest.setdefault(run[0], run)
-    shown = [newest[engine] for engine in names if engine in newest]
+def headline(runs: Mapping[Run, Metrics], shown: Sequence[Run], names: Mapping[str, str]) -> list[str]:
+    """One table of the runs `shown`, a column each; no lines if there are none."""
     if not shown:
         return []
     first = runs[shown[0]]["update_direct_s"]["plugin"]

@@ -157,15 +157,13 @@ class MemoryManager:
         self._prepared_sleep = prepared
 
     def _prepare_tag(self, prepared: _PreparedSleep, tag: Tag) -> None:
-        kept = self.allocator.blocks(tag)
-        discardable = list(self._discardable(tag))
-        identified: list[Block] = []
+        blocks, discardable = self.allocator.blocks(tag), list(self._discardable(tag))
         if preserves(prepared.level, tag):
             prepared.states[tag] = TagState.PRESERVED
-            identified = intersect(kept, discardable)
+            kept, identified = blocks, intersect(blocks, discardable)
         else:
             prepared.states[tag] = TagState.DISCARDED
-            kept = subtract(kept, discardable)
+            kept, identified = subtract(blocks, discardable), []
         if not kept:
             return
         existing = self._backups.get(tag)

@@ -167,9 +167,9 @@ def test_many_cycles_end_where_they_began(server: Server, first_tokens: list[int
     assert server.occupied_bytes() - before < 64 << 20
 
 
-def test_an_update_needs_resident_weights(server: Server, weights: object) -> None:
+def test_an_update_needs_resident_weights(server: Server, weights: Weights) -> None:
     server.control.sleep(2)
     with pytest.raises(StateConflictError):
-        server.control.update_weights(weights.first, timeout_s=3)  # type: ignore[attr-defined]
+        server.control.update_weights(weights.first, timeout_s=3)
     server.control.wake_up()
     server.control.update_weights(weights.first)

@@ -35,8 +35,6 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
     "vllm.config:set_current_vllm_config": (),
     "vllm.v1.serial_utils:run_method": ("obj", "method", "args", "kwargs"),
-    "vllm.v1.engine.core_client:MPClient.shutdown": ("self", "timeout"),
-    "vllm.v1.engine.exceptions:EngineDeadError": (),
     # the engine core
     "vllm.v1.engine.core:EngineCore._initialize_kv_caches": ("self", "vllm_config"),
     "vllm.v1.engine.core:EngineCore.sleep": ("self", "level", "mode"),
@@ -58,6 +56,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     # the client
     "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async": ("self", "method", "engine"),
     "vllm.v1.engine.core_client:SyncMPClient.call_utility": ("self", "method"),
+    "vllm.v1.engine.core_client:MPClient.shutdown": ("self", "timeout"),
+    "vllm.v1.engine.exceptions:EngineDeadError": (),
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": ("self",),
     "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("self", "level", "mode"),
     "vllm.v1.engine.llm_engine:LLMEngine.wake_up": ("self", "tags"),

@@ -80,11 +80,24 @@ def wake(rank) -> None:
     rank.manager.check_integrity()
 
 
+def everything(rank) -> int:
+    """What a sleep copies for which no copy is there."""
+    return rank.parameter.nbytes + rank.buffer.nbytes
+
+
+def assert_kept_by_a_sleep(rank, copied: int) -> None:
+    """The sleep copies so much itself, and the wake brings everything back."""
+    before = rank.contents()
+    assert sleep(rank)["weights"].bytes_copied == copied
+    wake(rank)
+    assert rank.contents() == before
+
+
 def test_after_an_update_the_next_sleep_only_unmaps(rank):
     update(rank, 9)
     join(rank)
     held = rank.manager.status().tags["weights"].host_bytes
-    assert held == rank.parameter.nbytes + rank.buffer.nbytes
+    assert held == everything(rank)
     copies = rank.device.calls["copy_to_host"]
     before = rank.contents()
     assert sleep(rank)["weights"].bytes_copied == rank.buffer.nbytes
@@ -95,10 +108,7 @@ def test_after_an_update_the_next_sleep_only_unmaps(rank):
 
 def test_after_the_start_too(rank):
     rank.manager.warm_up()
-    before = rank.contents()
-    assert sleep(rank)["weights"].bytes_copied == rank.buffer.nbytes
-    wake(rank)
-    assert rank.contents() == before
+    assert_kept_by_a_sleep(rank, copied=rank.buffer.nbytes)
     rank.manager.warm_up()  # what was copied is as good as then
     assert rank.manager._eager is None
 
@@ -108,17 +118,14 @@ def test_without_the_option_nothing_is_copied_in_advance():
     rank.manager.warm_up()
     update(rank, 9)
     assert rank.manager._eager is None
-    assert sleep(rank)["weights"].bytes_copied > rank.parameter.nbytes
+    assert sleep(rank)["weights"].bytes_copied == everything(rank)
 
 
 def test_a_sleep_meanwhile_waits_for_the_copy_and_uses_it(rank, gate):
     update(rank, 9)
-    before = rank.contents()
     gate.wait_for_copy()
     threading.Timer(0.05, gate.open).start()
-    assert sleep(rank)["weights"].bytes_copied == rank.buffer.nbytes
-    wake(rank)
-    assert rank.contents() == before
+    assert_kept_by_a_sleep(rank, copied=rank.buffer.nbytes)
 
 
 def test_a_discarding_sleep_meanwhile_ends_the_copy_before_it_releases(rank, gate):
@@ -152,11 +159,7 @@ def test_an_update_meanwhile_throws_the_copy_away(rank, gate, complete):
     gate.wait_for_copy()
     update(rank, 10, complete)
     gate.open()
-    before = rank.contents()
-    change = sleep(rank)["weights"]
-    assert change.bytes_copied == rank.buffer.nbytes + (0 if complete else rank.parameter.nbytes)
-    wake(rank)
-    assert rank.contents() == before
+    assert_kept_by_a_sleep(rank, copied=rank.buffer.nbytes if complete else everything(rank))
     assert rank.manager.content is (Content.VALID if complete else Content.FAILED)
 
 
@@ -178,20 +181,14 @@ def test_a_write_behind_its_back_throws_the_copy_away(rank, gate):
     gate.open()
     join(rank)
     assert rank.manager.status().tags["weights"].host_bytes == 0
-    before = rank.contents()
-    assert sleep(rank)["weights"].bytes_copied > rank.parameter.nbytes
-    wake(rank)
-    assert rank.contents() == before
+    assert_kept_by_a_sleep(rank, copied=everything(rank))
 
 
 def test_a_write_after_the_copy_is_seen_by_the_sleep(rank):
     update(rank, 9)
     join(rank)
     rank.allocator.write(rank.parameter, b"\7")
-    before = rank.contents()
-    assert sleep(rank)["weights"].bytes_copied > rank.parameter.nbytes
-    wake(rank)
-    assert rank.contents() == before
+    assert_kept_by_a_sleep(rank, copied=everything(rank))
 
 
 def test_what_requests_change_meanwhile_is_copied_again(rank, gate):
@@ -202,10 +199,7 @@ def test_what_requests_change_meanwhile_is_copied_again(rank, gate):
     gate.open()
     join(rank)
     rank.allocator.write(rank.buffer, b"\7\7")
-    before = rank.contents()
-    assert sleep(rank)["weights"].bytes_copied == rank.buffer.nbytes
-    wake(rank)
-    assert rank.contents() == before
+    assert_kept_by_a_sleep(rank, copied=rank.buffer.nbytes)
 
 
 def test_a_load_by_others_begins_it_when_it_is_complete(rank):
@@ -252,7 +246,7 @@ def test_a_device_that_fails_leaves_no_backup(rank, caplog):
     join(rank)
     assert "injected failure" in caplog.text
     assert rank.manager.status().tags["weights"].host_bytes == 0
-    assert sleep(rank)["weights"].bytes_copied > rank.parameter.nbytes
+    assert sleep(rank)["weights"].bytes_copied == everything(rank)
 
 
 def test_large_blocks_are_copied_in_steps(rank, monkeypatch):
