@@ -53,8 +53,12 @@ class Device(Protocol):
     name: str
     """`"cpu:<rank>"`, or the GPU's UUID as `nvidia-smi -L` prints it (`"GPU-…"`)."""
 
-    def synchronize(self) -> None:
-        """Wait until no work that was submitted to the device can touch memory any more."""
+    def synchronize(self, *, but_copies: bool = False) -> None:
+        """Wait until no work that was submitted to the device can touch memory any more.
+
+        Args:
+            but_copies: Copies to the host that have begun may go on; waits for the calling thread's work alone.
+        """
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
@@ -62,11 +66,10 @@ class Device(Protocol):
     def trim(self) -> None:
         """Give back what this process has cached on the device outside of the regions."""
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
-        """Copy each device block to the host address beside it; returns when all bytes have arrived.
+    def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
+        """Begin to copy each device block to the host address beside it.
 
-        Args:
-            meanwhile: Called once, while the copies are under way where the device can do so.
+        Returns: what waits until all bytes have arrived; called before either side is freed or written to.
         """
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:

@@ -220,6 +220,7 @@ class Backup:
         self.nbytes = sum(block.nbytes for block in blocks)
         self.epoch = -1
         self._fingerprint: int | None = None
+        self._wait: Callable[[], None] | None = None  # for a copy that is under way
         self._address = arena.acquire(self.nbytes) if self.nbytes else 0
 
     def _pairs(self, gone: Sequence[Block] = ()) -> list[tuple[Block, int]]:
@@ -232,15 +233,19 @@ class Backup:
             offset += block.nbytes
         return pairs
 
-    def save(self, device: Device, epoch: int) -> None:
-        """Copy the blocks out; returns when all bytes have arrived."""
+    def begin_save(self, device: Device, epoch: int) -> None:
+        """Begin to copy the blocks out; until `finish` or `free` they must stay as they are."""
         self._fingerprint = None
-
-        def identify() -> None:
+        self._wait = device.begin_copy_to_host(self._pairs())
+        if self.identified:
             self._fingerprint = self._identity(device)
-
-        device.copy_to_host(self._pairs(), identify if self.identified else None)
         self.epoch = epoch
+
+    def finish(self) -> None:
+        """Wait for the copy that has begun, if any."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
 
     def save_in_steps(self, device: Device, epoch: int, go_on: Callable[[], bool]) -> bool:
         """Copy the blocks out while somebody may be writing to them.
@@ -257,17 +262,17 @@ class Backup:
                 if not go_on():
                     return False
                 step = Block(block.address + start, min(STEP_BYTES, block.nbytes - start))
-                device.copy_to_host([(step, address + start)])
+                device.begin_copy_to_host([(step, address + start)])()
         if not go_on() or before is None or self._identity(device) != before:
             return False
         self._fingerprint, self.epoch = before, epoch
         return True
 
-    def refresh(self, device: Device) -> int:
-        """Copy out again what is not identified; returns how many bytes, when all have arrived."""
+    def begin_refresh(self, device: Device) -> int:
+        """Begin to copy out again what is not identified; returns how many bytes. See `begin_save`."""
         pairs = self._pairs(gone=self.identified)
         if pairs:
-            device.copy_to_host(pairs)
+            self._wait = device.begin_copy_to_host(pairs)
         return sum(block.nbytes for block, _ in pairs)
 
     def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
@@ -294,6 +299,9 @@ class Backup:
             return None
 
     def free(self) -> None:
-        if self.nbytes:
-            self._arena.release(self._address)
-        self.nbytes = 0
+        try:
+            self.finish()  # nobody else may have the memory while it is being written to
+        finally:
+            if self.nbytes:
+                self._arena.release(self._address)
+            self.nbytes = 0

@@ -9,7 +9,12 @@ import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
+from rl_memory_plugins.memory.fingerprint import combine, fingerprint, memory_view
+
+try:
+    from rl_memory_plugins.memory import hash_kernel
+except ImportError:  # no Triton
+    hash_kernel = None  # type: ignore[assignment]
 
 #: Bytes that torch caches beside the regions; emptying the cache takes some 25 ms, whatever it frees.
 WORTH_TRIMMING = 512 << 20
@@ -33,8 +38,12 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device=index, priority=0)
         self._hashing = torch.cuda.Stream(device=index, priority=0)  # beside a copy that is under way
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.index)
+    def synchronize(self, *, but_copies: bool = False) -> None:
+        if but_copies:
+            torch.cuda.current_stream(self.index).synchronize()
+            torch.cuda.default_stream(self.index).synchronize()
+        else:
+            torch.cuda.synchronize(self.index)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.index)
@@ -46,15 +55,15 @@ class CudaDevice:
             with torch.cuda.device(self.index):
                 torch.cuda.empty_cache()
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
+    def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         with self._ordered_stream(self._stream):
-            for block, address in pairs:
-                memory_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
-        try:
-            if meanwhile is not None:
-                meanwhile()
-        finally:  # nobody may free the host's side while copies to it are under way
-            self._stream.synchronize()
+            try:
+                for block, address in pairs:
+                    memory_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
+            except BaseException:
+                self._stream.synchronize()
+                raise
+            return self._stream.record_event().synchronize  # type: ignore[no-any-return]
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         with self._ordered_stream(self._stream):
@@ -69,8 +78,11 @@ class CudaDevice:
         self._stream.synchronize()
 
     def fingerprint(self, blocks: Sequence[Block]) -> int:
+        device = torch.device("cuda", self.index)
         try:
             with self._ordered_stream(self._hashing):
+                if hash_kernel is not None and hash_kernel.usable(device):
+                    return combine([block.nbytes for block in blocks], hash_kernel.hash_pieces(blocks, device))
                 return fingerprint([self.view(block) for block in blocks])
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"no device memory to read the weights with: {error}") from None

@@ -259,7 +259,6 @@ class CudaVmmAllocator:
             return [mapping for _, mapping in sorted(self._mappings[tag].items())]
 
     def release(self, tag: Tag) -> int:
-        torch.cuda.synchronize(self.index)
         released = 0
         mapped = [mapping for mapping in self._live(tag) if mapping.mapped]
         with self._lock, self._driver.context():
@@ -280,6 +279,7 @@ class CudaVmmAllocator:
 
     def close(self) -> None:
         """Give all memory back. Tensors in it must not be used any more."""
+        torch.cuda.synchronize(self.index)
         for tag in Tag:
             self.release(tag)
             with self._lock:

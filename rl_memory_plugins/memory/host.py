@@ -51,7 +51,7 @@ class HostDevice:
     def __init__(self, rank: int) -> None:
         self.name = f"cpu:{rank}"
 
-    def synchronize(self) -> None:
+    def synchronize(self, *, but_copies: bool = False) -> None:
         return
 
     def memory_info(self) -> tuple[int, int]:
@@ -60,11 +60,10 @@ class HostDevice:
     def trim(self) -> None:
         return  # malloc caches nothing worth mentioning
 
-    def copy_to_host(self, pairs: Sequence[tuple[Block, int]], meanwhile: Callable[[], object] | None = None) -> None:
+    def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         for block, host in pairs:
             ctypes.memmove(host, block.address, block.nbytes)
-        if meanwhile is not None:
-            meanwhile()
+        return lambda: None
 
     def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
         for block, host in pairs:

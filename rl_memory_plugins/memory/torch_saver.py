@@ -115,7 +115,6 @@ class TorchSaverAllocator:
         return sorted(Block(segment.address, segment.nbytes) for segment in self._segments.of(pools))
 
     def release(self, tag: Tag) -> int:
-        self.device.synchronize()  # it does not do so itself
         resident = [name for name in self._saver_tags(tag) if name not in self._paused[tag]]
         released = 0
         for name in resident:

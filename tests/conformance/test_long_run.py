@@ -59,11 +59,11 @@ def held(processes: list[psutil.Process]) -> dict[int, tuple[int, int, int]]:
 
 def test_hundreds_of_updates_grow_nothing(own_server: Server, model: torch.nn.Module) -> None:
     """Of either side: this process is the trainer's."""
-    handoff = RolloutHandoff(own_server.control, ModelSource(model), bucket_bytes=BUCKET_BYTES)
+    source = ModelSource(model)
 
     def update(times: int) -> None:
         for _ in range(times):
-            handoff.sync()
+            own_server.control.update_weights(source, bucket_bytes=BUCKET_BYTES)
 
     update(50)
     processes = [psutil.Process(), *own_server.processes()]

@@ -74,6 +74,7 @@ class SaverHarness(CudaHarness):
 
     def close(self) -> None:
         """It can neither unmap nor be made twice: leave its memory released, under tags no other test uses."""
+        torch.cuda.synchronize()
         for tag in suite.Tag:
             self.allocator.release(tag)
 

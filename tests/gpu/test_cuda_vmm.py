@@ -38,7 +38,9 @@ def used_bytes() -> int:
 
 def filled(allocator, tag: Tag, nbytes: int, byte: int) -> torch.Tensor:
     with allocator.region(tag):
-        return torch.full((nbytes,), byte, dtype=torch.uint8, device=f"cuda:{allocator.index}")
+        tensor = torch.full((nbytes,), byte, dtype=torch.uint8, device=f"cuda:{allocator.index}")
+    allocator.device.synchronize()
+    return tensor
 
 
 # -- scarcity ---------------------------------------------------------------------------------------------
@@ -105,7 +107,8 @@ def test_a_trainer_scribbling_over_the_freed_memory_changes_nothing(vmm):
     blocks = vmm.blocks(Tag.WEIGHTS)
     before = vmm.device.fingerprint(blocks)
     backup = Backup(arena, blocks)
-    backup.save(vmm.device, 0)
+    backup.begin_save(vmm.device, 0)
+    backup.finish()
     vmm.release(Tag.WEIGHTS)
     with gpu_memory_taken(left_bytes=2 * GiB):
         pass
@@ -142,6 +145,7 @@ def test_expandable_segments_are_handled_and_other_settings_kept():
         vmm = CudaVmmAllocator(0)
         with vmm.region(Tag.WEIGHTS):
             tensor = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         vmm.release(Tag.WEIGHTS)
         print(torch.cuda.mem_get_info()[0] - before, torch_options())
@@ -178,6 +182,7 @@ def test_regions_that_come_and_go_leave_nothing(vmm):
         with vmm.region(Tag.RUNTIME):
             torch.ones(8 * MiB, device="cuda").sum()
     assert used_bytes() - before <= 40 * MiB
+    torch.cuda.synchronize()
     vmm.release(Tag.RUNTIME)
     vmm.reserve(Tag.RUNTIME).commit()  # torch is made to forget the addresses only now
     assert used_bytes() - before <= 40 * MiB
@@ -258,6 +263,7 @@ def test_the_interpreter_shuts_down_cleanly(moment):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=vmm.pool_id()):
             out = tensor[:1024] + 1
+        torch.cuda.synchronize()
         if {moment!r} != "resident":
             vmm.release(Tag.WEIGHTS)
             vmm.release(Tag.CUDA_GRAPH)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,11 +56,20 @@ class Setup:
         return started(
             self.engine,
             launch,
-            self._folder / "server.log",
+            self._folder / f"{folder.name}.log",
             *self._arguments,
             SGLANG_ENABLE_JIT_DEEPGEMM="0",
             VLLM_USE_DEEP_GEMM="0",
         )
+
+    @contextmanager
+    def start_both(self) -> Iterator[tuple[Server, Server]]:
+        """On the first checkpoint and on the other; a start takes most of a minute, and no more where there are two."""
+        with ExitStack() as stack:
+            with ThreadPoolExecutor(2) as pool:
+                starts = [pool.submit(stack.enter_context, self.start(folder)) for folder in (self.first, self.other)]
+                first, other = (start.result() for start in starts)
+            yield first, other
 
 
 @pytest.fixture
@@ -75,10 +86,8 @@ def renew(server: Server, folder: Path) -> None:
 
 
 def assert_updates_equal_fresh_engines(setup: Setup) -> None:
-    with setup.start(setup.other) as fresh:
-        other = state(fresh)
-    with setup.start(setup.first) as server:
-        first = state(server)
+    with setup.start_both() as (server, fresh):
+        first, other = state(server), state(fresh)
         assert first.tokens != other.tokens
         push(server, checkpoint(setup.other))
         assert_same(state(server), other, setup.other)
@@ -157,10 +166,9 @@ def test_a_draft_model_is_preserved(setup: Setup, tmp_path: Path) -> None:
             *("--speculative-num-steps", str(GUESSES), "--speculative-num-draft-tokens", str(GUESSES + 1)),
             *("--speculative-eagle-topk", "1"),
         )
-    with setup.start(setup.other) as fresh:
+    with setup.start_both() as (server, fresh):
         tokens, accepted = answer(fresh)
-    assert accepted > 0.8
-    with setup.start(setup.first) as server:
+        assert accepted > 0.8
         former, few = answer(server)
         assert former != tokens and few < accepted / 2
         renew(server, setup.other)

@@ -54,6 +54,7 @@ def test_a_poisoned_wake_restores_what_is_kept_and_zeroes_what_is_read(kind):
         assert int(scales.min()) == int(scales.max()) == 2
         assert int(cache.count_nonzero()) == 0
         cache.fill_(3)
+    torch.cuda.synchronize()
     for tag in PUBLIC_TAGS:
         allocator.release(tag)
     arena.close()

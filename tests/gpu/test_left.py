@@ -27,6 +27,7 @@ def test_every_byte_beside_the_regions_has_a_cause():
         with torch.cuda.graph(graph):
             result = static + 1
         awake = vmm.left(), left.process_bytes(0)
+        torch.cuda.synchronize()
         vmm.release(Tag.KV_CACHE)
         asleep = vmm.left(), left.process_bytes(0)
         vmm.reserve(Tag.KV_CACHE).commit()

@@ -29,7 +29,7 @@ def test_buffers_are_page_locked_and_carry_copies(arena):
     assert memory_view(address, source.numel()).is_pinned()
     assert arena.notes == []
     device, block = CudaDevice(0), Block(source.data_ptr(), source.numel())
-    device.copy_to_host([(block, address)])
+    device.begin_copy_to_host([(block, address)])()
     assert torch.equal(memory_view(address, source.numel()), source.cpu())
     expected = source.clone()
     source.zero_()
@@ -73,5 +73,5 @@ def test_a_refusal_to_lock_pages_is_noted_and_copies_still_work(arena, monkeypat
     monkeypatch.undo()
     assert len(arena.notes) == 1
     source = torch.arange(MiB, device="cuda")
-    CudaDevice(0).copy_to_host([(Block(source.data_ptr(), 8 * MiB), address)])
+    CudaDevice(0).begin_copy_to_host([(Block(source.data_ptr(), 8 * MiB), address)])()
     assert torch.equal(memory_view(address, 8 * MiB).view(torch.int64), source.cpu())

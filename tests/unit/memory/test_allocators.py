@@ -150,7 +150,8 @@ def test_content_survives_by_a_backup_and_not_without(memory):
     device, arena = memory.allocator.device, PagedArena()
     blocks = memory.allocator.blocks(Tag.WEIGHTS)
     backup = Backup(arena, blocks, identified=blocks)
-    backup.save(device, epoch=0)
+    backup.begin_save(device, epoch=0)
+    backup.finish()
 
     sleep(memory, Tag.WEIGHTS)
     wake(memory, Tag.WEIGHTS)

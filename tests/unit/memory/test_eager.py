@@ -25,14 +25,14 @@ class Gate:
     """Stops the device's copies to the host before each step, until it is opened."""
 
     def __init__(self, device, monkeypatch) -> None:
-        self._copy = device.copy_to_host
+        self._copy = device.begin_copy_to_host
         self.reached, self._open = threading.Event(), threading.Event()
-        monkeypatch.setattr(device, "copy_to_host", self._stop)
+        monkeypatch.setattr(device, "begin_copy_to_host", self._stop)
 
-    def _stop(self, pairs, meanwhile=None):
+    def _stop(self, pairs):
         self.reached.set()
         assert self._open.wait(TIMEOUT_S)
-        self._copy(pairs, meanwhile)
+        return self._copy(pairs)
 
     def wait_for_copy(self) -> None:
         assert self.reached.wait(TIMEOUT_S)
@@ -98,10 +98,10 @@ def test_after_an_update_the_next_sleep_only_unmaps(rank):
     join(rank)
     held = rank.manager.status().tags["weights"].host_bytes
     assert held == everything(rank)
-    copies = rank.device.calls["copy_to_host"]
+    copies = rank.device.calls["begin_copy_to_host"]
     before = rank.contents()
     assert sleep(rank)["weights"].bytes_copied == rank.buffer.nbytes
-    assert rank.device.calls["copy_to_host"] == copies + 1  # of the buffer
+    assert rank.device.calls["begin_copy_to_host"] == copies + 1  # of the buffer
     wake(rank)
     assert rank.contents() == before
 
@@ -136,7 +136,7 @@ def test_a_discarding_sleep_meanwhile_ends_the_copy_before_it_releases(rank, gat
     buffer = rank.contents()["buffer"]
     change = sleep(rank, Level.DISCARD)["weights"]
     assert not eager.is_running
-    assert rank.device.calls["copy_to_host"] == 2  # one step of the given-up copy, and the buffer
+    assert rank.device.calls["begin_copy_to_host"] == 2  # one step of the given-up copy, and the buffer
     assert change.bytes_copied == rank.buffer.nbytes
     assert rank.manager.status().tags["weights"].host_bytes == rank.buffer.nbytes
     wake(rank)
@@ -241,7 +241,7 @@ def test_without_host_memory_the_sleep_says_so_and_not_the_update(rank, caplog):
 
 
 def test_a_device_that_fails_leaves_no_backup(rank, caplog):
-    rank.device.fail("copy_to_host")
+    rank.device.fail("begin_copy_to_host")
     update(rank, 9)
     join(rank)
     assert "injected failure" in caplog.text
@@ -254,7 +254,7 @@ def test_large_blocks_are_copied_in_steps(rank, monkeypatch):
     update(rank, 9)
     before = rank.contents()
     assert sleep(rank)["weights"].bytes_copied == rank.buffer.nbytes
-    assert rank.device.calls["copy_to_host"] == 9 + 1 + 1  # the buffer twice
+    assert rank.device.calls["begin_copy_to_host"] == 9 + 1 + 1  # the buffer twice
     wake(rank)
     assert rank.contents() == before
 
@@ -285,14 +285,14 @@ def test_the_interpreter_ends_in_the_middle_of_a_copy():
         backup.STEP_BYTES = 1
         rank = FakeRank(eager_backup=True)
         first = threading.Event()
-        copy, ended = rank.device.copy_to_host, threading.main_thread()
+        copy, ended = rank.device.begin_copy_to_host, threading.main_thread()
 
         def slow(*arguments):
             first.set()
             ended.join()  # until the interpreter has begun to end
-            copy(*arguments)
+            return copy(*arguments)
 
-        rank.device.copy_to_host = slow
+        rank.device.begin_copy_to_host = slow
         rank.manager.warm_up()
         first.wait()
         print("ends")

@@ -154,9 +154,9 @@ def test_a_clean_backup_of_parameters_alone_is_not_copied(rank):
     rank.manager._discardable = lambda tag: rank.allocator.blocks(tag)
     sleep(rank, tags=[Tag.WEIGHTS])
     wake(rank)
-    copies = rank.device.calls["copy_to_host"]
+    copies = rank.device.calls["begin_copy_to_host"]
     assert sleep(rank, tags=[Tag.WEIGHTS])["weights"].bytes_copied == 0
-    assert rank.device.calls["copy_to_host"] == copies
+    assert rank.device.calls["begin_copy_to_host"] == copies
 
 
 def test_a_sleep_needs_no_device_memory_to_know_what_it_copied(rank):
@@ -229,7 +229,7 @@ def test_cycles_reuse_the_same_host_memory(rank):
 
 
 def test_host_memory_error_comes_before_anything_is_released():
-    rank = FakeRank(arena_bytes=4096)
+    rank = FakeRank(arena_bytes=8192)
     before, used = rank.contents(), rank.device.used
     with pytest.raises(HostMemoryError) as caught:
         rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
@@ -238,7 +238,7 @@ def test_host_memory_error_comes_before_anything_is_released():
     assert states(rank) == dict.fromkeys(PUBLIC_TAGS, RESIDENT)
     assert (rank.contents(), rank.device.used) == (before, used)
     assert rank.manager.content is Content.VALID
-    sleep(rank, Level.PRESERVE, [Tag.CUDA_GRAPH])  # 4096 bytes: the bound holds no leftovers
+    sleep(rank, Level.PRESERVE, [Tag.KV_CACHE, Tag.CUDA_GRAPH])  # two pages: the bound holds no leftovers
 
 
 def test_free_host_memory_bounds_the_arena(monkeypatch, rank):
@@ -250,12 +250,42 @@ def test_free_host_memory_bounds_the_arena(monkeypatch, rank):
 
 def test_a_failing_copy_changes_nothing(rank):
     before = rank.contents()
-    rank.device.fail("copy_to_host", nth=2)
+    rank.device.fail("begin_copy_to_host", nth=2)
     with pytest.raises(EngineFaultError):
         rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
     assert (rank.contents(), states(rank)) == (before, dict.fromkeys(PUBLIC_TAGS, RESIDENT))
     assert rank.manager.status().tags["weights"].host_bytes == 0
     sleep(rank)
+
+
+def test_what_is_not_copied_is_released_while_the_rest_is_on_its_way(rank):
+    """A copy that breaks off then leaves its tag as it was, and says what is gone."""
+    before = rank.contents()
+    rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS, Tag.KV_CACHE])
+    rank.device.fail("end_copy_to_host", nth=2)  # the first is that of the cache's scales
+    with pytest.raises(EngineFaultError) as caught:
+        rank.manager.commit_sleep()
+    assert caught.value.details["changed"] == {"kv_cache": "discarded"}
+    assert states(rank)[Tag.WEIGHTS] is RESIDENT
+    assert rank.contents()["parameter"] == before["parameter"]
+    assert rank.manager.status().tags["weights"].host_bytes == 0
+    sleep(rank)
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_nobody_gets_the_host_memory_of_a_copy_that_is_on_its_way(rank, monkeypatch):
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    begun = rank.device.calls["begin_copy_to_host"]
+    ended_at_release = []
+    release = rank.arena.release
+    monkeypatch.setattr(
+        rank.arena,
+        "release",
+        lambda address: (ended_at_release.append(rank.device.calls["end_copy_to_host"]), release(address)),
+    )
+    rank.manager.abort_sleep()
+    assert ended_at_release == list(range(1, begun + 1))
 
 
 def test_an_aborted_sleep_changes_nothing_and_returns_its_host_memory(rank):
@@ -269,15 +299,15 @@ def test_an_aborted_sleep_changes_nothing_and_returns_its_host_memory(rank):
 
 
 def test_a_release_that_fails_leaves_the_tag_whole(rank):
-    """In the middle of the second tag: its unmapped block comes back, and the error names the first tag."""
+    """In the middle of the last tag: its unmapped block comes back, and the error names the others."""
     before = rank.contents()
     rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
-    rank.device.fail("unmap", nth=4)
+    rank.device.fail("unmap", nth=5)
     with pytest.raises(EngineFaultError) as caught:
         rank.manager.commit_sleep()
-    assert caught.value.details["changed"] == {"kv_cache": "discarded"}
-    assert states(rank) == {Tag.KV_CACHE: DISCARDED, Tag.WEIGHTS: RESIDENT, Tag.CUDA_GRAPH: RESIDENT}
-    assert all(rank.contents()[name] == before[name] for name in ("parameter", "buffer", "graph"))
+    assert caught.value.details["changed"] == {"kv_cache": "discarded", "cuda_graph": "preserved"}
+    assert states(rank) == {Tag.KV_CACHE: DISCARDED, Tag.WEIGHTS: RESIDENT, Tag.CUDA_GRAPH: PRESERVED}
+    assert all(rank.contents()[name] == before[name] for name in ("parameter", "buffer"))
     assert rank.device.used == rank.mapped_bytes()
     assert rank.manager.content is Content.VALID
     sleep(rank)

@@ -23,7 +23,8 @@ tags = st.sets(st.sampled_from(PUBLIC_TAGS), min_size=1).map(lambda some: [tag f
 operations = st.sampled_from(
     [
         "synchronize",
-        "copy_to_host",
+        "begin_copy_to_host",
+        "end_copy_to_host",
         "copy_from_host",
         "fill",
         "fingerprint",
