@@ -160,14 +160,8 @@ class VllmSubject:
         self._llm.apply_model(_negate_one_element)
 
     def settle(self) -> None:
-        """Wait until the host memory that is made in the background of the start is there."""
-        deadline = time.monotonic() + 60
-        while self._plugin and time.monotonic() < deadline:
-            self._llm.wake_up()  # does nothing but look
-            rank = self._llm.memory_status()[0].ranks[0]
-            if rank.host_arena_bytes >= rank.tags["weights"].bytes:
-                return
-            time.sleep(1)
+        if self._plugin:
+            wait_for_host_memory(self._llm)
 
 
 class SglangSubject:
@@ -237,14 +231,19 @@ class SglangSubject:
         self._engine.update_weights_from_tensor([(self.PROBE, weight)])
 
     def settle(self) -> None:
-        """Wait until the host memory that is made in the background of the start is there."""
-        deadline = time.monotonic() + 60
-        while self._plugin and time.monotonic() < deadline:
-            self._engine.wake_up()  # does nothing but look
-            rank = self._engine.memory_status()[0].ranks[0]
-            if rank.host_arena_bytes >= rank.tags["weights"].bytes:
-                return
-            time.sleep(1)
+        if self._plugin:
+            wait_for_host_memory(self._engine)
+
+
+def wait_for_host_memory(engine: Any) -> None:
+    """Wait until the host memory is there that is made in the background of the start."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        engine.wake_up()  # does nothing but look
+        rank = engine.memory_status()[0].ranks[0]
+        if rank.host_arena_bytes >= rank.tags["weights"].bytes:
+            return
+        time.sleep(1)
 
 
 def _print_steps(operation: str, report: Any) -> None:
