@@ -177,14 +177,15 @@ def test_table(test_runs: dict[str, Record]) -> list[str]:
 
 
 def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
-    """The weight stream by itself: one table a model, every time that was measured."""
+    """What was measured without an engine, the weight stream and the driver: one table each, with every time."""
     pages: list[str] = []
     for (engine, _, model), metrics in runs.items():
         if engine != WITHOUT_ENGINE:
             continue
         records = [subjects["plugin"] for subjects in metrics.values() if subjects["plugin"]["unit"] == "s"]
         first = records[0]
-        title = f"### The weight stream alone, {model} shape ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
+        alone = "The driver alone" if model == "driver" else f"The weight stream alone, {model} shape"
+        title = f"### {alone} ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
         pages += [title, "", "| | median | best | worst |", "|---|---:|---:|---:|"]
         for record in records:
             name = record["metric"].removesuffix("_s").replace("_", " ")

@@ -1,0 +1,135 @@
+"""What the driver and the hardware need for the parts of a sleep and a wake, with no engine: what bounds bench_gpu.
+
+    python -m integration.bench_driver --out results.json
+
+An engine of 7B at 0.6 of an H200 holds some 15 GB of weights and 60 GB of KV cache. The same bytes are made, copied,
+hashed, mapped and unmapped here by the very functions that the plugin uses; each cycle leaves the driver half a second.
+
+    unmap_s, create_s, map_s      150 blocks of 512 MiB: their memory goes, is obtained again, and is mapped
+    unmap_5_s, create_5_s, map_5_s    the same bytes in 5 blocks
+    copy_to_host_s                the weights, to page-locked host memory
+    copy_and_unmap_s              the same, while the KV cache is unmapped
+    hash_s                        the weights, by the kernel
+    hash_by_torch_s               the same, by torch's operators
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integration.records import Records
+from integration.subjects import gpu_name
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.cuda_device import CudaDevice
+from rl_memory_plugins.memory.cuda_driver import Driver
+from rl_memory_plugins.memory.fingerprint import fingerprint
+from rl_memory_plugins.memory.pinned import PinnedArena
+
+MiB = 1 << 20
+TOTAL = 150 * 512 * MiB
+WEIGHTS = 30 * 512 * MiB
+PAUSE_S = 0.5
+
+
+class Bench:
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._driver = Driver(0)
+        self._device = CudaDevice(0)
+
+    def timed(self, metric: str, run: Callable[[], Any]) -> Any:
+        self._device.synchronize()
+        start = time.perf_counter()
+        result = run()
+        self._records.add(metric, [time.perf_counter() - start], "s", {"bytes": TOTAL})
+        return result
+
+    def allocate(self, count: int) -> list[Block]:
+        blocks = []
+        for _ in range(count):
+            address = self._driver.allocate(TOTAL // count)
+            assert address is not None
+            blocks.append(Block(address, TOTAL // count))
+        return blocks
+
+    def unmap(self, blocks: list[Block]) -> None:
+        with self._driver.context():
+            for block in blocks:
+                self._driver.unmap(*block)
+
+    def create(self, blocks: list[Block]) -> list[Any]:
+        with self._driver.context():
+            return [self._driver.create(block.nbytes) for block in blocks]
+
+    def map(self, blocks: list[Block], handles: list[Any]) -> None:
+        with self._driver.context():
+            for block, handle in zip(blocks, handles, strict=True):
+                self._driver.map(*block, handle)
+
+    def cycle(self, blocks: list[Block], suffix: str) -> None:
+        self.timed(f"unmap{suffix}_s", lambda: self.unmap(blocks))
+        time.sleep(PAUSE_S)
+        handles = self.timed(f"create{suffix}_s", lambda: self.create(blocks))
+        self.timed(f"map{suffix}_s", lambda: self.map(blocks, handles))
+
+    def copies(self, blocks: list[Block], host: int) -> None:
+        weights, cache = blocks[: len(blocks) * WEIGHTS // TOTAL], blocks[len(blocks) * WEIGHTS // TOTAL :]
+        pairs = [(block, host + number * block.nbytes) for number, block in enumerate(weights)]
+        self.timed("copy_to_host_s", lambda: self._device.begin_copy_to_host(pairs)())
+
+        def both() -> None:
+            wait = self._device.begin_copy_to_host(pairs)
+            self.unmap(cache)
+            wait()
+
+        self.timed("copy_and_unmap_s", both)
+        time.sleep(PAUSE_S)
+        self.map(cache, self.create(cache))
+        self.timed("hash_s", lambda: self._device.fingerprint(weights))
+        self.timed("hash_by_torch_s", lambda: fingerprint([self._device.view(block) for block in weights]))
+
+    def free(self, blocks: list[Block]) -> None:
+        self.unmap(blocks)
+        for block in blocks:
+            self._driver.free_address(*block)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="of this repository")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    common = {
+        "engine": "none",
+        "engine_version": "",
+        "torch": torch.__version__,
+        "gpu": gpu_name(),
+        "model": "driver",
+        "subject": "plugin",
+        "commit": arguments.commit,
+        "command": "python -m integration.bench_driver",
+    }
+    bench = Bench(Records(arguments.out, common))
+    arena = PinnedArena(0)
+    host = arena.acquire(WEIGHTS)
+    for count, suffix in ((5, "_5"), (150, "")):
+        blocks = bench.allocate(count)
+        for _ in range(arguments.cycles):
+            bench.cycle(blocks, suffix)
+        if count == 150:
+            for _ in range(arguments.cycles):
+                bench.copies(blocks, host)
+        bench.free(blocks)
+    arena.close()
+
+
+if __name__ == "__main__":
+    main()
