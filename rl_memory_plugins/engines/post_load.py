@@ -147,6 +147,12 @@ def of(model: torch.nn.Module) -> PostLoad | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
+def transformed_in(model: torch.nn.Module) -> int:
+    """How many of a model's post-load steps were seen to transform weights; 0 where nobody watches them."""
+    watch = of(model)
+    return 0 if watch is None else len(watch._first)
+
+
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A layer's own tensors: parameters, buffers and plain attributes."""
     own: Mapping[str, Any] = {**vars(layer), **layer._buffers, **layer._parameters}

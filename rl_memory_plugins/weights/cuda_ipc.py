@@ -29,6 +29,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
 _BUFFER_ID = 7
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10
+_MAX_FOUND = 4096
 
 _NONCE = secrets.token_hex(8)
 
@@ -95,6 +96,7 @@ class CudaGpu:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self._found: dict[int, Allocation] = {}  # by serial, of which the driver never uses one twice
         try:
             self._api = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -121,13 +123,20 @@ class CudaGpu:
         pointer = ctypes.c_uint64(address)
         with self._current():
             attribute = self._api.cuPointerGetAttribute
+            if attribute(ctypes.byref(serial), _BUFFER_ID, pointer) == 0:
+                known = self._found.get(serial.value)
+                if known is not None and known.address <= address < known.address + known.nbytes:
+                    return known
             if attribute(ctypes.byref(capable), _IS_LEGACY_CUDA_IPC_CAPABLE, pointer) or not capable.value:
                 return None
             self._call("cuPointerGetAttribute", ctypes.byref(serial), _BUFFER_ID, pointer)
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), pointer)
             if self._api.cuIpcGetMemHandle(ctypes.byref(handle), base):
                 return None
-        return Allocation(bytes(handle), base.value, nbytes.value, serial.value)
+        if len(self._found) >= _MAX_FOUND:
+            self._found.clear()
+        found = self._found[serial.value] = Allocation(bytes(handle), base.value, nbytes.value, serial.value)
+        return found
 
     def open(self, handle: bytes) -> int:
         address = ctypes.c_uint64()

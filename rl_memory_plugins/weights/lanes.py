@@ -73,8 +73,9 @@ class Lanes:
             try:
                 if key not in self._lanes:
                     self._lanes[key] = Lane(way, self._buffer(way, rank.device))
-                rank.lane = self._lanes[key]
-                return self._lanes[key]
+                lane = rank.lane = self._lanes[key]
+                lane.ranks.append(rank)
+                return lane
             except (UnsupportedError, OutOfMemoryError) as failure:
                 error = failure
                 refuse(rank, str(failure))
@@ -130,6 +131,9 @@ class Lanes:
 def refuse(rank: ConnectedRank, reason: str) -> None:
     """Strike out the transport that the rank was to be served by."""
     transport = rank.ways.pop(0)
+    if rank.lane is not None:
+        rank.lane.ranks.remove(rank)
+        rank.lane = None
     rank.refused.append({"device": rank.device, "transport": transport, "reason": reason})
 
 

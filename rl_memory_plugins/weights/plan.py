@@ -316,7 +316,8 @@ def warm_up() -> None:
 
 def signature(parameters: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     """Identifies the memory that a plan writes; a plan is void once it changes."""
-    return tuple(
-        (name, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-        for name, tensor in parameters.items()
-    )
+    with torch._C.DisableTorchFunctionSubclass():  # engines' parameters are subclasses: each look would run Python
+        return tuple(
+            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            for name, tensor in parameters.items()
+        )

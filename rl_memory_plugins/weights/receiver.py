@@ -71,7 +71,10 @@ class WeightReceiver:
         load_opaque: Loads, for real, tensors that the plan cannot replay. Called once for each update that has
             any, with an iterator over them; it may keep the tensors. The model's loader where it is not given.
         reload: Gives what loads all tensors in place of both, if the engine has transformed any weights. Asked
-            for each manifest; raises `UnsupportedError` if the engine has and cannot do it again.
+            for each plan, and whenever one has opaque tensors; raises `UnsupportedError` if the engine has and
+            cannot do it again.
+        transformed: How many of the engine's post-load steps were seen to transform weights. Plans are void once
+            that changes.
         ignorable: Whether the model's loader may ignore a name of the manifest.
         allow_cast: Take tensors of another dtype than the engine's.
         check_finite: Refuse tensors that hold a NaN or an infinity.
@@ -85,6 +88,7 @@ class WeightReceiver:
         *,
         load_opaque: Loader | None = None,
         reload: Callable[[], Reload | None] = lambda: None,
+        transformed: Callable[[], int] = lambda: 0,
         ignorable: Callable[[str], bool] = ignore_derived,
         allow_cast: bool = False,
         check_finite: bool = False,
@@ -94,6 +98,7 @@ class WeightReceiver:
         self._parameters = parameters
         self._load_opaque = load_opaque or load_weights
         self._reload = reload
+        self._transformed = transformed
         self._ignorable = ignorable
         self._allow_cast = allow_cast
         self._check_finite = check_finite
@@ -165,55 +170,66 @@ class WeightReceiver:
             ) from None
         return wire.Connection(sock, "the trainer", rank=self._manager.rank)
 
-    def plan(self, manifest: Manifest) -> LoadPlan:
+    def plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
         """The plan for a manifest: from the cache, or traced now. Touches no weights.
+
+        Args:
+            expected: What `drop_outdated_plans` returned in this session.
 
         Raises:
             ManifestError: the tensors do not fit.
             UnsupportedError: the engine has transformed weights and cannot do it again.
         """
-        expected = self._parameters()
-        self.drop_outdated_plans(expected)
         digest = manifest.digest()
-        if digest not in self._plans:
-            reload = self._reload()
-            with nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
-                plan = trace(
-                    self._load_weights,
-                    manifest,
-                    expected=layout,
-                    ignorable=self._ignorable,
-                    allow_cast=self._allow_cast,
-                    whole_layers="" if reload is None else reload.why,
-                )
-            while len(self._plans) >= MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[digest] = plan
-        return self._plans[digest]
+        if digest in self._plans:
+            return self._plans[digest]
+        reload = self._reload()
+        with nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
+            plan = trace(
+                self._load_weights,
+                manifest,
+                expected=layout,
+                ignorable=self._ignorable,
+                allow_cast=self._allow_cast,
+                whole_layers="" if reload is None else reload.why,
+            )
+        while len(self._plans) >= MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[digest] = plan
+        self.drop_outdated_plans()  # the loader may have made new tensors, traced or not
+        return plan
 
     def _load_what_is_opaque(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if not plan.opaque:
+            return
         reload = self._reload()
         if reload is not None:
             reload.load(weights, partial=plan.partial)
-        elif plan.opaque:
+        else:
             self._load_opaque(weights)
 
-    def drop_outdated_plans(self, expected: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Forget plans that write memory which is no longer the parameters'; they would keep it alive."""
-        current = signature(self._parameters() if expected is None else expected)
+    def drop_outdated_plans(self) -> Mapping[str, torch.Tensor]:
+        """Forget plans that write memory which is no longer the parameters'; they would keep it alive.
+
+        Plans that were made before the engine was seen to transform something go too.
+
+        Returns: the parameters as they are now.
+        """
+        expected = self._parameters()
+        current = (self._transformed(), signature(expected))
         if current != self._signature:
             self._plans.clear()
             self._replays.clear()
             self._complete_plan = None
             self._signature = current
+        return expected
 
     def checksums(self) -> dict[str, Any]:
         """Of the weights as they are: by the checkpoint's names after a complete update, else by the engine's.
 
         Merge the ranks' with `checksums.merge_checksums`.
         """
-        expected = self._parameters()
-        self.drop_outdated_plans(expected)
+        expected = self.drop_outdated_plans()
         self._manager.device.synchronize()
         if self._complete_plan is not None:
             return checksums.plan_checksums(self._complete_plan)
@@ -255,10 +271,11 @@ class _Session:
         with self.timed("connect"):
             hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank)
             connection.send(hello, timeout_s)
+            expected = self._receiver.drop_outdated_plans()  # while the trainer prepares its offer
             offer, buffer = self._attach(connection)
         self._transport = buffer.transport
         try:
-            plan = self._validate(connection, offer.manifest)
+            plan = self._validate(connection, offer.manifest, expected)
             arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
             self._receiver._load_what_is_opaque(plan, arrivals)
             for name, _ in arrivals:
@@ -271,7 +288,8 @@ class _Session:
             keep = isinstance(buffer, DirectAttached) and buffer.keep
             if not keep:
                 buffer.close()
-            self._receiver.drop_outdated_plans()  # the engine's loader may have made new tensors
+            if plan.opaque:  # the engine's loader ran, and may have made new tensors
+                self._receiver.drop_outdated_plans()
             if not plan.partial and plan.digest in self._receiver._plans:
                 self._receiver._complete_plan = plan if plan.steps else None  # what is opaque has no checksum
             report = self._report(plan)
@@ -301,7 +319,9 @@ class _Session:
             finally:
                 wire.close_fds(fds)
 
-    def _validate(self, connection: wire.Connection, manifest: Manifest) -> LoadPlan:
+    def _validate(
+        self, connection: wire.Connection, manifest: Manifest, expected: Mapping[str, torch.Tensor]
+    ) -> LoadPlan:
         if manifest.partial and self._manager.content is not Content.VALID:
             raise StateConflictError(
                 f"a partial update needs valid weights; they are {self._manager.content}",
@@ -310,7 +330,7 @@ class _Session:
             )
         try:
             with self.timed("validate"):
-                plan = self._receiver.plan(manifest)
+                plan = self._receiver.plan(manifest, expected)
         except ManifestError as error:
             error.details["rank"] = self._manager.rank
             mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]

@@ -135,8 +135,8 @@ class WeightSender:
                 self._listener.connect()
             resident = source.resident() if isinstance(source, ResidentSource) else None
             lanes = Lanes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
-            self._judge(self._offer(manifest, lanes, seconds))
-            buckets = lanes.buckets()
+            answers, buckets = self._offer(manifest, lanes, seconds)
+            self._judge(answers)
             self._stream(manifest, buckets, lanes.in_use(), source, seconds)
             with _timed(seconds, "commit"):
                 self._listener.broadcast(wire.Commit())
@@ -170,17 +170,22 @@ class WeightSender:
 
     def _offer(
         self, manifest: Manifest, lanes: Lanes, seconds: dict[str, float]
-    ) -> list[tuple[ConnectedRank, wire.Answer]]:
-        """Find a lane for each rank, and have all check the manifest."""
+    ) -> tuple[list[tuple[ConnectedRank, wire.Answer]], list[list[BucketEntry]]]:
+        """Find a lane for each rank, and have all check the manifest.
+
+        Returns: what each says of it, and the cut for the lanes that were found.
+        """
         for rank in self._listener.ranks:
             rank.ways = lanes.ways(rank.device)
         answers: list[tuple[ConnectedRank, wire.Answer]] = []
+        buckets: list[list[BucketEntry]] = []
         waiting = self._listener.ranks
         while waiting:
             for rank in waiting:
                 with _timed(seconds, "open"):
                     description, fds = lanes.assign(rank).buffer.export()
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
+            buckets = lanes.buckets()  # while they check
             with _timed(seconds, "validate"):
                 got = self._listener.gather(waiting, wire.Answer, wire.Unopened)
             waiting = []
@@ -190,10 +195,7 @@ class WeightSender:
                 elif isinstance(answer, wire.Unopened):
                     refuse(rank, answer.reason)
                     waiting.append(rank)
-        for rank in self._listener.ranks:
-            assert rank.lane is not None
-            rank.lane.ranks.append(rank)
-        return answers
+        return answers, buckets
 
     def _judge(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> None:
         """Raise what all ranks together have against the manifest."""

@@ -201,6 +201,7 @@ class SglangWorker:
             load_weights=model.load_weights,
             parameters=self.parameters,
             reload=self._refuse_transformed,
+            transformed=lambda: post_load.transformed_in(model),
             ignorable=self._ignorable,
             allow_cast=config.allow_cast,
             check_finite=config.check_finite,

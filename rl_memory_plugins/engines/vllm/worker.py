@@ -155,6 +155,7 @@ class VllmWorker:
                 load_weights=self._load_weights,
                 parameters=lambda: dict(self.model.named_parameters()),
                 reload=self._reload,
+                transformed=lambda: post_load.transformed_in(self.model),
                 ignorable=self._ignorable,
                 allow_cast=self._config.allow_cast,
                 check_finite=self._config.check_finite,

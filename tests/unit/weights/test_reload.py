@@ -134,3 +134,25 @@ def test_a_reload_that_did_not_do_its_work_fails_the_update(engine):
     error, _ = update([rank], tensors())
     assert isinstance(error, WeightUpdateError)
     assert rank.manager.content is Content.FAILED
+
+
+def test_a_transformation_that_is_seen_later_voids_the_plans(engine):
+    seen, asked = [], []
+
+    def reload():
+        asked.append(len(seen))
+        return engine if seen else None
+
+    rank = Rank(engine.model, reload=reload, transformed=lambda: len(seen))
+    for seed in (1, 2):
+        sent = tensors(seed)
+        _, (receiving,) = update([rank], sent)
+        assert (receiving.report["opaque"], receiving.report["replayed"]) == (0, 4)
+        for name, tensor in sent.items():
+            assert torch.equal(engine.model.get_parameter(name), tensor), name
+    assert asked == [0]  # for the plan, and not again where nothing is opaque
+    seen.append("one")
+    sent = tensors(3)
+    _, (receiving,) = update([rank], sent)
+    assert (receiving.report["opaque"], receiving.report["replayed"]) == (4, 0)
+    assert_holds(engine, sent)

@@ -1,0 +1,83 @@
+"""What the driver is asked of an allocation that is exported again; the rest needs a GPU (`tests/gpu`)."""
+
+import ctypes
+
+from rl_memory_plugins.weights import cuda_ipc
+from rl_memory_plugins.weights.cuda_ipc import CudaGpu
+
+SIZE = 1 << 21
+
+
+class Driver:
+    """Allocations of one size, by address: their serials. Counts its calls."""
+
+    def __init__(self):
+        self.allocations = {}
+        self.exportable = True
+        self.asked = 0
+
+    def _base(self, address):
+        return next((base for base in self.allocations if base <= address.value < base + SIZE), None)
+
+    def cuCtxPushCurrent_v2(self, context):
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context):
+        return 0
+
+    def cuPointerGetAttribute(self, out, attribute, address):
+        base = self._base(address)
+        if base is None:
+            return 1
+        known = {cuda_ipc._BUFFER_ID: self.allocations[base], cuda_ipc._IS_LEGACY_CUDA_IPC_CAPABLE: self.exportable}
+        out._obj.value = int(known[attribute])
+        return 0
+
+    def cuMemGetAddressRange_v2(self, base, nbytes, address):
+        base._obj.value, nbytes._obj.value = self._base(address), SIZE
+        return 0
+
+    def cuIpcGetMemHandle(self, handle, base):
+        self.asked += 1
+        handle._obj.reserved = base.value.to_bytes(8, "big").strip(b"\0")
+        return 0
+
+
+def gpu_of(driver):
+    gpu = CudaGpu.__new__(CudaGpu)  # which would load the real one
+    gpu._api, gpu._context, gpu._found = driver, ctypes.c_void_p(), {}
+    return gpu
+
+
+def test_an_allocation_that_is_known_is_not_asked_for_again():
+    driver = Driver()
+    gpu, base = gpu_of(driver), 5 * SIZE
+    driver.allocations[base] = 7
+    first = gpu.find(base + 10)
+    assert (first.address, first.nbytes, first.serial) == (base, SIZE, 7)
+    assert gpu.find(base) is first and gpu.find(base + SIZE - 1) is first
+    assert driver.asked == 1
+
+
+def test_another_allocation_at_the_same_address_is_found_anew():
+    driver = Driver()
+    gpu, base = gpu_of(driver), 5 * SIZE
+    driver.allocations[base] = 7
+    gpu.find(base)
+    driver.allocations[base] = 8
+    assert gpu.find(base).serial == 8
+    driver.allocations.clear()
+    assert gpu.find(base) is None
+    driver.allocations[base], driver.exportable = 9, False  # mapped memory, whatever lay there before
+    assert gpu.find(base) is None
+    assert driver.asked == 2
+
+
+def test_what_is_known_is_bounded(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "_MAX_FOUND", 3)
+    driver = Driver()
+    gpu = gpu_of(driver)
+    for number in range(1, 11):
+        driver.allocations[number * SIZE] = number
+        assert gpu.find(number * SIZE).serial == number
+        assert len(gpu._found) <= 3
