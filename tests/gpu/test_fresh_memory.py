@@ -41,8 +41,8 @@ def test_a_poisoned_wake_restores_what_is_kept_and_zeroes_what_is_read(kind):
         cache = torch.full((64 << 20,), 3, dtype=torch.uint8, device="cuda:0")
 
     def discardable(tag):
-        storage = {Tag.WEIGHTS: weights, Tag.KV_CACHE: cache}[tag].untyped_storage()
-        return [Block(storage.data_ptr(), storage.nbytes())]
+        storages = [tensor.untyped_storage() for tensor in {Tag.WEIGHTS: [weights], Tag.KV_CACHE: [cache]}.get(tag, [])]
+        return [Block(storage.data_ptr(), storage.nbytes()) for storage in storages]
 
     manager = MemoryManager(0, allocator, arena, discardable, poison=True, zero_on_wake=(Tag.KV_CACHE,))
     for level, content in ((Level.PRESERVE, 1), (Level.DISCARD, 0xFF)):

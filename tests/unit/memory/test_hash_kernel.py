@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -22,6 +26,27 @@ def memory() -> torch.Tensor:
 
 def of(*views: torch.Tensor) -> list[int]:
     return kernel.hash_pieces([Block(view.data_ptr(), view.numel()) for view in views], CPU).tolist()
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from rl_memory_plugins.memory.hash_kernel import _hash_pieces
+
+signature = {"addresses": "*i64", "lengths": "*i64", "hashes": "*i64", "TILE": "constexpr"}
+source = ASTSource(fn=_hash_pieces, signature=signature, constexprs={"TILE": 2048})
+for capability in (80, 90, 100):
+    assert compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"]
+"""
+
+
+def test_it_compiles_for_gpus():
+    """The interpreter takes more of Python than the compiler does, which needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, stderr=subprocess.PIPE, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_can_be_used():
