@@ -45,7 +45,17 @@ class RunReport:
             found["reason"] = str(report.longrepr)[-2000:]
         elif report.skipped:
             found["outcome"] = "xfailed" if hasattr(report, "wasxfail") else "skipped"
-            found["reason"] = str(report.longrepr)[-500:]
+            where_and_why = report.longrepr
+            found["reason"] = str(where_and_why[2] if isinstance(where_and_why, tuple) else where_and_why)[-500:]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._report["tests"][report.nodeid] = {
+                "outcome": "error",
+                "seconds": 0.0,
+                "reason": str(report.longrepr)[-2000:],
+            }
+            self._write()
 
     def pytest_runtest_logfinish(self) -> None:
         self._write()
