@@ -53,12 +53,8 @@ class Device(Protocol):
     name: str
     """`"cpu:<rank>"`, or the GPU's UUID as `nvidia-smi -L` prints it (`"GPU-…"`)."""
 
-    def synchronize(self, *, but_copies: bool = False) -> None:
-        """Wait until no work that was submitted to the device can touch memory any more.
-
-        Args:
-            but_copies: Copies to the host that have begun may go on; waits for the calling thread's work alone.
-        """
+    def synchronize(self) -> None:
+        """Wait until no work that was submitted to the device can touch memory any more."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""

@@ -233,13 +233,21 @@ class Backup:
             offset += block.nbytes
         return pairs
 
-    def begin_save(self, device: Device, epoch: int) -> None:
-        """Begin to copy the blocks out; until `finish` or `free` they must stay as they are."""
+    def begin_save(self, device: Device, epoch: int, gone: Sequence[Block] = ()) -> int:
+        """Begin to copy the blocks out; until `finish` or `free` they must stay as they are.
+
+        Args:
+            gone: Parts of them that have been freed since the backup was made.
+
+        Returns: the bytes.
+        """
+        pairs = self._pairs(gone)
         self._fingerprint = None
-        self._wait = device.begin_copy_to_host(self._pairs())
-        if self.identified:
+        self._wait = device.begin_copy_to_host(pairs)
+        if self.identified and not gone:
             self._fingerprint = self._identity(device)
         self.epoch = epoch
+        return sum(block.nbytes for block, _ in pairs)
 
     def finish(self) -> None:
         """Wait for the copy that has begun, if any."""
@@ -268,9 +276,9 @@ class Backup:
         self._fingerprint, self.epoch = before, epoch
         return True
 
-    def begin_refresh(self, device: Device) -> int:
-        """Begin to copy out again what is not identified; returns how many bytes. See `begin_save`."""
-        pairs = self._pairs(gone=self.identified)
+    def begin_refresh(self, device: Device, gone: Sequence[Block] = ()) -> int:
+        """Begin to copy out again what is not identified; see `begin_save`."""
+        pairs = self._pairs([*self.identified, *gone])
         if pairs:
             self._wait = device.begin_copy_to_host(pairs)
         return sum(block.nbytes for block, _ in pairs)

@@ -38,12 +38,8 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device=index, priority=0)
         self._hashing = torch.cuda.Stream(device=index, priority=0)  # beside a copy that is under way
 
-    def synchronize(self, *, but_copies: bool = False) -> None:
-        if but_copies:
-            torch.cuda.current_stream(self.index).synchronize()
-            torch.cuda.default_stream(self.index).synchronize()
-        else:
-            torch.cuda.synchronize(self.index)
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.index)

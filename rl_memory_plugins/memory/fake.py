@@ -52,7 +52,7 @@ class FakeDevice:
     def clear_failures(self) -> None:
         self._failures.clear()
 
-    def synchronize(self, *, but_copies: bool = False) -> None:
+    def synchronize(self) -> None:
         self._enter("synchronize")
 
     def memory_info(self) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class HostDevice:
     def __init__(self, rank: int) -> None:
         self.name = f"cpu:{rank}"
 
-    def synchronize(self, *, but_copies: bool = False) -> None:
+    def synchronize(self) -> None:
         return
 
     def memory_info(self) -> tuple[int, int]:

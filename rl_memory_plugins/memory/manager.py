@@ -26,12 +26,8 @@ class _PreparedSleep:
     def __init__(self, level: Level) -> None:
         self.level = level
         self.backups: dict[Tag, Backup] = {}
-        self.refreshed: dict[Tag, int] = {}  # clean backups, and the bytes of each that were copied again
+        self.clean: set[Tag] = set()  # whose backup holds already what they hold
         self.states: dict[Tag, TagState] = {}
-
-    def finish_copy(self, tag: Tag) -> None:
-        if tag in self.backups:
-            self.backups[tag].finish()
 
 
 class MemoryManager:
@@ -137,7 +133,7 @@ class MemoryManager:
     # -- sleep --------------------------------------------------------------------------------------------
 
     def prepare_sleep(self, level: Level, tags: Sequence[Tag]) -> None:
-        """Begin to copy out what `level` preserves of those `tags` that are resident. Releases nothing.
+        """Obtain host memory for what `level` preserves of those `tags` that are resident. Releases nothing.
 
         Raises:
             HostMemoryError: the copies do not fit; nothing was changed.
@@ -153,19 +149,20 @@ class MemoryManager:
                 self.device.synchronize()
             with self._timed("backup"):
                 resident = [tag for tag in tags if self._states[tag] is TagState.RESIDENT]
-                self._begin_backups(prepared, resident if level is not Level.PAUSE else [])
+                self._prepare_tags(prepared, resident if level is not Level.PAUSE else [])
         except BaseException:
             self._free_new_backups(prepared)
             raise
         self._prepared_sleep = prepared
 
-    def _begin_backups(self, prepared: _PreparedSleep, tags: Sequence[Tag]) -> None:
-        """Copies run one after the other, and while one runs the tags before it are released: the longest comes last,
-        since unmapping the others takes as long as a tenth of it."""
+    def _prepare_tags(self, prepared: _PreparedSleep, tags: Sequence[Tag]) -> None:
+        """The commit copies one tag after the other, and releases those before it meanwhile: the longest copy comes
+        last, since unmapping the others takes as long as a tenth of it."""
         kept = {tag: self._kept(prepared.level, tag) for tag in tags}
         for tag in sorted(tags, key=lambda tag: sum(block.nbytes for block in kept[tag][0])):
             prepared.states[tag] = TagState.PRESERVED if preserves(prepared.level, tag) else TagState.DISCARDED
-            self._begin_backup(prepared, tag, *kept[tag])
+            if kept[tag][0]:
+                self._prepare_backup(prepared, tag, *kept[tag])
 
     def _kept(self, level: Level, tag: Tag) -> tuple[list[Block], list[Block]]:
         """What a sleep must keep of a tag, and the part of it by which a later one tells that nothing has changed."""
@@ -174,23 +171,20 @@ class MemoryManager:
             return blocks, intersect(blocks, discardable)
         return subtract(blocks, discardable), []
 
-    def _begin_backup(
+    def _prepare_backup(
         self, prepared: _PreparedSleep, tag: Tag, kept: Sequence[Block], identified: Sequence[Block]
     ) -> None:
-        if not kept:
-            return
         existing = self._backups.get(tag)
         if existing is not None and existing.is_clean(self.device, kept, self._epoch):
             prepared.backups[tag] = existing
-            prepared.refreshed[tag] = existing.begin_refresh(self.device)
+            prepared.clean.add(tag)
             return
         if existing is not None:  # out of date: its memory serves the new copy
             self._backups.pop(tag).free()
-        backup = prepared.backups[tag] = Backup(self.arena, kept, identified)
-        backup.begin_save(self.device, self._epoch)
+        prepared.backups[tag] = Backup(self.arena, kept, identified)
 
     def commit_sleep(self) -> list[TagChange]:
-        """Release what `prepare_sleep` prepared, tag by tag; each tag's state changes with its memory.
+        """Copy out and release what `prepare_sleep` prepared; each tag's state changes with its memory.
 
         An error's details name the tags that had changed before it, with their new states.
         """
@@ -200,13 +194,16 @@ class MemoryManager:
         with self._naming_changes():
             try:
                 with self._timed("synchronize"):
-                    self.device.synchronize(but_copies=True)
+                    self.device.synchronize()
+                with self._timed("backup"):
+                    copied = {tag: self._begin_copy(prepared, tag) for tag in prepared.backups}
                 changes = []
                 for tag, state in prepared.states.items():
                     with self._timed("backup"):
-                        prepared.finish_copy(tag)
+                        if tag in prepared.backups:
+                            prepared.backups[tag].finish()
                     with self._timed("release"):
-                        changes.append(self._release_tag(prepared, tag, state))
+                        changes.append(self._release_tag(prepared, tag, state, copied.get(tag, 0)))
                 if changes:
                     with self._timed("release"):
                         self.device.trim()
@@ -215,7 +212,14 @@ class MemoryManager:
             finally:
                 self._free_new_backups(prepared)  # of tags that were not reached
 
-    def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState) -> TagChange:
+    def _begin_copy(self, prepared: _PreparedSleep, tag: Tag) -> int:
+        backup = prepared.backups[tag]
+        gone = subtract(backup.blocks, self.allocator.blocks(tag))
+        if tag in prepared.clean:
+            return backup.begin_refresh(self.device, gone)
+        return backup.begin_save(self.device, self._epoch, gone)
+
+    def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)
         former = self._backups.pop(tag, None)
         if former is not None and former is not backup:
@@ -233,7 +237,6 @@ class MemoryManager:
             self._take_back(tag, state)
             raise
         self._states[tag] = state
-        copied = prepared.refreshed.get(tag, backup.nbytes if backup is not None else 0)
         return TagChange(self.rank, tag.value, state, bytes_released=released, bytes_copied=copied)
 
     def _take_back(self, tag: Tag, state: TagState) -> None:
@@ -251,7 +254,7 @@ class MemoryManager:
 
     def _free_new_backups(self, prepared: _PreparedSleep) -> None:
         for tag, backup in prepared.backups.items():
-            if tag in prepared.refreshed:
+            if tag in prepared.clean:
                 backup.finish()
             else:
                 backup.free()

@@ -267,7 +267,7 @@ def test_a_refusal_is_answered_before_engines_resume_together(world: World) -> N
     world.engine.hold_drain = True
     world.engine.resume = lambda *, lift_pause: answered.append(answers[0].done())  # type: ignore[method-assign]
     answered: list[bool] = []
-    world.ranks[1].device.fail("begin_copy_to_host", error=HostMemoryError("full"))
+    world.ranks[1].device.fail("synchronize", error=HostMemoryError("full"))
     answers.append(world.controller.execute(encode_command(commands.Sleep(hold="ticket"))))
     world.engine.drains[0].set_result(None)
     assert answered == [True]
