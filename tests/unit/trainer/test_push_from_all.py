@@ -171,7 +171,8 @@ def fail_once(method, error):
 
 def break_once(receiver):
     """The second tensor that this rank copies raises."""
-    write, calls = receiver._load_weights, []
+    model = receiver._model
+    write, calls = model._load_weights, []
 
     def load(weights):
         calls.append(1)
@@ -179,7 +180,7 @@ def break_once(receiver):
             raise WeightUpdateError("the worker broke")
         write(weights)
 
-    receiver._load_weights = receiver._load_opaque = load
+    model._load_weights = model._load_opaque = load
 
 
 @pytest.mark.parametrize("own_gpus", [False, True], ids=["one sender", "two senders"])

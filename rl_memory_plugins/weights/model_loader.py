@@ -1,0 +1,132 @@
+"""How one model takes tensors: plans by manifest, and the engine's own loader for what they cannot replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl_memory_plugins.weights.manifest import Manifest
+from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
+from rl_memory_plugins.weights.replay import Replays
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_PLANS = 4
+"""Plans kept, one for each manifest that a trainer alternates between (complete, LoRA, …)."""
+
+
+class Reload(Protocol):
+    """An engine's own way to load weights that it transforms after loading (quantised, packed, absorbed ones).
+
+    Attributes:
+        why: Why replaying copies would be wrong, for a person.
+    """
+
+    why: str
+
+    def checkpoint_layout(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Give the model's parameters the shapes and loaders that they had before the transformation.
+
+        There is no memory behind them. Names them as `"layer.parameter"`; at the end the model is as it was.
+        """
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
+        """Load and transform; it may keep the tensors until it returns. Every address stays.
+
+        Raises:
+            WeightUpdateError: what the engine did is not what it did at its first load.
+        """
+
+
+class ModelLoader:
+    """Plans of one model, kept as long as they hold. Arguments are those of `WeightReceiver`.
+
+    Attributes:
+        complete: The plan of the latest complete update, if it replayed anything and the model is still as it was.
+        replays: What the latest update did, bucket by bucket.
+    """
+
+    def __init__(
+        self,
+        load_weights: Loader,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        load_opaque: Loader,
+        reload: Callable[[], Reload | None],
+        transformed: Callable[[], int],
+        ignorable: Callable[[str], bool],
+        allow_cast: bool,
+    ) -> None:
+        self._load_weights = load_weights
+        self._parameters = parameters
+        self._load_opaque = load_opaque
+        self._reload = reload
+        self._transformed = transformed
+        self._ignorable = ignorable
+        self._allow_cast = allow_cast
+        self._plans: dict[str, LoadPlan] = {}
+        self._signature: tuple[Any, ...] = ()
+        self.complete: LoadPlan | None = None
+        self.replays = Replays()
+
+    def plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
+        """The plan for a manifest: from the cache, or traced now. Touches no weights.
+
+        Args:
+            expected: What `drop_outdated` returned in this session.
+
+        Raises:
+            ManifestError: the tensors do not fit.
+            UnsupportedError: the engine has transformed weights and cannot do it again.
+        """
+        digest = manifest.digest()
+        if digest in self._plans:
+            return self._plans[digest]
+        reload = self._reload()
+        with nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
+            plan = trace(
+                self._load_weights,
+                manifest,
+                expected=layout,
+                ignorable=self._ignorable,
+                allow_cast=self._allow_cast,
+                whole_layers="" if reload is None else reload.why,
+            )
+        while len(self._plans) >= MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[digest] = plan
+        self.drop_outdated()  # the loader may have made new tensors, traced or not
+        return plan
+
+    def load_opaque(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Give the tensors to the engine's own loader, if the plan has any that only it can load."""
+        if not plan.opaque:
+            return
+        reload = self._reload()
+        if reload is not None:
+            reload.load(weights, partial=plan.partial)
+        else:
+            self._load_opaque(weights)
+
+    def drop_outdated(self) -> Mapping[str, torch.Tensor]:
+        """Forget plans that write memory which is no longer the parameters'; they would keep it alive.
+
+        Plans that were made before the engine was seen to transform something go too.
+
+        Returns: the parameters as they are now.
+        """
+        expected = self._parameters()
+        current = (self._transformed(), signature(expected))
+        if current != self._signature:
+            self._plans.clear()
+            self.replays.clear()
+            self.complete = None
+            self._signature = current
+        return expected
+
+    def note_complete(self, plan: LoadPlan) -> None:
+        """A complete update by this plan has arrived. What is opaque has no checksum by the checkpoint's names."""
+        if plan.digest in self._plans:
+            self.complete = plan if plan.steps else None
