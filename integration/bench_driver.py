@@ -26,6 +26,7 @@ import torch
 
 from integration.records import Records
 from integration.subjects import gpu_name
+from rl_memory_plugins.memory import hash_kernel
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver
@@ -44,11 +45,11 @@ class Bench:
         self._driver = Driver(0)
         self._device = CudaDevice(0)
 
-    def timed(self, metric: str, run: Callable[[], Any]) -> Any:
+    def timed(self, metric: str, run: Callable[[], Any], nbytes: int = TOTAL) -> Any:
         self._device.synchronize()
         start = time.perf_counter()
         result = run()
-        self._records.add(metric, [time.perf_counter() - start], "s", {"bytes": TOTAL})
+        self._records.add(metric, [time.perf_counter() - start], "s", {"bytes": nbytes})
         return result
 
     def allocate(self, count: int) -> list[Block]:
@@ -82,7 +83,7 @@ class Bench:
     def copies(self, blocks: list[Block], host: int) -> None:
         weights, cache = blocks[: len(blocks) * WEIGHTS // TOTAL], blocks[len(blocks) * WEIGHTS // TOTAL :]
         pairs = [(block, host + number * block.nbytes) for number, block in enumerate(weights)]
-        self.timed("copy_to_host_s", lambda: self._device.begin_copy_to_host(pairs)())
+        self.timed("copy_to_host_s", lambda: self._device.begin_copy_to_host(pairs)(), WEIGHTS)
 
         def both() -> None:
             wait = self._device.begin_copy_to_host(pairs)
@@ -92,8 +93,8 @@ class Bench:
         self.timed("copy_and_unmap_s", both)
         time.sleep(PAUSE_S)
         self.map(cache, self.create(cache))
-        self.timed("hash_s", lambda: self._device.fingerprint(weights))
-        self.timed("hash_by_torch_s", lambda: fingerprint([self._device.view(block) for block in weights]))
+        self.timed("hash_s", lambda: self._device.fingerprint(weights), WEIGHTS)
+        self.timed("hash_by_torch_s", lambda: fingerprint([self._device.view(block) for block in weights]), WEIGHTS)
 
     def free(self, blocks: list[Block]) -> None:
         self.unmap(blocks)
@@ -117,6 +118,7 @@ def main() -> None:
         "commit": arguments.commit,
         "command": "python -m integration.bench_driver",
     }
+    assert hash_kernel.usable(torch.device("cuda", 0))  # and compiled from here on
     bench = Bench(Records(arguments.out, common))
     arena = PinnedArena(0)
     host = arena.acquire(WEIGHTS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,10 +14,7 @@ from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fingerprint import combine, fingerprint, memory_view
 
-try:
-    from rl_memory_plugins.memory import hash_kernel
-except ImportError:  # no Triton
-    hash_kernel = None  # type: ignore[assignment]
+logger = logging.getLogger(__name__)
 
 #: Bytes that torch caches beside the regions; emptying the cache takes some 25 ms, whatever it frees.
 WORTH_TRIMMING = 512 << 20
@@ -74,13 +74,15 @@ class CudaDevice:
         self._stream.synchronize()
 
     def fingerprint(self, blocks: Sequence[Block]) -> int:
-        device = torch.device("cuda", self.index)
+        device, kernel = torch.device("cuda", self.index), _hash_kernel()
         try:
             with self._ordered_stream(self._hashing):
-                if hash_kernel is not None and hash_kernel.usable(device):
-                    return combine([block.nbytes for block in blocks], hash_kernel.hash_pieces(blocks, device))
+                if kernel is not None and kernel.usable(device):
+                    return combine([block.nbytes for block in blocks], kernel.hash_pieces(blocks, device))
                 return fingerprint([self.view(block) for block in blocks])
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # torch's type, or Triton's, where it loads the kernel
+            if "out of memory" not in str(error):
+                raise
             raise DeviceMemoryError(f"no device memory to read the weights with: {error}") from None
 
     def view(self, block: Block) -> Any:
@@ -90,6 +92,17 @@ class CudaDevice:
     def _ordered_stream(self, stream: torch.cuda.Stream) -> Any:
         stream.wait_stream(torch.cuda.current_stream(self.index))
         return torch.cuda.stream(stream)
+
+
+@functools.cache
+def _hash_kernel() -> ModuleType | None:
+    """Imported when it is first needed: most processes that import this module hash nothing."""
+    try:
+        from rl_memory_plugins.memory import hash_kernel
+    except Exception as error:  # no Triton, or one that does not fit
+        logger.warning("weights are identified by torch's operators, which is slower: %s", error)
+        return None
+    return hash_kernel
 
 
 def gpu_name(index: int) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import Backup, HostArena
 from rl_memory_plugins.memory.ranges import intersect
+from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ class EagerBackup:
         if former is not None:
             former.cancel()
         # Not a daemon: Python's end waits for it, so it is in no call of torch or CUDA when these go.
-        self._thread = threading.Thread(target=self._run, args=(former,), name="rl-memory-eager-backup")
+        run = on_this_gpu(partial(self._run, former))
+        self._thread = threading.Thread(target=run, name="rl-memory-eager-backup")
         self._thread.start()
 
     def cancel(self) -> None:

@@ -73,9 +73,13 @@ def _column_sums(view: Any) -> Any:
 def _scrambled_sum(values: Any) -> Any:
     positions = torch.arange(1, values.numel() + 1, dtype=torch.int64, device=values.device)
     values = values + positions * _signed(_GOLDEN)
-    values = (values ^ (values >> 30)) * _signed(_MIX_1)
-    values = (values ^ (values >> 27)) * _signed(_MIX_2)
-    return (values ^ (values >> 31)).sum()
+    values = (values ^ _shifted(values, 30)) * _signed(_MIX_1)
+    values = (values ^ _shifted(values, 27)) * _signed(_MIX_2)
+    return (values ^ _shifted(values, 31)).sum()
+
+
+def _shifted(values: Any, bits: int) -> Any:
+    return (values >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift; `>>` keeps the sign
 
 
 def _mix_int(value: int) -> int:

@@ -24,15 +24,20 @@ WORD = 8
 
 _GOLDEN = tl.constexpr(-7046029254386353131)
 _MIX = tl.constexpr(-4658895280553007687)
+_LOW_35 = tl.constexpr((1 << 35) - 1)
+_LOW_32 = tl.constexpr((1 << 32) - 1)
 
 
 # Of annotations Triton understands its own alone.
 @triton.jit  # type: ignore[untyped-decorator]
-def _hash_pieces(addresses, lengths, hashes, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Each 8-byte word is mixed with its position, by steps that lose nothing, so any one that changes shows."""
+def _hash_pieces(table, hashes, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Each 8-byte word is mixed with its position, by steps that lose nothing, so any one that changes shows.
+
+    The masks make the shifts logical: with copies of the sign a word and its complement would look alike.
+    """
     piece = tl.program_id(0)
-    address = tl.load(addresses + piece)
-    nbytes = tl.load(lengths + piece)
+    address = tl.load(table + 2 * piece)
+    nbytes = tl.load(table + 2 * piece + 1)
     words = nbytes // 8
     start_of_words = address.to(tl.pointer_type(tl.int64))
     lanes = tl.arange(0, TILE)
@@ -41,8 +46,8 @@ def _hash_pieces(addresses, lengths, hashes, TILE: tl.constexpr):  # type: ignor
         position = (start + lanes).to(tl.int64)
         word = tl.load(start_of_words + position, mask=position < words, other=0)
         word = word ^ ((position + 1) * _GOLDEN)
-        word = (word ^ (word >> 29)) * _MIX
-        total += word ^ (word >> 32)
+        word = (word ^ ((word >> 29) & _LOW_35)) * _MIX
+        total += word ^ ((word >> 32) & _LOW_32)
     last = tl.arange(0, 8)
     rest = tl.load(address.to(tl.pointer_type(tl.uint8)) + words * 8 + last, mask=last < nbytes - words * 8, other=0)
     ends = (rest.to(tl.int64) + 1) * (last.to(tl.int64) + 1) * _MIX
@@ -55,31 +60,35 @@ def hash_pieces(ranges: Sequence[Block], device: torch.device) -> torch.Tensor:
     Args:
         ranges: Of any alignment and length.
     """
-    table = pieces(ranges).to(device)
-    hashes = torch.empty_like(table[0])
-    if len(hashes):
-        _hash_pieces[(len(hashes),)](table[0], table[1], hashes, TILE=2048, num_warps=8)
+    table = pieces(ranges).to(device)  # one argument: each of several might be aligned or not, and compiled for that
+    hashes = torch.empty(len(table), dtype=torch.int64, device=device)
+    if len(table):
+        _hash_pieces[(len(table),)](table, hashes, TILE=2048, num_warps=8)
     return hashes
 
 
 def pieces(ranges: Sequence[Block]) -> torch.Tensor:
-    """Addresses and lengths [2, pieces] of what covers the ranges; words begin only where a GPU can read words."""
-    addresses, lengths = [], []
+    """Addresses and lengths [pieces, 2] of what covers the ranges; words begin only where a GPU can read words."""
+    found = [torch.empty(0, 2, dtype=torch.int64, device="cpu")]
     for address, nbytes in ranges:
         head = min(-address % WORD, nbytes)
-        starts = torch.arange(address + head, address + nbytes, PIECE_BYTES)
+        starts = torch.arange(address + head, address + nbytes, PIECE_BYTES, device="cpu")
         if head:
-            starts = torch.cat([torch.tensor([address]), starts])
-        addresses.append(starts)
-        lengths.append(torch.diff(starts, append=torch.tensor([address + nbytes])))
-    return (
-        torch.stack([torch.cat(addresses), torch.cat(lengths)]) if addresses else torch.empty(2, 0, dtype=torch.int64)
-    )
+            starts = torch.cat([torch.tensor([address], device="cpu"), starts])
+        lengths = torch.diff(starts, append=torch.tensor([address + nbytes], device="cpu"))
+        found.append(torch.stack([starts, lengths], dim=1))
+    return torch.cat(found)
 
 
 @functools.cache
 def usable(device: torch.device) -> bool:
-    """Whether the kernel can be compiled here, and sees a byte that changes; tried once."""
+    """Whether the kernel can be compiled here, and sees a byte that changes; tried once.
+
+    Raises:
+        torch.OutOfMemoryError: no device memory to try it with.
+    """
+    if device.type == "cuda" and not isinstance(_hash_pieces, triton.JITFunction):
+        return False  # TRITON_INTERPRET: it would read the GPU's addresses on the host
     memory = torch.zeros(16 << 10, device=device, dtype=torch.uint8)
 
     def found() -> list[int]:
@@ -90,6 +99,8 @@ def usable(device: torch.device) -> bool:
         before = found()
         memory[5000] = 1
         return found() != before
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # no C compiler, no support for this GPU, …: torch's operators do without
         logger.warning("weights are identified by torch's operators, which is slower: %s", error)
         return False

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
-from rl_memory_plugins.weights.threads import on_this_gpu
+from rl_memory_plugins.memory.threads import on_this_gpu
 
 T = TypeVar("T")
 

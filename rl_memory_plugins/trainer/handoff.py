@@ -26,13 +26,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache, limit_memory
 from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.update import push_from_all
 from rl_memory_plugins.weights.source import TensorSource
-from rl_memory_plugins.weights.threads import on_this_gpu
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
+from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.trainer.engines import Engine
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
@@ -21,7 +22,6 @@ from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_er
 from rl_memory_plugins.weights.push import specificity
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource
-from rl_memory_plugins.weights.threads import on_this_gpu
 
 
 class _Site(NamedTuple):

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.source import TensorSource
-from rl_memory_plugins.weights.threads import on_this_gpu
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from rl_memory_plugins.memory.hash_kernel import _hash_pieces
 
-signature = {"addresses": "*i64", "lengths": "*i64", "hashes": "*i64", "TILE": "constexpr"}
+signature = {"table": "*i64", "hashes": "*i64", "TILE": "constexpr"}
 source = ASTSource(fn=_hash_pieces, signature=signature, constexprs={"TILE": 2048})
 for capability in (80, 90, 100):
     assert compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"]
@@ -90,6 +90,28 @@ def test_words_that_trade_places_change_it(memory):
     assert of(memory) != before
 
 
+@pytest.mark.parametrize("words", [1, 1000])
+def test_words_that_become_their_complements_change_it(words):
+    zeros = torch.zeros(1024, dtype=torch.int64)
+    before = of(zeros.view(torch.uint8))
+    zeros[7 : 7 + words] = -1
+    assert of(zeros.view(torch.uint8)) != before
+
+
+def test_it_may_be_asked_for_on_another_default_device():
+    with torch.device("meta"):
+        assert kernel.pieces([Block(3, 10)]).tolist() == [[3, 5], [8, 5]]
+
+
+def test_too_little_memory_is_no_reason_to_give_it_up(monkeypatch):
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernel, "hash_pieces", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        kernel.usable.__wrapped__(CPU)
+
+
 def test_negating_every_double_changes_it():
     values = torch.rand(2048, dtype=torch.float64)
     assert of(values.view(torch.uint8)) != of((-values).view(torch.uint8))
@@ -97,9 +119,9 @@ def test_negating_every_double_changes_it():
 
 def test_pieces_cover_the_ranges_and_words_begin_where_words_may():
     ranges = [Block(3, 10), Block(16, 2 * PIECE + 5), Block(9, 3), Block(8, 0)]
-    addresses, lengths = kernel.pieces(ranges).tolist()
-    covered = [byte for at, n in zip(addresses, lengths, strict=True) for byte in (at, at + n)]
+    found = kernel.pieces(ranges).tolist()
+    covered = [byte for at, n in found for byte in (at, at + n)]
     assert covered == [3, 8, 8, 13, 16, 16 + PIECE, 16 + PIECE, 16 + 2 * PIECE, 16 + 2 * PIECE, 21 + 2 * PIECE, 9, 12]
-    assert all(at % 8 == 0 or n < 8 for at, n in zip(addresses, lengths, strict=True))
-    assert kernel.pieces([]).shape == (2, 0)
+    assert all(at % 8 == 0 or n < 8 for at, n in found)
+    assert kernel.pieces([]).shape == (0, 2)
     assert of() == []

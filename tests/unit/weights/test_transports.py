@@ -18,6 +18,7 @@ from rl_memory_plugins.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
+from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import buffers, cuda_ipc, lanes, push, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
@@ -27,7 +28,6 @@ from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import ModuleSource
-from rl_memory_plugins.weights.threads import on_this_gpu
 
 
 def send(ranks, source, **options):
