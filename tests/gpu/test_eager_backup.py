@@ -134,8 +134,8 @@ def test_memory_that_its_tensors_leave_stays_while_it_is_copied(vmm, arena):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_the_arena_of_one_gpu_takes_nothing_on_another():
-    """A new thread's current device is GPU 0: page-locking there made a context of half a gigabyte."""
+def test_the_threads_of_one_gpu_take_nothing_on_another():
+    """A new thread's current device is GPU 0: page-locking or copying there makes a context of half a gigabyte."""
     from processes import run
 
     output = run(
@@ -147,8 +147,15 @@ def test_the_arena_of_one_gpu_takes_nothing_on_another():
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
         from rl_memory_plugins.memory.pinned import PinnedArena
-        arena = PinnedArena(1)
+        from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
+        from rl_memory_plugins.memory.eager import EagerBackup
+        from rl_memory_plugins.tags import Tag
+        arena, vmm = PinnedArena(1), CudaVmmAllocator(1)
         arena.prepare([64 << 20]).join()
+        with vmm.region(Tag.WEIGHTS):
+            tensor = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:1")
+        vmm.device.synchronize()
+        assert EagerBackup(vmm, arena, Tag.WEIGHTS, vmm.blocks(Tag.WEIGHTS), epoch=1).finish() is not None
         print(pynvml.nvmlDeviceGetMemoryInfo(handle).used - before)
         arena.close()
         """
