@@ -156,14 +156,14 @@ def reject_once_on_rank_1(worker: Any) -> None:
     """As if the second rank's part of the model were another."""
     if worker.rank != 1:
         return
-    receiver = worker.rl_memory.agent.receiver
-    plan = receiver.plan
+    model = worker.rl_memory.agent.receiver._model
+    plan = model.plan
 
-    def reject(manifest: Any) -> Any:
-        receiver.plan = plan
+    def reject(manifest: Any, expected: Any) -> Any:
+        model.plan = plan
         raise manifest_error([Mismatch("shape", "model.norm.weight", "only here")])
 
-    receiver.plan = reject
+    model.plan = reject
 
 
 def one_rank_rejects(llm: Any, folder: str, first: list[int], other: list[int]) -> None:
