@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from rl_memory_plugins.memory.splitmix import GOLDEN, MIX_1, MIX_2, finalise, signed
+
 #: Prime, so that no tensor's own strides are a multiple of it.
 WIDTH = 8191
 _ROW_BYTES = WIDTH * 4
@@ -24,9 +26,6 @@ _ROW_BYTES = WIDTH * 4
 _CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 
 
 def fingerprint(views: Iterable[Any]) -> int:
@@ -47,7 +46,7 @@ def combine(lengths: Iterable[int], sums: Any) -> int:
     """One hash, 0 <= hash < 2^64, of the ranges' lengths in bytes and an int64 tensor that was read from them."""
     result = 0
     for length in lengths:
-        result = _mix_int(result + length + _GOLDEN)
+        result = _mix_int(result + length + GOLDEN)
     if sums.numel():
         result = _mix_int(result ^ (int(_scrambled_sum(sums).item()) & _MASK))
     return result
@@ -72,25 +71,14 @@ def _column_sums(view: Any) -> Any:
 
 def _scrambled_sum(values: Any) -> Any:
     positions = torch.arange(1, values.numel() + 1, dtype=torch.int64, device=values.device)
-    values = values + positions * _signed(_GOLDEN)
-    values = (values ^ _shifted(values, 30)) * _signed(_MIX_1)
-    values = (values ^ _shifted(values, 27)) * _signed(_MIX_2)
-    return (values ^ _shifted(values, 31)).sum()
-
-
-def _shifted(values: Any, bits: int) -> Any:
-    return (values >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift; `>>` keeps the sign
+    return finalise(values + positions * signed(GOLDEN)).sum()
 
 
 def _mix_int(value: int) -> int:
     value &= _MASK
-    value = (value ^ (value >> 30)) * _MIX_1 & _MASK
-    value = (value ^ (value >> 27)) * _MIX_2 & _MASK
+    value = (value ^ (value >> 30)) * MIX_1 & _MASK
+    value = (value ^ (value >> 27)) * MIX_2 & _MASK
     return value ^ (value >> 31)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
 
 
 def memory_view(address: int, nbytes: int, device: str = "cpu") -> Any:

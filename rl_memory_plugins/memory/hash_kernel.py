@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.splitmix import GOLDEN, MIX_1, signed
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
 WORD = 8
 
-_GOLDEN = tl.constexpr(-7046029254386353131)
-_MIX = tl.constexpr(-4658895280553007687)
+_GOLDEN = tl.constexpr(signed(GOLDEN))
+_MIX = tl.constexpr(signed(MIX_1))
 _LOW_35 = tl.constexpr((1 << 35) - 1)
 _LOW_32 = tl.constexpr((1 << 32) - 1)
 

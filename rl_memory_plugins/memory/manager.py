@@ -6,7 +6,6 @@ Each transition has two phases, so that many ranks can agree before any of them 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -18,6 +17,7 @@ from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.ranges import intersect, subtract
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
+from rl_memory_plugins.timing import timed
 
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
 
@@ -455,11 +455,9 @@ class MemoryManager:
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:
-        start = time.perf_counter()
         try:
-            yield
+            with timed(self._seconds, step):
+                yield
         except RLMemoryError as error:
             error.details.setdefault("rank", self.rank)
             raise
-        finally:
-            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - start

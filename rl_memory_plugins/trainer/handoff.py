@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache, limit_memory
 from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
@@ -200,12 +200,8 @@ class RolloutHandoff:
 
     @contextmanager
     def _step(self, report: HandoffReport, step: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with _named(step):
-                yield
-        finally:
-            report.seconds[step] += time.perf_counter() - start
+        with timed(report.seconds, step), _named(step):
+            yield
 
 
 class AsyncRolloutHandoff:

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.memory.splitmix import GOLDEN, MIX_1, finalise, shifted, signed
 from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.regions import canonical, row_major
 from rl_memory_plugins.weights.trace import CopyStep
@@ -61,20 +62,9 @@ def _sum(bits: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tens
 
 
 def _mix(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 over both; int64 arithmetic wraps as uint64 does."""
-    mixed = index * _signed(0x9E3779B97F4A7C15) + _signed(0xD1B54A32D192ED03)
-    mixed = (mixed ^ _shifted(mixed, 29)) + values * _signed(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
-    return mixed ^ _shifted(mixed, 31)
-
-
-def _shifted(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    return (tensor >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift; `>>` keeps the sign
-
-
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >> 63 else constant
+    """The finaliser of splitmix64 over both."""
+    mixed = index * signed(GOLDEN) + signed(0xD1B54A32D192ED03)
+    return finalise((mixed ^ shifted(mixed, 29)) + values * signed(MIX_1))
 
 
 def _hex(value: int) -> str:

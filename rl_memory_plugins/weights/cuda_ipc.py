@@ -123,13 +123,13 @@ class CudaGpu:
         pointer = ctypes.c_uint64(address)
         with self._current():
             attribute = self._api.cuPointerGetAttribute
-            if attribute(ctypes.byref(serial), _BUFFER_ID, pointer) == 0:
-                known = self._found.get(serial.value)
-                if known is not None and known.address <= address < known.address + known.nbytes:
-                    return known
+            if attribute(ctypes.byref(serial), _BUFFER_ID, pointer):
+                return None
+            known = self._found.get(serial.value)
+            if known is not None and known.address <= address < known.address + known.nbytes:
+                return known
             if attribute(ctypes.byref(capable), _IS_LEGACY_CUDA_IPC_CAPABLE, pointer) or not capable.value:
                 return None
-            self._call("cuPointerGetAttribute", ctypes.byref(serial), _BUFFER_ID, pointer)
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), pointer)
             if self._api.cuIpcGetMemHandle(ctypes.byref(handle), base):
                 return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.buffers import TRANSPORTS
 from rl_memory_plugins.weights.lanes import Lane, Lanes, refuse
@@ -131,14 +131,14 @@ class WeightSender:
             mismatches = manifest.mismatches()
             if mismatches:
                 raise manifest_error(mismatches)
-            with _timed(seconds, "connect"):
+            with timed(seconds, "connect"):
                 self._listener.connect()
             resident = source.resident() if isinstance(source, ResidentSource) else None
             lanes = Lanes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
             answers, buckets = self._offer(manifest, lanes, seconds)
             self._judge(answers)
             self._stream(manifest, buckets, lanes.in_use(), source, seconds)
-            with _timed(seconds, "commit"):
+            with timed(seconds, "commit"):
                 self._listener.broadcast(wire.Commit())
                 done = self._listener.gather(self._listener.ranks, wire.Done)
             self._hold_leases(lanes.in_use())
@@ -182,11 +182,11 @@ class WeightSender:
         waiting = self._listener.ranks
         while waiting:
             for rank in waiting:
-                with _timed(seconds, "open"):
+                with timed(seconds, "open"):
                     description, fds = lanes.assign(rank).buffer.export()
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
             buckets = lanes.buckets()  # while they check
-            with _timed(seconds, "validate"):
+            with timed(seconds, "validate"):
                 got = self._listener.gather(waiting, wire.Answer, wire.Unopened)
             waiting = []
             for rank, answer in got:
@@ -233,9 +233,9 @@ class WeightSender:
         tensors = source.tensors()
         for number, entries in enumerate(buckets):
             slot = number % self._slots
-            with _timed(seconds, "wait"):
+            with timed(seconds, "wait"):
                 self._await_slot(slot)
-            with _timed(seconds, "pack"):
+            with timed(seconds, "pack"):
                 placed = self._pack(slot, entries, manifest, lanes, tensors)
             for lane, places in placed.items():
                 for rank in lane.ranks:
@@ -243,7 +243,7 @@ class WeightSender:
                     rank.connection.send(wire.Bucket(slot, places), self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source gives {extra}, which its specs do not list", name=extra)
-        with _timed(seconds, "wait"):
+        with timed(seconds, "wait"):
             for slot in range(self._slots):
                 self._await_slot(slot)
 
@@ -307,12 +307,3 @@ def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torc
             name=spec.name,
         )
     return tensor
-
-
-@contextlib.contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ import torch
 from rl_memory_plugins.errors import ManifestError, StateConflictError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
+from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, attach, typed
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
@@ -55,13 +55,8 @@ class Session:
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # the buffer's memory as elements
         self.lease: wire.Connection | None = None
 
-    @contextmanager
-    def timed(self, step: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - start
+    def timed(self, step: str) -> AbstractContextManager[None]:
+        return timed(self._seconds, step)
 
     def run(self, connection: wire.Connection, token: str) -> dict[str, Any]:
         manager, timeout_s = self._manager, self._timeout_s
