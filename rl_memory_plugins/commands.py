@@ -43,13 +43,18 @@ class UpdateWeights(Command, frozen=True):
 
 
 class Drain(Command, frozen=True):
-    """Wait for running requests, and nothing else; `operation` is what it is done for."""
+    """Wait for running requests, and stay closed until the command with this ticket as `hold`, or its `Decide`.
+
+    A request may be routed to any data-parallel engine, so none may open again while another still waits.
+    `operation` is what it is done for.
+    """
 
     operation: str
+    ticket: str
 
 
 class Decide(Command, frozen=True):
-    """The second phase of the command that was sent with this ticket as `hold`."""
+    """The second phase of the command that was sent with this ticket as `hold`; `commit=False` also ends a `Drain`."""
 
     ticket: str
     commit: bool

@@ -121,6 +121,7 @@ class Controller:
         self._paused = False
         self._busy = ""
         self._draining: list[_Operation] = []
+        self._drained: dict[str, str] = {}  # by ticket: the operations for which this engine stays drained
         self._held: _Held | None = None
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
             commands.Sleep: self._sleep,
@@ -201,10 +202,10 @@ class Controller:
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
         tags = parse_tags(command.tags)
         self._require_free()
-        if self._draining:
+        waiting = [*(operation.name for operation in self._draining), *self._drained.values()]
+        if waiting:
             raise StateConflictError(
-                "a call is still waiting for running requests; let it end, or sleep(mode='abort')",
-                waiting=[operation.name for operation in self._draining],
+                "a call is still waiting for running requests; let it end, or sleep(mode='abort')", waiting=waiting
             )
         operation = _Operation("wake_up")
 
@@ -275,15 +276,24 @@ class Controller:
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self._require_free()
         operation = _Operation(command.operation)
-        return self._drain_then(operation, PauseMode.WAIT, lambda: {"drained": operation.elapsed()})
+
+        def act() -> Any:
+            self._drained[command.ticket] = operation.name
+            return {"drained": operation.elapsed()}
+
+        return self._drain_then(operation, PauseMode.WAIT, act)
 
     def _decide(self, command: commands.Decide) -> Future[bytes]:
         held = self._held
-        if held is None or command.ticket != held.ticket:  # perhaps another caller's operation is held
+        if held is not None and command.ticket == held.ticket:
+            self._held = None
+            operation = _Operation(held.name)
+            self._run(operation, lambda: held.finish(command.commit))
+        elif command.ticket in self._drained and not command.commit:
+            operation = _Operation(self._drained.pop(command.ticket))
+            self._run(operation, lambda: None)
+        else:  # perhaps another caller's operation is held
             raise StateConflictError("no such operation waits for a decision")
-        self._held = None
-        operation = _Operation(held.name)
-        self._run(operation, lambda: held.finish(command.commit))
         return operation.reply
 
     def _cancel_drain(self, command: commands.CancelDrain) -> Future[bytes]:
@@ -293,7 +303,7 @@ class Controller:
         error: Exception = DrainTimeoutError("running requests did not finish in time; nothing was released")
         try:
             if waiting and self._held is None:
-                self._busy = ""
+                self._busy = self._under_way()
                 self._reopen(lift_pause=False)
         except Exception as failure:
             error = failure
@@ -339,10 +349,7 @@ class Controller:
             reply: Reply[Any] = Reply(rank=self._engine_rank, result=msgspec.to_builtins(act()))
         except Exception as error:
             reply = self._failure(operation.name, error)
-        if self._held is None:
-            self._busy = self._draining[0].name if self._draining else ""
-        else:
-            self._busy = self._held.name
+        self._busy = self._under_way()
         try:
             self.refresh()
             if reply.error is not None and self.refusal() is None:
@@ -358,8 +365,15 @@ class Controller:
         """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""
         if not ticket:
             return finish(True)
+        self._drained.pop(ticket, None)
         self._held = _Held(ticket, operation.name, finish)
         return {"held": True}
+
+    def _under_way(self) -> str:
+        """The name of an operation that has begun here and not ended; empty if there is none."""
+        if self._held is not None:
+            return self._held.name
+        return next((operation.name for operation in self._draining), "") or next(iter(self._drained.values()), "")
 
     def _begin(self, name: str) -> None:
         self._busy = name

@@ -86,15 +86,13 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
         raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
     if len(engines) == 1:
         return _merge(raise_engine_failures((yield command)))
-    drained_s = 0.0
-    if not isinstance(command, commands.WakeUp) and command.mode == PauseMode.WAIT.value:
-        name = "sleep" if isinstance(command, commands.Sleep) else "update_weights"
-        waited = raise_engine_failures((yield commands.Drain(name)))
-        drained_s = max(reply.result["drained"] for reply in waited)
-    ticket = uuid.uuid4().hex
-    held = yield msgspec.structs.replace(command, hold=ticket)
+    ticket, drained_s = uuid.uuid4().hex, 0.0
     try:
-        raise_engine_failures(held)
+        if not isinstance(command, commands.WakeUp) and command.mode == PauseMode.WAIT.value:
+            name = "sleep" if isinstance(command, commands.Sleep) else "update_weights"
+            waited = raise_engine_failures((yield commands.Drain(name, ticket)))
+            drained_s = max(reply.result["drained"] for reply in waited)
+        raise_engine_failures((yield msgspec.structs.replace(command, hold=ticket)))
     except RLMemoryError:
         # An engine that refused holds nothing of ours and answers 409 here, which is as good as an undo.
         yield commands.Decide(ticket, commit=False)

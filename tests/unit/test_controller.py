@@ -183,14 +183,43 @@ def test_a_decision_of_another_caller_leaves_what_is_held(world: World) -> None:
     assert world.run(commands.Decide("ticket", commit=True))["changes"]
 
 
-def test_a_drain_alone_changes_nothing(world: World) -> None:
+def drained(world: World, ticket: str) -> None:
+    """Have the engine wait for its requests, and let them end."""
     world.engine.hold_drain = True
-    drained = world.controller.execute(encode_command(commands.Drain("sleep")))
+    reply = world.controller.execute(encode_command(commands.Drain("sleep", ticket)))
+    assert not reply.done()
     assert world.controller.refusal() is not None
-    world.engine.drains[0].set_result(None)
-    assert decode_reply(drained.result()).error is None
-    assert world.controller.refusal() is None
+    world.engine.drains[-1].set_result(None)
+    assert decode_reply(reply.result(timeout=1)).error is None
+    world.engine.hold_drain = False
+
+
+def test_a_drained_engine_stays_closed_until_its_peers_have_drained_too(world: World) -> None:
+    drained(world, "ticket")
+    assert world.controller.refusal() is not None
+    assert world.reader.read().busy == "sleep"
+    assert "resume" not in world.engine.calls
+    with pytest.raises(StateConflictError, match="waiting"):
+        world.run(commands.WakeUp())
     assert world.reader.read().asleep_tags() == []
+    world.run(commands.Sleep(hold="ticket"))
+    world.run(commands.Decide("ticket", commit=True))
+    world.run(commands.WakeUp())
+    assert world.controller.refusal() is None
+
+
+def test_a_drained_engine_opens_if_its_peers_do_not_drain(world: World) -> None:
+    drained(world, "ticket")
+    drained(world, "other")
+    with pytest.raises(StateConflictError):
+        world.run(commands.Decide("ticket", commit=True))
+    world.run(commands.Decide("ticket", commit=False))
+    assert world.controller.refusal() is not None, "another waits still"
+    world.run(commands.CancelDrain())
+    assert world.controller.refusal() is not None, "what has drained is not given up with what has not"
+    world.run(commands.Decide("other", commit=False))
+    assert world.controller.refusal() is None
+    assert world.engine.calls[-1] == "resume"
 
 
 def test_an_update_of_sleeping_weights_is_refused_before_anything_happens(world: World) -> None:

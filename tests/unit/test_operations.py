@@ -92,6 +92,16 @@ def test_several_engines_are_drained_before_they_are_held() -> None:
     result = operations.run(operations.transition(operations.sleep(1, mode="wait"), status(2)), engines)
     assert [type(command) for command in engines.asked] == [commands.Drain, commands.Sleep, commands.Decide]
     assert result.seconds == {"drain": 5.0, "total": 6.0}
+    drain, sleep, decide = engines.asked
+    assert drain.ticket == sleep.hold == decide.ticket  # type: ignore[union-attr]
+
+
+def test_engines_that_drained_open_again_where_another_did_not() -> None:
+    engines = Engines([{"drained": 0.0}, DrainTimeoutError("too long")], [None, StateConflictError("nothing drained")])
+    with pytest.raises(DrainTimeoutError):
+        operations.run(operations.transition(operations.sleep(1, mode="wait"), status(2)), engines)
+    drain, decide = engines.asked
+    assert decide == commands.Decide(drain.ticket, commit=False)  # type: ignore[union-attr]
 
 
 def test_held_transitions_of_one_client_take_turns() -> None:
