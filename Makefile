@@ -51,6 +51,7 @@ test-vllm: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --tp 2
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --dp 2
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
 test-sglang: env-sglang
@@ -67,6 +68,7 @@ test-long: test-long-$(ENGINE)
 
 test-long-vllm: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine vllm --tp 2
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine vllm --dp 2
 
 test-long-sglang: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance/test_long_run.py --engine sglang

@@ -185,6 +185,7 @@ class Controller:
         operation = _Operation("sleep")
 
         def act() -> Any:
+            self._require_free()
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
                 self._engine.reset_caches()
             prepare(self._ranks, "sleep", level=int(level), tags=[tag.value for tag in tags])
@@ -237,6 +238,7 @@ class Controller:
         received: list[Reply[Any]] = []
 
         def act() -> Any:
+            self._require_free()
             received[:] = self._ranks.call(
                 "receive_weights",
                 endpoints=command.endpoints,
@@ -277,7 +279,7 @@ class Controller:
         self._require_free()
         operation = _Operation(command.operation)
 
-        def act() -> Any:
+        def act() -> Any:  # also while another operation is held, whose turn it is first
             self._drained[command.ticket] = operation.name
             return {"drained": operation.elapsed()}
 
@@ -334,7 +336,6 @@ class Controller:
 
             def run() -> Any:
                 done.result()
-                self._require_free()
                 return act()
 
             self._run(operation, run)

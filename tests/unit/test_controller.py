@@ -208,6 +208,22 @@ def test_a_drained_engine_stays_closed_until_its_peers_have_drained_too(world: W
     assert world.controller.refusal() is None
 
 
+def test_a_drain_that_another_operation_overtakes_ends_all_the_same(world: World) -> None:
+    world.engine.hold_drain = True
+    waiting = world.controller.execute(encode_command(commands.Drain("sleep", "waits")))
+    aborting = world.controller.execute(encode_command(commands.Sleep(hold="aborts")))
+    world.engine.drains[1].set_result(None)
+    assert decode_reply(aborting.result(timeout=1)).result == {"held": True}
+    world.engine.drains[0].set_result(None)
+    assert decode_reply(waiting.result(timeout=1)).error is None
+    world.engine.hold_drain = False
+    world.run(commands.Decide("aborts", commit=True))
+    assert world.run(commands.Sleep(hold="waits")) == {"held": True}
+    world.run(commands.Decide("waits", commit=True))
+    world.run(commands.WakeUp())
+    assert world.controller.refusal() is None
+
+
 def test_a_drained_engine_opens_if_its_peers_do_not_drain(world: World) -> None:
     drained(world, "ticket")
     drained(world, "other")

@@ -131,7 +131,10 @@ class VllmWorker:
     @property
     def manager(self) -> MemoryManager:
         if self._manager is None:
-            allocator, arena = choose_allocator(self._config, self._worker.device, self._worker.rank)
+            parallel = self._worker.parallel_config
+            # Among the workers of all data-parallel engines, each of which counts its own from 0.
+            number = parallel.data_parallel_index * parallel.tensor_parallel_size + self._worker.rank
+            allocator, arena = choose_allocator(self._config, self._worker.device, number)
             self._manager = MemoryManager(
                 self._worker.rank,
                 allocator,
