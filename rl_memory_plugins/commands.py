@@ -61,7 +61,16 @@ class Decide(Command, frozen=True):
 
 
 class CancelDrain(Command, frozen=True):
-    """Give up commands that still wait for running requests; admission opens again if its rule holds."""
+    """Give up commands that still wait for running requests."""
+
+
+class Resume(Command, frozen=True):
+    """Schedule again after a command with a ticket, if the admission rule holds; sent to all engines or to none.
+
+    Some data-parallel engines step together, so one that resumed alone would wait for the others.
+    """
+
+    lift_pause: bool
 
 
 class Checksums(Command, frozen=True):
@@ -72,7 +81,7 @@ class Hello(Command, frozen=True):
     """Ask for the path of the engine's status board."""
 
 
-AnyCommand = Sleep | WakeUp | UpdateWeights | Drain | Decide | CancelDrain | Checksums | Hello
+AnyCommand = Sleep | WakeUp | UpdateWeights | Drain | Decide | CancelDrain | Resume | Checksums | Hello
 
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(AnyCommand).decode

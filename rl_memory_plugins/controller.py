@@ -2,8 +2,9 @@
 
 The controller runs where the engine's scheduler runs: in vLLM's engine core, in each of SGLang's schedulers.
 It closes admission, lets the engine drain, has all ranks act in two phases, shows the result on the status
-board and opens admission again when the rule of `admission.py` holds. Every command gets a reply, an error
-too; after any error the engine is in a state that the board names, and the next correct command works.
+board and opens admission again when the rule of `admission.py` holds; with data-parallel peers it schedules again
+at their client's `Resume`. Every command gets a reply, an error too; after any error the engine is in a state that
+the board names, and the next correct command works.
 """
 
 from __future__ import annotations
@@ -72,10 +73,15 @@ class _Held(NamedTuple):
 
 
 class _Operation:
-    """One transition from its command to its reply."""
+    """One transition from its command to its reply.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        ticket: Where data-parallel engines do it together: none of them resumes by itself after it.
+    """
+
+    def __init__(self, name: str, ticket: str = "") -> None:
         self.name = name
+        self.ticket = ticket
         self.reply: Future[bytes] = Future()
         self.seconds = dict.fromkeys(STEPS[name], 0.0)
         self.cancelled = False
@@ -130,6 +136,7 @@ class Controller:
             commands.Drain: self._drain,
             commands.Decide: self._decide,
             commands.CancelDrain: self._cancel_drain,
+            commands.Resume: self._resume,
             commands.Checksums: self._checksums,
             commands.Hello: self._hello,
         }
@@ -182,14 +189,14 @@ class Controller:
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
         level, tags, mode = parse_level(command.level), parse_tags(command.tags), parse_mode(command.mode)
         self._require_free()
-        operation = _Operation("sleep")
+        operation = _Operation("sleep", command.hold)
 
         def act() -> Any:
             self._require_free()
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
                 self._engine.reset_caches()
             prepare(self._ranks, "sleep", level=int(level), tags=[tag.value for tag in tags])
-            return self._decided(command.hold, operation, finish)
+            return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
             if not agreed:
@@ -208,11 +215,11 @@ class Controller:
             raise StateConflictError(
                 "a call is still waiting for running requests; let it end, or sleep(mode='abort')", waiting=waiting
             )
-        operation = _Operation("wake_up")
+        operation = _Operation("wake_up", command.hold)
 
         def act() -> Any:
             prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
-            return self._decided(command.hold, operation, finish)
+            return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
             if not agreed:
@@ -234,7 +241,7 @@ class Controller:
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
                 asleep=self.status.asleep_tags(),
             )
-        operation = _Operation("update_weights")
+        operation = _Operation("update_weights", command.hold)
         received: list[Reply[Any]] = []
 
         def act() -> Any:
@@ -250,7 +257,7 @@ class Controller:
             except RLMemoryError:
                 self._ranks.call("finish_update", complete=False)
                 raise
-            return self._decided(command.hold, operation, finish)
+            return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
             start = time.perf_counter()
@@ -277,10 +284,10 @@ class Controller:
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self._require_free()
-        operation = _Operation(command.operation)
+        operation = _Operation(command.operation, command.ticket)
 
         def act() -> Any:  # also while another operation is held, whose turn it is first
-            self._drained[command.ticket] = operation.name
+            self._drained[operation.ticket] = operation.name
             return {"drained": operation.elapsed()}
 
         return self._drain_then(operation, PauseMode.WAIT, act)
@@ -289,10 +296,10 @@ class Controller:
         held = self._held
         if held is not None and command.ticket == held.ticket:
             self._held = None
-            operation = _Operation(held.name)
+            operation = _Operation(held.name, held.ticket)
             self._run(operation, lambda: held.finish(command.commit))
         elif command.ticket in self._drained and not command.commit:
-            operation = _Operation(self._drained.pop(command.ticket))
+            operation = _Operation(self._drained.pop(command.ticket), command.ticket)
             self._run(operation, lambda: None)
         else:  # perhaps another caller's operation is held
             raise StateConflictError("no such operation waits for a decision")
@@ -304,14 +311,19 @@ class Controller:
             operation.cancelled = True
         error: Exception = DrainTimeoutError("running requests did not finish in time; nothing was released")
         try:
-            if waiting and self._held is None:
-                self._busy = self._under_way()
-                self._reopen(lift_pause=False)
+            self._busy = self._under_way()
+            self.refresh()
+            if waiting and not any(operation.ticket for operation in waiting):
+                self._resume_if_admitting(lift_pause=False)
         except Exception as failure:
             error = failure
         for operation in waiting:
             operation.reply.set_result(self._encoded(self._failure(operation.name, error)))
         return self._answered({"cancelled": [operation.name for operation in waiting]})
+
+    def _resume(self, command: commands.Resume) -> Future[bytes]:
+        self._resume_if_admitting(lift_pause=command.lift_pause)
+        return self._answered(None)
 
     def _checksums(self, command: commands.Checksums) -> Future[bytes]:
         self._require_free()
@@ -353,21 +365,18 @@ class Controller:
         self._busy = self._under_way()
         try:
             self.refresh()
-            if reply.error is not None and self.refusal() is None:
-                # Some engines resume together with their data-parallel peers, which may be waiting for this answer.
-                operation.reply.set_result(self._encoded(reply))
-            self._resume_if_admitting(lift_pause=operation.name == "wake_up")
+            if not operation.ticket:
+                self._resume_if_admitting(lift_pause=operation.name == "wake_up")
         except Exception as error:
             reply = self._failure(operation.name, error)
-        if not operation.reply.done():
-            operation.reply.set_result(self._encoded(reply))
+        operation.reply.set_result(self._encoded(reply))
 
-    def _decided(self, ticket: str, operation: _Operation, finish: Callable[[bool], Any]) -> Any:
+    def _decided(self, operation: _Operation, finish: Callable[[bool], Any]) -> Any:
         """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""
-        if not ticket:
+        if not operation.ticket:
             return finish(True)
-        self._drained.pop(ticket, None)
-        self._held = _Held(ticket, operation.name, finish)
+        self._drained.pop(operation.ticket, None)
+        self._held = _Held(operation.ticket, operation.name, finish)
         return {"held": True}
 
     def _under_way(self) -> str:
@@ -380,12 +389,8 @@ class Controller:
         self._busy = name
         self._show(self.status.ranks)
 
-    def _reopen(self, *, lift_pause: bool) -> None:
-        """Show the state as the ranks report it, and schedule again if the admission rule holds."""
-        self.refresh()
-        self._resume_if_admitting(lift_pause=lift_pause)
-
     def _resume_if_admitting(self, *, lift_pause: bool) -> None:
+        """Schedule again if the admission rule holds."""
         if self.refusal() is None:
             self._engine.resume(lift_pause=lift_pause)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from rl_memory_plugins import admission, operations
 from rl_memory_plugins.board import Boards
-from rl_memory_plugins.commands import UpdateWeights
+from rl_memory_plugins.commands import UpdateWeights, WakeUp
+from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import EngineStatus, Report
 
@@ -70,9 +71,18 @@ class Face(ABC):
         return merge_engines((yield from operations.checksums()))
 
     def _transition(self, command: Transition) -> Operation:
+        engines = yield from self.status()
         try:
-            report: Report = yield from operations.transition(command, (yield from self.status()))
-            return report
-        finally:
-            if self._boards is not None and not self._boards.complete:
-                self._boards = None  # what was told is no longer so
+            report: Report = yield from operations.transition(command, engines)
+        except RLMemoryError:
+            yield from self._resume(command, len(engines))
+            raise
+        yield from self._resume(command, len(engines))
+        return report
+
+    def _resume(self, command: Transition, count: int) -> Operation:
+        """After a transition, also one that failed: several engines resume together or not at all."""
+        if self._boards is not None and not self._boards.complete:
+            self._boards = None  # what was told is no longer so
+        if count > 1 and admission.first_refusal((yield from self.status())) is None:
+            yield from operations.resume(lift_pause=isinstance(command, WakeUp))

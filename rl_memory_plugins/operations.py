@@ -4,9 +4,10 @@ Each operation is a generator that yields a command for all engines and is sent 
 it: `run` over a blocking transport and `run_async` over an asyncio one, so that the rules are written once.
 
 With data parallelism the engines agree first: they are told to hold after their first phase, and a second
-round commits everywhere or undoes everywhere. Only one transition at a time can be held, so those of one client take
-turns; what waits for running requests does so before its turn, so that an abort can overtake it. A single engine
-needs one round, and its controller keeps the order.
+round commits everywhere or undoes everywhere. They schedule again when all of them admit requests, none before.
+Only one transition at a time can be held, so those of one client take turns; what waits for running requests does
+so before its turn, so that an abort can overtake it. A single engine needs one round, and its controller keeps the
+order.
 """
 
 from __future__ import annotations
@@ -102,6 +103,11 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
         report.seconds["drain"] += drained_s
         report.seconds["total"] += drained_s
     return report
+
+
+def resume(*, lift_pause: bool) -> Operation:
+    """Have all engines schedule again, after a transition of several of them."""
+    raise_engine_failures((yield commands.Resume(lift_pause)))
 
 
 def checksums() -> Operation:

@@ -168,7 +168,7 @@ def test_a_held_operation_that_is_not_agreed_on_is_undone(world: World) -> None:
     world.run(commands.Sleep(level=1, hold="ticket"))
     world.run(commands.Decide("ticket", commit=False))
     assert world.reader.read().asleep_tags() == []
-    assert world.engine.calls[-1] == "resume"
+    assert world.controller.refusal() is None
     with pytest.raises(StateConflictError):
         world.run(commands.Decide("ticket", commit=True))
 
@@ -235,7 +235,6 @@ def test_a_drained_engine_opens_if_its_peers_do_not_drain(world: World) -> None:
     assert world.controller.refusal() is not None, "what has drained is not given up with what has not"
     world.run(commands.Decide("other", commit=False))
     assert world.controller.refusal() is None
-    assert world.engine.calls[-1] == "resume"
 
 
 def test_an_update_of_sleeping_weights_is_refused_before_anything_happens(world: World) -> None:
@@ -306,17 +305,27 @@ def test_a_cancelled_drain_opens_nothing_over_what_is_held(world: World) -> None
     assert world.controller.status.asleep_tags()
 
 
-def test_a_refusal_is_answered_before_engines_resume_together(world: World) -> None:
-    """vLLM's engines of one mixture-of-experts model resume in a collective, in which another waits for this answer."""
-    answers: list[Future[bytes]] = []
-    world.engine.hold_drain = True
-    world.engine.resume = lambda *, lift_pause: answered.append(answers[0].done())  # type: ignore[method-assign]
-    answered: list[bool] = []
+def test_an_engine_with_peers_resumes_with_them(world: World) -> None:
+    """vLLM's engines of one mixture-of-experts model resume in a collective: one that did it alone would wait."""
     world.ranks[1].device.fail("synchronize", error=HostMemoryError("full"))
-    answers.append(world.controller.execute(encode_command(commands.Sleep(hold="ticket"))))
-    world.engine.drains[0].set_result(None)
-    assert answered == [True]
-    assert decode_reply(answers[0].result()).error is not None
+    with pytest.raises(HostMemoryError):
+        world.run(commands.Sleep(hold="ticket"))
+    drained(world, "other")
+    world.run(commands.Decide("other", commit=False))
+    world.engine.hold_drain = True
+    waiting = world.controller.execute(encode_command(commands.Drain("sleep", "third")))
+    world.run(commands.CancelDrain())
+    assert waiting.done()
+    assert world.controller.refusal() is None
+    assert "resume" not in world.engine.calls
+    world.run(commands.Resume(lift_pause=False))
+    assert world.engine.calls[-1] == "resume"
+
+
+def test_a_closed_engine_does_not_resume(world: World) -> None:
+    world.run(commands.Sleep(level=1))
+    world.run(commands.Resume(lift_pause=True))
+    assert "resume" not in world.engine.calls
 
 
 def test_what_runs_ends_where_others_leave_a_mixture_of_weights(world: World) -> None:

@@ -11,7 +11,7 @@ from fake_control import rank_status
 
 from rl_memory_plugins import board, commands, operations
 from rl_memory_plugins.board import StatusBoard
-from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.errors import HostMemoryError, InvalidRequestError, RLMemoryError
 from rl_memory_plugins.face import Face
 from rl_memory_plugins.operations import Operation
 from rl_memory_plugins.records import EngineStatus, Reply
@@ -27,6 +27,8 @@ class Engine:
         self.rank = rank
         self.board = StatusBoard() if local else None
         self.asleep: list[str] = []
+        self.held: list[str] = []  # what would be asleep after the second phase
+        self.fails = False
         self.checksums: list[dict[str, Any]] = []
         self.publish()
 
@@ -45,9 +47,15 @@ class Engine:
         if isinstance(command, commands.Checksums):
             return self.checksums
         if isinstance(command, commands.Sleep | commands.WakeUp):
-            self.asleep = command.tags or [] if isinstance(command, commands.Sleep) else []
+            if self.fails:
+                raise HostMemoryError("full")
+            self.held = command.tags or [] if isinstance(command, commands.Sleep) else []
+            if command.hold:
+                return {"held": True}
+        if not isinstance(command, commands.Resume) and getattr(command, "commit", True):
+            self.asleep = self.held
             self.publish()
-        return {"held": True} if getattr(command, "hold", False) else REPORT
+        return REPORT
 
 
 class LocalFace(Face):
@@ -61,7 +69,14 @@ class LocalFace(Face):
 
     def _call(self, command: commands.AnyCommand) -> list[Reply[Any]]:
         self.asked.append(command)
-        return [Reply(engine.rank, msgspec.to_builtins(engine.answer(command))) for engine in self.engines]
+        return [self._reply(engine, command) for engine in self.engines]
+
+    @staticmethod
+    def _reply(engine: Engine, command: commands.AnyCommand) -> Reply[Any]:
+        try:
+            return Reply(engine.rank, msgspec.to_builtins(engine.answer(command)))
+        except RLMemoryError as error:
+            return Reply(engine.rank, error=error.to_record())
 
     def names(self) -> list[str]:
         return [type(command).__name__ for command in self.asked]
@@ -85,6 +100,34 @@ def test_the_status_is_read_from_the_board_after_one_question(engine: Engine) ->
     face.run(face.wake_up())
     assert not face.run(face.is_sleeping())
     assert face.names() == ["Hello", "Sleep", "WakeUp"]
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["boards", "told"])
+def test_several_engines_resume_together_or_not_at_all(local: bool) -> None:
+    engines = [Engine(rank, local=local) for rank in range(2)]
+    face = LocalFace(*engines)
+    face.run(face.sleep(1))
+    assert "Resume" not in face.names()
+    face.run(face.wake_up())
+    assert face.asked[-1] == commands.Resume(lift_pause=True)
+    engines[1].fails = True
+    asked = len(face.asked)
+    with pytest.raises(HostMemoryError):
+        face.run(face.sleep(1))
+    assert [type(command) for command in face.asked[asked:] if not isinstance(command, commands.Hello)] == [
+        commands.Sleep,
+        commands.Decide,
+        commands.Resume,
+    ]
+    engines[1].asleep = ["weights"]  # where only one of them changed
+    engines[1].publish()
+    asked = len(face.asked)
+    with pytest.raises(HostMemoryError):
+        face.run(face.sleep(1))
+    assert commands.Resume not in [type(command) for command in face.asked[asked:]]
+    for engine in engines:
+        if engine.board is not None:
+            engine.board.close()
 
 
 def test_a_board_on_another_host_is_asked_for_again_after_a_transition() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc
 
 from rl_memory_plugins.engines.vllm.core import VllmEngine
@@ -21,6 +23,7 @@ class IdleCore(EngineCoreProc):
         self.process_input_queue_block = True
         self._idle_state_callbacks = []
         self.paused = True
+        self.scheduler: Any = SimpleNamespace(pause_state=PauseState.PAUSED_ALL)
 
     def has_work(self) -> bool:
         return not self.paused
@@ -49,3 +52,14 @@ def test_requests_kept_until_a_batch_in_flight_ended_go_on() -> None:
     loop.join(20)
     assert not loop.is_alive(), "the loop sleeps over its work"
     assert core.has_work()
+
+
+def test_a_stop_that_peers_have_not_agreed_to_is_taken_back() -> None:
+    """Where a peer refuses to stop: vLLM itself resumes only what has stopped."""
+    core = IdleCore()
+    core.pending_pause = True  # type: ignore[attr-defined]
+    core.scheduler.set_pause_state = lambda state: setattr(core.scheduler, "pause_state", state)
+    VllmEngine(core).resume(lift_pause=False)
+    assert not core.pending_pause  # type: ignore[attr-defined]
+    assert core.scheduler.pause_state is PauseState.UNPAUSED
+    assert core.paused, "vLLM's own way would wait for the peers"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -79,12 +80,27 @@ class VllmEngine:
         return self._when_idle() if mode is PauseMode.WAIT else self._pause(mode)
 
     def _pause(self, mode: PauseMode) -> Future[None]:
-        paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
+        with self._without_agreement():
+            paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
         if paused is not None:
             return paused  # type: ignore[no-any-return]
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    @contextlib.contextmanager
+    def _without_agreement(self) -> Iterator[None]:
+        """Data-parallel engines of one mixture-of-experts model stop by agreement, for which each takes a step with an
+        empty batch unless it sleeps. Where all have stopped already, but not all sleep, such a step never ended."""
+        core = self._core
+        if not getattr(core, "ignore_start_dp_wave", False) or core.engines_running:
+            yield
+            return
+        core._pause_complete = lambda: True
+        try:
+            yield
+        finally:
+            del core._pause_complete
 
     def _when_idle(self) -> Future[None]:
         """Pause once nothing runs. vLLM's own "wait" would leave requests that it has not begun in its queue, until
@@ -112,8 +128,12 @@ class VllmEngine:
         self._waits.clear()
         keep_paused = self._paused_natively and not lift_pause
         self._paused_here = self._paused_natively = False
-        if not keep_paused:
-            self._core.resume_scheduler()
+        if not keep_paused and self._core.is_scheduler_paused():
+            if getattr(self._core, "pending_pause", False):  # what the others have not agreed to is taken back
+                self._core.pending_pause = False
+                self._core.scheduler.set_pause_state(type(self._core.scheduler.pause_state).UNPAUSED)
+            else:
+                self._core.resume_scheduler()
             _wake_loop(self._core)
 
     def reset_caches(self) -> None:

@@ -133,7 +133,8 @@ class VllmWorker:
         if self._manager is None:
             parallel = self._worker.parallel_config
             # Among the workers of all data-parallel engines, each of which counts its own from 0.
-            number = parallel.data_parallel_index * parallel.tensor_parallel_size + self._worker.rank
+            own = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+            number = parallel.data_parallel_index * own + self._worker.rank
             allocator, arena = choose_allocator(self._config, self._worker.device, number)
             self._manager = MemoryManager(
                 self._worker.rank,

@@ -1,0 +1,161 @@
+"""Data-parallel engines of one mixture-of-experts model: they step, stop and go on together, or wait for each other."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from integration.engines.base import Launch, Server
+from rl_memory_plugins.errors import DeviceMemoryError, DrainTimeoutError
+from tests.conformance.trainers import push
+from tests.weight_kinds import PROMPT, TOKENS, checkpoint, started, write_moe
+
+SEED, OTHER_SEED = 3, 7
+LONG = 300
+DRAIN_S = 3
+
+#: A vLLM plugin: the two collectives of the experts that vLLM's CPU platform lacks.
+COLLECTIVES = """
+    def register():
+        import torch
+        from torch import distributed
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        def all_gatherv(self, tensors, dim=0, sizes=None):
+            def gather(tensor):
+                rows = sizes or [len(tensor)] * self.world_size
+                padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+                padded[: len(tensor)] = tensor
+                parts = [torch.empty_like(padded) for _ in rows]
+                distributed.all_gather(parts, padded, group=self.device_group)
+                return torch.cat([part[:count] for part, count in zip(parts, rows)])
+
+            return [gather(tensor) for tensor in tensors] if isinstance(tensors, list) else gather(tensors)
+
+        def reduce_scatterv(self, tensor, dim=0, sizes=None):
+            total = tensor.clone()
+            distributed.all_reduce(total, group=self.device_group)
+            rows = sizes or [len(tensor) // self.world_size] * self.world_size
+            return total.split(rows)[self.rank_in_group].clone()
+
+        CpuCommunicator.all_gatherv = all_gatherv
+        CpuCommunicator.reduce_scatterv = reduce_scatterv
+"""
+
+
+class Experts:
+    """A server of two engines, two checkpoints, and what a fresh engine answers by the first."""
+
+    def __init__(self, server: Server, first: Path, other: Path, faults: Path) -> None:
+        self.server, self.first, self.other, self._faults = server, first, other, faults
+        self.control = server.control
+        self.tokens = self.generate()
+
+    def generate(self) -> list[int]:
+        return self.server.generate(PROMPT, TOKENS)
+
+    def fail(self, operation: str, engine: int) -> None:
+        """The engine's next such operation fails."""
+        (self._faults / f"{operation}.{engine}").touch()
+
+    def asleep(self) -> list[bool]:
+        """Of each engine, whether any of its memory is released."""
+        return [
+            any(tag["state"] != "resident" for tag in engine["ranks"][0]["tags"].values())
+            for engine in self.control.memory()["engines"]
+        ]
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
+    folder = tmp_path_factory.mktemp("experts")
+    about = folder / "collectives-1.dist-info"
+    about.mkdir()
+    (folder / "collectives.py").write_text(textwrap.dedent(COLLECTIVES))
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: collectives\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\ncollectives = collectives:register\n")
+    first, other = (write_moe(folder / name, seed, "float32") for name, seed in (("a", SEED), ("b", OTHER_SEED)))
+    faults = folder / "faults"
+    faults.mkdir()
+    launch = Launch(first, dp=2, options={"poison": True, "fault_dir": str(faults), "drain_timeout_s": DRAIN_S})
+    with started("vllm", launch, folder / "server.log", PYTHONPATH=str(folder)) as server:
+        yield Experts(server, first, other, faults)
+
+
+@pytest.fixture(autouse=True)
+def serves_as_before(experts: Experts) -> Iterator[None]:
+    yield
+    experts.control.wake_up()
+    assert experts.generate() == experts.tokens
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_sleep_while_one_of_them_runs_a_request(experts: Experts, mode: str) -> None:
+    tokens = LONG // 6 if mode == "wait" else LONG  # which must end before the drain's timeout
+    with experts.server.generating(PROMPT, tokens) as request:
+        experts.control.sleep(1, mode=mode)
+        assert experts.asleep() == [True, True]
+        experts.control.wake_up()
+        answered = experts.server.kind.tokens(request.answer())
+    assert len(answered) < tokens if mode == "abort" else len(answered) == tokens
+
+
+def test_new_weights(experts: Experts) -> None:
+    experts.control.sleep(2)
+    experts.control.wake_up(["weights"])
+    push(experts.server, checkpoint(experts.other))
+    experts.control.wake_up()
+    assert experts.generate() != experts.tokens
+    push(experts.server, checkpoint(experts.first))
+
+
+@pytest.mark.parametrize("engine", [0, 1])
+def test_a_wake_without_memory_on_one_of_them(experts: Experts, engine: int) -> None:
+    experts.control.sleep(1)
+    experts.fail("reserve", engine)
+    with pytest.raises(DeviceMemoryError):
+        experts.control.wake_up()
+    assert experts.asleep() == [True, True]
+
+
+@pytest.mark.parametrize("engine", [0, 1])
+@pytest.mark.parametrize("then", ["wake_up", "abort", "keep"])
+def test_a_release_that_fails_on_one_of_them(experts: Experts, engine: int, then: str) -> None:
+    """The other one sleeps now, so neither may step: not to go on, and not to stop once more."""
+    with experts.server.generating(PROMPT, LONG) as request:
+        experts.fail("release", engine)
+        with pytest.raises(DeviceMemoryError):
+            experts.control.sleep(1, ["kv_cache"], mode="keep")
+        assert sorted(experts.asleep()) == [False, True]
+        assert experts.server.post(PROMPT).status_code == 503
+        request.assert_running()
+        if then != "wake_up":
+            experts.control.sleep(1, mode=then)
+            assert experts.asleep() == [True, True]
+        experts.control.wake_up()
+        answered = experts.server.kind.tokens(request.answer())
+    assert len(answered) < LONG if then == "abort" else len(answered) == LONG
+
+
+def test_a_wait_that_takes_too_long_gives_up_and_reopens(experts: Experts) -> None:
+    with experts.server.generating(PROMPT, 5 * LONG) as request:
+        with pytest.raises(DrainTimeoutError):
+            experts.control.sleep(1, mode="wait")
+        assert experts.control.memory()["admitting"]
+        assert experts.generate() == experts.tokens
+        request.assert_running()
+        experts.control.sleep(1, mode="abort")
+        assert experts.server.kind.was_aborted(request.answer())
+
+
+def test_an_abort_overtakes_a_wait(experts: Experts) -> None:
+    with ThreadPoolExecutor(1) as pool, experts.server.generating(PROMPT, 5 * LONG) as request:
+        waiting = pool.submit(experts.control.sleep, 1, mode="wait")
+        experts.server.wait_admitting(False)
+        experts.control.sleep(1, mode="abort")
+        assert waiting.result()["status"] == "sleeping"
+        assert experts.server.kind.was_aborted(request.answer())
