@@ -171,7 +171,9 @@ class Controller:
         self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
 
     def note_foreign_changes(self, weight_version: str | None = None) -> None:
-        """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if that opened.
+        """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if all is well.
+
+        All data-parallel engines are asked this at a time, so those that were open but waited for a peer go on too.
 
         Args:
             weight_version: What they call the weights that are there now, if they said.
@@ -179,8 +181,7 @@ class Controller:
         self._weight_version = weight_version or self._weight_version
         was_closed = self.refusal() is not None
         self.refresh()
-        if was_closed and self.refusal() is None:
-            self._engine.resume(lift_pause=False)
+        self._resume_if_admitting(lift_pause=False)
         if not was_closed and self.refusal() is not None:
             self._engine.drain(PauseMode.ABORT)  # what runs would go on with a mixture of weights
 
@@ -366,10 +367,14 @@ class Controller:
         try:
             self.refresh()
             if not operation.ticket:
+                if reply.error is not None and self.refusal() is None:
+                    # Peers of which this client knows nothing may resume in step with it, once it has the answer.
+                    operation.reply.set_result(self._encoded(reply))
                 self._resume_if_admitting(lift_pause=operation.name == "wake_up")
         except Exception as error:
             reply = self._failure(operation.name, error)
-        operation.reply.set_result(self._encoded(reply))
+        if not operation.reply.done():
+            operation.reply.set_result(self._encoded(reply))
 
     def _decided(self, operation: _Operation, finish: Callable[[bool], Any]) -> Any:
         """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""

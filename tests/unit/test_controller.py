@@ -322,6 +322,27 @@ def test_an_engine_with_peers_resumes_with_them(world: World) -> None:
     assert world.engine.calls[-1] == "resume"
 
 
+def test_an_engine_that_waited_for_a_peer_goes_on_when_others_repaired_that_one(world: World) -> None:
+    world.run(commands.Sleep(hold="ticket"))
+    world.run(commands.Decide("ticket", commit=False))
+    assert "resume" not in world.engine.calls
+    world.controller.note_foreign_changes()
+    assert world.engine.calls[-1] == "resume"
+
+
+def test_a_refusal_is_answered_before_the_engine_resumes(world: World) -> None:
+    """It may resume in step with engines of other clients, which wait for this answer."""
+    answers: list[Future[bytes]] = []
+    answered: list[bool] = []
+    world.engine.hold_drain = True
+    world.engine.resume = lambda *, lift_pause: answered.append(answers[0].done())  # type: ignore[method-assign]
+    world.ranks[1].device.fail("synchronize", error=HostMemoryError("full"))
+    answers.append(world.controller.execute(encode_command(commands.Sleep())))
+    world.engine.drains[0].set_result(None)
+    assert answered == [True]
+    assert decode_reply(answers[0].result()).error is not None
+
+
 def test_a_closed_engine_does_not_resume(world: World) -> None:
     world.run(commands.Sleep(level=1))
     world.run(commands.Resume(lift_pause=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc
 
 from rl_memory_plugins.engines.vllm.core import VllmEngine
+from rl_memory_plugins.tags import PauseMode
 
 
 class IdleCore(EngineCoreProc):
@@ -23,13 +23,20 @@ class IdleCore(EngineCoreProc):
         self.process_input_queue_block = True
         self._idle_state_callbacks = []
         self.paused = True
-        self.scheduler: Any = SimpleNamespace(pause_state=PauseState.PAUSED_ALL)
+        self.scheduler: Any = SimpleNamespace(pause_state=PauseState.UNPAUSED, set_pause_state=self._set_pause_state)
+
+    def _set_pause_state(self, state: PauseState) -> None:
+        self.scheduler.pause_state = state
 
     def has_work(self) -> bool:
         return not self.paused
 
     def is_running(self) -> bool:
         return True
+
+    def pause_scheduler(self, mode: Any = "abort", clear_cache: bool = True) -> None:
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.paused = True
 
     def resume_scheduler(self) -> None:
         self.paused = False
@@ -42,11 +49,9 @@ def test_requests_kept_until_a_batch_in_flight_ended_go_on() -> None:
     """An operation that waits for that batch ends in a callback of the idle loop, which then blocks for the next
     message though there is work again: seen with asynchronous scheduling, which vLLM's CPU platform switches off."""
     core = IdleCore()
-
-    def operation(engine: VllmEngine, core: Any) -> None:
-        engine.resume(lift_pause=False)
-
-    core._idle_state_callbacks.append(partial(operation, VllmEngine(core)))
+    engine = VllmEngine(core)
+    engine.drain(PauseMode.KEEP)
+    core._idle_state_callbacks.append(lambda core: engine.resume(lift_pause=False))
     loop = threading.Thread(target=core._process_input_queue, daemon=True)
     loop.start()
     loop.join(20)
@@ -57,9 +62,23 @@ def test_requests_kept_until_a_batch_in_flight_ended_go_on() -> None:
 def test_a_stop_that_peers_have_not_agreed_to_is_taken_back() -> None:
     """Where a peer refuses to stop: vLLM itself resumes only what has stopped."""
     core = IdleCore()
+    engine = VllmEngine(core)
+    engine.drain(PauseMode.KEEP)
     core.pending_pause = True  # type: ignore[attr-defined]
-    core.scheduler.set_pause_state = lambda state: setattr(core.scheduler, "pause_state", state)
-    VllmEngine(core).resume(lift_pause=False)
+    engine.resume(lift_pause=False)
     assert not core.pending_pause  # type: ignore[attr-defined]
     assert core.scheduler.pause_state is PauseState.UNPAUSED
     assert core.paused, "vLLM's own way would wait for the peers"
+
+
+def test_a_pause_of_the_users_own_survives_until_a_wake() -> None:
+    core = IdleCore()
+    engine = VllmEngine(core)
+    core.pause_scheduler("keep", clear_cache=False)
+    engine.drain(PauseMode.KEEP)
+    for _ in range(2):
+        engine.resume(lift_pause=False)
+        assert core.scheduler.pause_state is PauseState.PAUSED_ALL
+        assert core.paused
+    engine.resume(lift_pause=True)
+    assert not core.paused

@@ -141,6 +141,16 @@ def test_a_release_that_fails_on_one_of_them(experts: Experts, engine: int, then
     assert len(answered) < LONG if then == "abort" else len(answered) == LONG
 
 
+def test_resuming_by_vllms_own_call_while_one_of_them_is_closed(experts: Experts) -> None:
+    experts.fail("release", 0)
+    with pytest.raises(DeviceMemoryError):
+        experts.control.sleep(1)
+    response = experts.server.http.post("/resume")
+    assert response.status_code >= 400
+    assert "cannot resume" in response.text
+    assert sorted(experts.asleep()) == [False, True]
+
+
 def test_a_wait_that_takes_too_long_gives_up_and_reopens(experts: Experts) -> None:
     with experts.server.generating(PROMPT, 5 * LONG) as request:
         with pytest.raises(DrainTimeoutError):

@@ -14,7 +14,7 @@ from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm.core import REFUSED, with_graphs, without_scheduling
 from rl_memory_plugins.engines.vllm.switch import config_of
-from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
+from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
 from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation
@@ -45,6 +45,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{SYNC}.add_request", _gated_add)
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
     hooks.wrap(f"{ASYNC}.encode", _gated_stream)
+    hooks.wrap(f"{ASYNC}.resume_generation", _native_resume)
     hooks.wrap(f"{LLM}.sleep", _llm_native("sleep"))
     hooks.wrap(f"{LLM}.wake_up", _llm_native("wake_up"))
     hooks.wrap(f"{CORES}.shutdown", _ends_calls)
@@ -204,6 +205,19 @@ def _add_methods(owner: type, make: Any, of: Callable[[Any], Any]) -> None:
         method.__name__ = name
         method.__doc__ = getattr(make, operation).__doc__
         setattr(owner, name, method)
+
+
+def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refused while any engine is closed: those that step together would wait for it."""
+
+    async def resume_generation(self: Any) -> None:
+        face = face_of(self, AsyncFace)
+        refusal = None if face is None else admission.first_refusal(await face.run(face.status()))
+        if refusal is not None:
+            raise StateConflictError(f"cannot resume: {refusal.message}", **refusal.details)
+        await original(self)
+
+    return resume_generation
 
 
 def _gated_add(original: Callable[..., Any]) -> Callable[..., Any]:

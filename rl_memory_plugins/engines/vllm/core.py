@@ -120,11 +120,14 @@ class VllmEngine:
                 idle.set_exception(error)
             else:
                 paused.add_done_callback(lambda done: _settle(idle, done))
+                _wake_loop(core)  # which would block for the next message, with a stop to be agreed on
 
         self._core._idle_state_callbacks.append(pause)
         return idle
 
     def resume(self, *, lift_pause: bool) -> None:
+        if not self._paused_here and not lift_pause:
+            return  # nothing of ours is to be undone, and a pause that stands is the user's
         self._waits.clear()
         keep_paused = self._paused_natively and not lift_pause
         self._paused_here = self._paused_natively = False
