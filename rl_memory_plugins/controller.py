@@ -211,7 +211,7 @@ class Controller:
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
         tags = parse_tags(command.tags)
         self._require_free()
-        waiting = [*(operation.name for operation in self._draining), *self._drained.values()]
+        waiting = self._waiting()
         if waiting:
             raise StateConflictError(
                 "a call is still waiting for running requests; let it end, or sleep(mode='abort')", waiting=waiting
@@ -312,10 +312,11 @@ class Controller:
             operation.cancelled = True
         error: Exception = DrainTimeoutError("running requests did not finish in time; nothing was released")
         try:
-            self._busy = self._under_way()
-            self.refresh()
-            if waiting and not any(operation.ticket for operation in waiting):
-                self._resume_if_admitting(lift_pause=False)
+            if waiting:
+                self._busy = self._under_way()
+                self.refresh()
+                if not any(operation.ticket for operation in waiting):
+                    self._resume_if_admitting(lift_pause=False)
         except Exception as failure:
             error = failure
         for operation in waiting:
@@ -388,7 +389,11 @@ class Controller:
         """The name of an operation that has begun here and not ended; empty if there is none."""
         if self._held is not None:
             return self._held.name
-        return next((operation.name for operation in self._draining), "") or next(iter(self._drained.values()), "")
+        return next(iter(self._waiting()), "")
+
+    def _waiting(self) -> list[str]:
+        """The names of operations that wait for running requests, here or on a data-parallel peer."""
+        return [*(operation.name for operation in self._draining), *self._drained.values()]
 
     def _begin(self, name: str) -> None:
         self._busy = name

@@ -72,17 +72,17 @@ class Face(ABC):
 
     def _transition(self, command: Transition) -> Operation:
         engines = yield from self.status()
+        failure: RLMemoryError | None = None
         try:
             report: Report = yield from operations.transition(command, engines)
-        except RLMemoryError:
-            yield from self._resume(command, len(engines))
-            raise
-        yield from self._resume(command, len(engines))
-        return report
-
-    def _resume(self, command: Transition, count: int) -> Operation:
-        """After a transition, also one that failed: several engines resume together or not at all."""
-        if self._boards is not None and not self._boards.complete:
-            self._boards = None  # what was told is no longer so
-        if count > 1 and admission.first_refusal((yield from self.status())) is None:
+        except RLMemoryError as error:
+            failure = error
+        finally:
+            if self._boards is not None and not self._boards.complete:
+                self._boards = None  # what was told is no longer so
+        # Also after a failure: several engines resume together or not at all.
+        if len(engines) > 1 and admission.first_refusal((yield from self.status())) is None:
             yield from operations.resume(lift_pause=isinstance(command, WakeUp))
+        if failure is not None:
+            raise failure
+        return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, write_model
+from tests.conformance.trainers import push
 
 PROMPT = [5, 6, 7, 8]
 TOKENS = 24
@@ -114,6 +116,14 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def renew(server: Server, folder: Path) -> None:
+    """The handoff of a training step: nothing of the old weights is left when the new ones come."""
+    server.control.sleep(2)
+    server.control.wake_up(["weights"])
+    push(server, checkpoint(folder))
+    server.control.wake_up()
+
+
 class State(NamedTuple):
     """What can be compared of two engines."""
 
@@ -140,3 +150,16 @@ def started(engine: str, launch: Launch, log: Path, *arguments: str, **environme
 
     with Server(Extended(), launch, log) as server:
         yield server
+
+
+def install_plugin(folder: Path, group: str, plugin: str) -> Path:
+    """A distribution whose entry point of `group` is the `register` of `plugin`, a module's text, as engines find it.
+
+    Gives the folder, which is to stand on the engine's PYTHONPATH.
+    """
+    about = folder / "test_plugin-1.dist-info"
+    about.mkdir(parents=True)
+    (folder / "test_plugin.py").write_text(textwrap.dedent(plugin))
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: test_plugin\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[{group}]\ntest_plugin = test_plugin:register\n")
+    return folder

@@ -24,6 +24,7 @@ from tests.weight_kinds import (
     State,
     Write,
     checkpoint,
+    renew,
     started,
     state,
     write_block_fp8,
@@ -75,14 +76,6 @@ class Setup:
 @pytest.fixture
 def setup(request, tmp_path) -> Setup:
     return Setup(request.config.getoption("--engine"), tmp_path)
-
-
-def renew(server: Server, folder: Path) -> None:
-    """The handoff of a training step: nothing of the old weights is left when the new ones come."""
-    server.control.sleep(2)
-    server.control.wake_up(["weights"])
-    push(server, checkpoint(folder))
-    server.control.wake_up()
 
 
 def assert_updates_equal_fresh_engines(setup: Setup) -> None:

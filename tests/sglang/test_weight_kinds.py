@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,7 +13,19 @@ from integration.engines.sglang import STAND_IN_KERNELS, _models_but
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.conformance.trainers import push
-from tests.weight_kinds import PROMPT, TOKENS, Write, checkpoint, started, state, write_dense, write_moe, write_tied
+from tests.weight_kinds import (
+    PROMPT,
+    TOKENS,
+    Write,
+    checkpoint,
+    install_plugin,
+    renew,
+    started,
+    state,
+    write_dense,
+    write_moe,
+    write_tied,
+)
 
 SEED, OTHER_SEED = 1, 2
 
@@ -47,18 +58,10 @@ PACKING = """
 """
 
 
-def install(folder: Path, plugin: str) -> Path:
-    """A distribution with an entry point, as SGLang finds plugins."""
-    about = folder / "weight_kind-1.dist-info"
-    about.mkdir(parents=True)
-    (folder / "weight_kind.py").write_text(textwrap.dedent(plugin))
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: weight_kind\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nweight_kind = weight_kind:register\n")
-    return folder
-
-
 def start(folder: Path, log: Path, plugin: str = "") -> AbstractContextManager[Server]:
-    path = [str(STAND_IN_KERNELS), *([str(install(log.with_suffix(".site"), plugin))] if plugin else [])]
+    path = [str(STAND_IN_KERNELS)]
+    if plugin:
+        path.append(str(install_plugin(log.with_suffix(".site"), "sglang.srt.plugins", plugin)))
     models = set(_models_but("qwen2")) - {"qwen2_moe", "qwen3", "qwen3_moe"}
     return started(
         "sglang",
@@ -67,14 +70,6 @@ def start(folder: Path, log: Path, plugin: str = "") -> AbstractContextManager[S
         PYTHONPATH=os.pathsep.join(path),
         SGLANG_DISABLED_MODEL_ARCHS=",".join(sorted(models)),
     )
-
-
-def renew(server: Server, folder: Path) -> None:
-    """The handoff of a training step: nothing of the old weights is left when the new ones come."""
-    server.control.sleep(2)
-    server.control.wake_up(["weights"])
-    push(server, checkpoint(folder))
-    server.control.wake_up()
 
 
 @pytest.mark.parametrize(("write", "plugin"), [(write_tied, ""), (write_moe, ROUTING)], ids=["tied", "moe"])

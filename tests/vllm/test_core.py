@@ -59,6 +59,20 @@ def test_requests_kept_until_a_batch_in_flight_ended_go_on() -> None:
     assert core.has_work()
 
 
+def test_a_stop_to_be_agreed_on_does_not_wait_for_the_next_message() -> None:
+    """It begins in a callback of the idle loop; engines that step together agree in a step, so the loop must go on."""
+    core = IdleCore()
+    core.paused = False  # a request runs
+    core.pause_scheduler = lambda *args, **kwargs: setattr(core, "paused", False)  # type: ignore[method-assign]
+    drained = VllmEngine(core).drain(PauseMode.WAIT)
+    core.paused = True  # it ends
+    loop = threading.Thread(target=core._process_input_queue, daemon=True)
+    loop.start()
+    loop.join(20)
+    assert not loop.is_alive(), "the loop sleeps over the stop"
+    assert drained.done()
+
+
 def test_a_stop_that_peers_have_not_agreed_to_is_taken_back() -> None:
     """Where a peer refuses to stop: vLLM itself resumes only what has stopped."""
     core = IdleCore()

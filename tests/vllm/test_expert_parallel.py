@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from integration.engines.base import Launch, Server
+from integration.engines.base import BackgroundRequest, Launch, Server
 from rl_memory_plugins.errors import DeviceMemoryError, DrainTimeoutError
 from tests.conformance.trainers import push
-from tests.weight_kinds import PROMPT, TOKENS, checkpoint, started, write_moe
+from tests.weight_kinds import PROMPT, TOKENS, checkpoint, install_plugin, renew, started, write_moe
 
 SEED, OTHER_SEED = 3, 7
 LONG = 300
@@ -62,6 +61,10 @@ class Experts:
         """The engine's next such operation fails."""
         (self._faults / f"{operation}.{engine}").touch()
 
+    def assert_answered(self, request: BackgroundRequest, tokens: int, *, aborted: bool) -> None:
+        answered = len(self.server.kind.tokens(request.answer()))
+        assert answered < tokens if aborted else answered == tokens
+
     def asleep(self) -> list[bool]:
         """Of each engine, whether any of its memory is released."""
         return [
@@ -73,16 +76,12 @@ class Experts:
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
     folder = tmp_path_factory.mktemp("experts")
-    about = folder / "collectives-1.dist-info"
-    about.mkdir()
-    (folder / "collectives.py").write_text(textwrap.dedent(COLLECTIVES))
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: collectives\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\ncollectives = collectives:register\n")
+    site = install_plugin(folder / "site", "vllm.general_plugins", COLLECTIVES)
     first, other = (write_moe(folder / name, seed, "float32") for name, seed in (("a", SEED), ("b", OTHER_SEED)))
     faults = folder / "faults"
     faults.mkdir()
     launch = Launch(first, dp=2, options={"poison": True, "fault_dir": str(faults), "drain_timeout_s": DRAIN_S})
-    with started("vllm", launch, folder / "server.log", PYTHONPATH=str(folder)) as server:
+    with started("vllm", launch, folder / "server.log", PYTHONPATH=str(site)) as server:
         yield Experts(server, first, other, faults)
 
 
@@ -100,15 +99,11 @@ def test_a_sleep_while_one_of_them_runs_a_request(experts: Experts, mode: str) -
         experts.control.sleep(1, mode=mode)
         assert experts.asleep() == [True, True]
         experts.control.wake_up()
-        answered = experts.server.kind.tokens(request.answer())
-    assert len(answered) < tokens if mode == "abort" else len(answered) == tokens
+        experts.assert_answered(request, tokens, aborted=mode == "abort")
 
 
 def test_new_weights(experts: Experts) -> None:
-    experts.control.sleep(2)
-    experts.control.wake_up(["weights"])
-    push(experts.server, checkpoint(experts.other))
-    experts.control.wake_up()
+    renew(experts.server, experts.other)
     assert experts.generate() != experts.tokens
     push(experts.server, checkpoint(experts.first))
 
@@ -137,8 +132,7 @@ def test_a_release_that_fails_on_one_of_them(experts: Experts, engine: int, then
             experts.control.sleep(1, mode=then)
             assert experts.asleep() == [True, True]
         experts.control.wake_up()
-        answered = experts.server.kind.tokens(request.answer())
-    assert len(answered) < LONG if then == "abort" else len(answered) == LONG
+        experts.assert_answered(request, LONG, aborted=then == "abort")
 
 
 def test_resuming_by_vllms_own_call_while_one_of_them_is_closed(experts: Experts) -> None:

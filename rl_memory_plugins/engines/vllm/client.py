@@ -12,9 +12,9 @@ from typing import Any
 from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.vllm.core import REFUSED, with_graphs, without_scheduling
+from rl_memory_plugins.engines.vllm.core import REFUSED, refuse_resume, with_graphs, without_scheduling
 from rl_memory_plugins.engines.vllm.switch import config_of
-from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation
@@ -212,9 +212,8 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
 
     async def resume_generation(self: Any) -> None:
         face = face_of(self, AsyncFace)
-        refusal = None if face is None else admission.first_refusal(await face.run(face.status()))
-        if refusal is not None:
-            raise StateConflictError(f"cannot resume: {refusal.message}", **refusal.details)
+        if face is not None:
+            refuse_resume(admission.first_refusal(await face.run(face.status())))
         await original(self)
 
     return resume_generation

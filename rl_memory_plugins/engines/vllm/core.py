@@ -14,7 +14,7 @@ from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.engines.vllm.switch import config_of
-from rl_memory_plugins.errors import EngineFaultError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import EngineFaultError, RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.rank import encode_call
 from rl_memory_plugins.records import EngineStatus, Reply
@@ -279,12 +279,21 @@ def _native_is_sleeping(original: Callable[..., Any]) -> Callable[..., Any]:
 def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
     def resume_scheduler(self: Any) -> Any:
         controller = _controller(self)
-        refusal = controller.refusal() if controller is not None else None
-        if refusal is not None:
-            raise StateConflictError(f"cannot resume: {refusal.message}", **refusal.details)
+        if controller is not None:
+            refuse_resume(controller.refusal())
         return original(self)
 
     return resume_scheduler
+
+
+def refuse_resume(refusal: RLMemoryError | None) -> None:
+    """vLLM's own resume must not schedule what is refused.
+
+    Raises:
+        StateConflictError: there is a refusal.
+    """
+    if refusal is not None:
+        raise StateConflictError(f"cannot resume: {refusal.message}", **refusal.details)
 
 
 def _native_release_kv_cache(original: Callable[..., Any]) -> Callable[..., Any]:
