@@ -12,7 +12,7 @@ import torch
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.buffers import CudaStaging, DirectExport, ShmStaging, StagingBuffer
-from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, align
 
 if TYPE_CHECKING:
     from rl_memory_plugins.weights.listener import ConnectedRank
@@ -22,6 +22,9 @@ HOST_BUCKET_BYTES = 128 << 20
 
 DIRECT_BUCKET_BYTES = 1 << 30
 """Where nothing is staged, a bucket is only what is announced and acknowledged at a time."""
+
+MIN_STAGED_BUCKET_BYTES = 32 << 20
+"""Where memory for larger buckets on a GPU is missing; with smaller ones host memory is as fast."""
 
 MIN_MEAN_ALLOCATION = 16 << 20
 """With fewer bytes to an allocation, staging takes less time than to open and close all of them for one update."""
@@ -48,7 +51,7 @@ class Lanes:
     def __init__(
         self, manifest: Manifest, transport: str, *, keep_mapped: bool, resident: Sequence[torch.Tensor] | None
     ) -> None:
-        self._manifest = manifest
+        self._manifest = _with_buckets(manifest, _share(manifest))  # no more memory than all tensors take
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
@@ -99,16 +102,25 @@ class Lanes:
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if way == "cuda_ipc":
             return self._staging(device, stable)
-        smaller = _smaller(self._manifest)
+        smaller = _with_buckets(self._manifest, HOST_BUCKET_BYTES)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=way == "shm_pinned", stable=stable)
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
-        slot_bytes, slots = self._manifest.slot_bytes(), self._manifest.slots
-        try:
-            return CudaStaging(device, slot_bytes, slots, stable=stable)
-        except OutOfMemoryError:
-            torch.cuda.empty_cache()  # the memory may be free, and kept by this process's own torch
-            return CudaStaging(device, slot_bytes, slots, stable=stable)
+        """Of half the size, and so on, where there is no room for what was asked for."""
+        emptied = False
+        while True:
+            slot_bytes, slots = self._manifest.slot_bytes(), self._manifest.slots
+            try:
+                return CudaStaging(device, slot_bytes, slots, stable=stable)
+            except OutOfMemoryError:
+                smaller = _with_buckets(self._manifest, slot_bytes // 2)
+                if not emptied:  # the memory may be free, and kept by this process's own torch
+                    torch.cuda.empty_cache()
+                    emptied = True
+                elif smaller.bucket_bytes >= MIN_STAGED_BUCKET_BYTES and smaller.slot_bytes() < slot_bytes:
+                    self._manifest = smaller
+                else:
+                    raise
 
     def in_use(self) -> list[Lane]:
         return [lane for lane in self._lanes.values() if lane.ranks]
@@ -120,7 +132,7 @@ class Lanes:
             nbytes = max(self._manifest.bucket_bytes, DIRECT_BUCKET_BYTES)
             return msgspec.structs.replace(self._manifest, bucket_bytes=nbytes).buckets(split=False)
         roomy = transports <= {"cuda_direct", "cuda_ipc"}
-        return (self._manifest if roomy else _smaller(self._manifest)).buckets()
+        return (self._manifest if roomy else _with_buckets(self._manifest, HOST_BUCKET_BYTES)).buckets()
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, whatever another one raises
@@ -164,7 +176,11 @@ def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> s
     return next((name for name, ordinal in local.items() if ordinal == index), None)
 
 
-def _smaller(manifest: Manifest) -> Manifest:
-    """With buckets for host memory."""
-    nbytes = min(manifest.bucket_bytes, HOST_BUCKET_BYTES)
-    return msgspec.structs.replace(manifest, bucket_bytes=nbytes)
+def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:
+    """With buckets of at most `nbytes`."""
+    return msgspec.structs.replace(manifest, bucket_bytes=min(manifest.bucket_bytes, nbytes))
+
+
+def _share(manifest: Manifest) -> int:
+    """Bytes of a bucket if all slots together hold all tensors."""
+    return max(align(-(-sum(align(spec.nbytes) for spec in manifest.tensors) // manifest.slots)), 1)

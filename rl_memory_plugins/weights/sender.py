@@ -22,7 +22,7 @@ from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_so
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_BUCKET_BYTES = 512 << 20
+DEFAULT_BUCKET_BYTES = 1 << 30
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -36,7 +36,8 @@ class WeightSender:
     Args:
         receivers: The devices that will connect (`RankStatus.device`), or their number.
         bucket_bytes: Bytes of one bucket at most, unless one row of a tensor is larger; `slots` of them exist at a
-            time. A GPU is fastest with large ones, since the two processes take turns on it.
+            time. A GPU is fastest with large ones, since the two processes take turns on it. Smaller ones are
+            taken where the memory does not suffice.
         timeout_s: How long to wait for a receiver at any one point.
         directory: Where the private directory for the socket is made; the engine must see it under the same
             path, which must be short (a socket's path has at most 107 bytes).

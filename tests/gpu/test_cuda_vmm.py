@@ -352,7 +352,7 @@ def test_two_devices_in_one_process(vmm):
         from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
         print(CudaVmmAllocator(0).device.name, CudaVmmAllocator(1).device.name)
         """,
-        CUDA_VISIBLE_DEVICES="1,0",
+        CUDA_VISIBLE_DEVICES=f"{other.device.name},{vmm.device.name}",
     )
     assert permuted.split() == [other.device.name, vmm.device.name]
     other.close()

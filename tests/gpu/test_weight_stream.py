@@ -74,7 +74,7 @@ def randomised(place="cuda", seed=0):
 def assert_arrived(engine, tensors):
     merged = checksums.merge_checksums([engine.call("checksums")])
     assert merged.partial == merged.opaque == []
-    assert merged.tensors == {name: checksums.tensor_checksum(tensor) for name, tensor in tensors.items()}
+    assert merged.tensors == {name: checksums.tensor_checksum(tensor.cuda()) for name, tensor in tensors.items()}
 
 
 def updated(engine, source, **options):
@@ -351,7 +351,7 @@ def test_five_hundred_updates_grow_nothing(engine):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_devices_are_known_by_uuid_whatever_their_order():
-    engine = Engine("tiny", CUDA_VISIBLE_DEVICES="1,0")
+    engine = Engine("tiny", CUDA_VISIBLE_DEVICES=f"{gpu_name(1)},{gpu_name(0)}")
     try:
         assert engine.device == gpu_name(1)
         for index, expected in ((1, "cuda_direct"), (0, "cuda_ipc")):
@@ -360,7 +360,7 @@ def test_devices_are_known_by_uuid_whatever_their_order():
             assert report["transport"] == expected
             assert_arrived(engine, tensors)
             release_mapped()
-        hidden = Engine("tiny", CUDA_VISIBLE_DEVICES="1")
+        hidden = Engine("tiny", CUDA_VISIBLE_DEVICES=gpu_name(1))
         hidden.close()
         assert hidden.device == gpu_name(1)
     finally:

@@ -218,6 +218,27 @@ def test_what_is_denied_is_named_and_replaced(gpus, denied, transport, refused):
     assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
 
 
+def test_staging_takes_no_more_memory_than_the_tensors(gpus):
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    tensors = checkpoint(5)
+    gpu.capacity = sum(-(-tensor.nbytes // 256) * 256 for tensor in tensors.values()) + 1024
+    report, _ = send([rank], OneByOne(tensors), bucket_bytes=1 << 30)
+    assert report["transport"] == "cuda_ipc" and report["fallbacks"] == []
+    rank.model.assert_unchanged(loaded(tensors))
+
+
+def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
+    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
+    tensors = checkpoint(6)
+    gpus["GPU-1"].capacity = 1024
+    report, _ = send(ranks, OneByOne(tensors), bucket_bytes=1 << 30)
+    assert report["transport"] == "cuda_ipc" and report["fallbacks"] == []
+    assert report["buckets"] > 3
+    for i, rank in enumerate(ranks):
+        rank.model.assert_unchanged(loaded(tensors, i, 2))
+
+
 def test_no_memory_for_staging_is_no_reason_to_fail(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     gpu.capacity = 1
