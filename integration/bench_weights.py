@@ -372,7 +372,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script")
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that the engine takes")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
     parser.add_argument("--distribution", default="", help="that the engine was installed from, if not its name")
     parser.add_argument("--timeout", type=float, default=280, help="of one subject, in seconds")

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import packages_distributions, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ import httpx
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, new_model, write_model
+from integration.subjects import gpu_name
 
 RANKS = 2
 SEED = 5
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 TOKENS = 32
 TRAINER_TIMEOUT_S = 200
+UPDATE = ("bytes", "buckets", "transport", "fallbacks", "seconds")  # of the sender's report
 
 
 class Trainer:
@@ -87,7 +90,7 @@ class Trainer:
                 "loss": loss,
                 "seconds": report.seconds,
                 "moved_bytes": report.moved_bytes,
-                "update": {key: report.update.get(key) for key in ("bytes", "buckets", "transport", "fallbacks")},
+                "update": {key: report.update.get(key) for key in UPDATE},
                 "served_ranks": sorted(receiver["rank"] for receiver in report.update["receivers"]),
             }
             found.append({**figures, "tokens": self._ask()} if engines else figures)
@@ -175,7 +178,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         server.control.wake_up()  # with empty caches, as in a fresh engine: a cached prompt is rounded otherwise
         trained = ask(server)
         checksums = server.control.checksums()["tensors"]
-        version = server.control.weight_version()
+        served_version = server.control.weight_version()
     launch.dummy_weights = False
     fresh_log = arguments.out / f"fsdp-{arguments.engine}-{arguments.device}-fresh.log"
     with Server(kind, launch, fresh_log) as server:
@@ -188,6 +191,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     answers = [cycle["tokens"] for cycle in ranks[0]]
     return {
         "engine": arguments.engine,
+        "engine_version": version(packages_distributions()[arguments.engine][0]),
+        "torch": version("torch"),
+        "gpu": f"{RANKS} x {gpu_name()}" if cuda else "none",
         "device": arguments.device,
         "shape": arguments.shape,
         "commit": arguments.commit,
@@ -197,7 +203,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "tokens equal a fresh engine's": trained == answers[-1] == fresh,
             "checksums equal the trainer's": checksums == own,
             "every cycle's answers differ": all(a != b for a, b in pairwise(answers)),
-            "the version is the last cycle's": version == str(arguments.cycles),
+            "the version is the last cycle's": served_version == str(arguments.cycles),
             "each rank was served by the process on its device": served == expected,
         },
         "served_ranks": served,

@@ -25,16 +25,20 @@ class CacheClearing:
     seconds: float = 0.0
 
 
-def aggressive_empty_cache(max_rounds: int = 3, threshold_bytes: int = GIB) -> CacheClearing:
+def aggressive_empty_cache(
+    max_rounds: int = 3, threshold_bytes: int = GIB, in_use_bytes: int | None = None
+) -> CacheClearing:
     """Empty torch's cache, then collect garbage and empty it again until that frees less than `threshold_bytes`.
 
     One round does not always suffice: a collected object may have held the last reference to blocks that
     become free only once the device has finished with them. Without a GPU the garbage is collected, at
-    most once.
+    most once. A collection takes tenths of a second in a large process.
 
     Args:
-        max_rounds: How many rounds at most; 0 only empties the cache, which takes a fraction of a collection's time.
+        max_rounds: How many rounds at most; 0 only empties the cache.
         threshold_bytes: A round that frees less is the last.
+        in_use_bytes: Device memory of this process that is known to be needed. Where torch keeps less than
+            `threshold_bytes` beside it, there is no round, since none could free more.
     """
     import torch
 
@@ -44,6 +48,8 @@ def aggressive_empty_cache(max_rounds: int = 3, threshold_bytes: int = GIB) -> C
         clearing.collected = gc.collect() if max_rounds else 0
     else:
         torch.cuda.empty_cache()  # a round counts only what its collection brings
+        if in_use_bytes is not None and torch.cuda.memory_reserved() - in_use_bytes < threshold_bytes:
+            max_rounds = 0
         for _ in range(max_rounds):
             before = torch.cuda.memory_reserved()
             clearing.collected += gc.collect()

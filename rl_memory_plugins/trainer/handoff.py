@@ -27,7 +27,7 @@ import torch
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.timing import timed
-from rl_memory_plugins.trainer.cache import aggressive_empty_cache, limit_memory
+from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache, limit_memory
 from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
@@ -190,13 +190,19 @@ class RolloutHandoff:
             total = sum(one.bytes for one in moved)
             seconds = sum(one.seconds for one in moved)
             if step != "load" and (total or torch.cuda.is_initialized()):
-                # Collecting is slow, so it is done once, before the engines' weights need the room.
-                seconds += aggressive_empty_cache(max_rounds=3 if step == "offload_others" else 0).seconds
+                seconds += self._give_back(step).seconds
             report.seconds[step] += seconds
             report.moved_bytes[step] = report.moved_bytes.get(step, 0) + total
 
         with _named(step):
             self._peers.agree(run)
+
+    def _give_back(self, step: str) -> CacheClearing:
+        """Collecting is slow, so it is done once, before the engines' weights need the room, and if it can help."""
+        if step != "offload_others":
+            return aggressive_empty_cache(max_rounds=0)
+        needed = sum(one.resident_bytes for one in self._weights if isinstance(one, Offloader))
+        return aggressive_empty_cache(in_use_bytes=needed)
 
     @contextmanager
     def _step(self, report: HandoffReport, step: str) -> Iterator[None]:

@@ -99,6 +99,11 @@ class Offloader:
     def offloaded_bytes(self) -> int:
         return sum(_away[storage].nbytes for storage in self._absent())
 
+    @property
+    def resident_bytes(self) -> int:
+        """Of all that `offload` would move now."""
+        return sum(storage.nbytes() for storage in self._present())
+
     def offload(self) -> Moved:
         """Copy to host memory and free the device memory (to torch's cache; see `aggressive_empty_cache`).
 

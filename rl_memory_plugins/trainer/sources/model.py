@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.trainer.offloading import host_view
+from rl_memory_plugins.trainer.sources.gather import whole
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 
@@ -15,9 +16,9 @@ from rl_memory_plugins.weights.manifest import TensorSpec
 class ModelSource:
     """A module's parameters and persistent buffers, or a mapping such as a state dict.
 
-    A DTensor is gathered when its turn comes: all ranks of its mesh must iterate, in step. Each casts its part
-    first, so that the gather moves and holds the dtype that is sent. Offloaded tensors, by `offload` or by
-    `.cpu()`, are read where they are. Tied weights are sent once, under the first name.
+    DTensors are gathered when their turn comes, a few at a time: all ranks of their mesh must iterate, in step. Each
+    casts its parts first, so that the gather moves and holds the dtype that is sent. Offloaded tensors, by
+    `offload` or by `.cpu()`, are read where they are. Tied weights are sent once, under the first name.
 
     Args:
         model: The module, or names and tensors. It is looked at anew for every update.
@@ -38,11 +39,7 @@ class ModelSource:
         return [self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._named()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._named():
-            if hasattr(tensor, "full_tensor"):
-                yield name, _gather(tensor, self._outgoing)
-            else:
-                yield name, self._outgoing.cast(host_view(tensor.detach()))
+        return whole(self._named(), self._outgoing)
 
     def resident(self) -> list[torch.Tensor] | None:
         """See `weights.source.ResidentSource`: none where some are gathered or cast."""
@@ -61,15 +58,3 @@ class ModelSource:
             if id(tensor) not in seen and sent is not None:
                 seen.add(id(tensor))
                 yield sent, tensor
-
-
-def _gather(tensor: Any, outgoing: Outgoing) -> torch.Tensor:
-    """A DTensor's whole, from its parts wherever they lie; a collective."""
-    from torch.distributed.tensor import DTensor
-
-    part = outgoing.cast(host_view(tensor._local_tensor)).to(tensor.device_mesh.device_type)
-    sharded = DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
-    )
-    whole: torch.Tensor = sharded.full_tensor()
-    return whole

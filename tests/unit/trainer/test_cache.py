@@ -57,6 +57,12 @@ def test_the_bounds_are_arguments(gpu):
     assert aggressive_empty_cache(max_rounds=4, threshold_bytes=9).freed_bytes == [10, 9, 8]
 
 
+@pytest.mark.parametrize(("in_use", "rounds"), [(49 * GIB, 1), (49 * GIB + 1, 0)])
+def test_nothing_is_collected_where_it_cannot_help(gpu, in_use, rounds):
+    assert len(aggressive_empty_cache(in_use_bytes=in_use).freed_bytes) == rounds
+    assert gpu.calls.count("collect") == rounds
+
+
 def test_without_rounds_the_cache_is_emptied_and_nothing_collected(gpu):
     clearing = aggressive_empty_cache(max_rounds=0)
     assert gpu.calls == ["empty_cache"] and gpu.reserved == 50 * GIB

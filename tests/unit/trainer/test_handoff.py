@@ -152,7 +152,7 @@ def test_the_trainer_is_limited_while_it_has_the_devices(monkeypatch):
     setup = Setup(memory_fraction=0.9)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: setup.log.append(("limit", share)))
-    monkeypatch.setattr(handoff, "aggressive_empty_cache", lambda max_rounds: CacheClearing())
+    monkeypatch.setattr(handoff, "aggressive_empty_cache", lambda **options: CacheClearing())
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     with setup.handoff.training("7"):
         pass
@@ -168,7 +168,7 @@ def test_the_cache_is_emptied_before_each_wake_and_garbage_collected_once(monkey
     if not moving:
         setup.handoff._weights, setup.handoff._others = [], []
 
-    def clear(max_rounds=3):
+    def clear(max_rounds=3, in_use_bytes=None):
         setup.log.append(("clear", max_rounds))
         return CacheClearing(seconds=0.125)
 
@@ -180,6 +180,24 @@ def test_the_cache_is_emptied_before_each_wake_and_garbage_collected_once(monkey
     calls = [call for call in setup.log if call[0] in ("clear", "wake_up")]
     assert calls == [("clear", 3), ("wake_up", ["weights"]), ("clear", 0), ("wake_up", None)]
     assert report.seconds["offload"] == report.seconds["offload_others"] == 0.125 + 0.25 * moving
+
+
+def test_the_weights_are_known_to_be_in_use(monkeypatch):
+    from models import Tree
+
+    from rl_memory_plugins.trainer import Offloader
+
+    monkeypatch.setitem(Offloader.__init__.__kwdefaults__, "moves", lambda tensor: True)
+    model, reference, known = Tree(checkpoint(6)), Tree(checkpoint(7)), []
+
+    def clear(max_rounds=3, in_use_bytes=None):
+        known.append(in_use_bytes)
+        return CacheClearing()
+
+    monkeypatch.setattr(handoff, "aggressive_empty_cache", clear)
+    with RolloutHandoff(ToyEngine(), ModelSource(model), weights=[model], others=[reference]).training():
+        pass
+    assert known[0] == sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_gradients_leave_before_the_engines_weights_come(monkeypatch):

@@ -1,5 +1,7 @@
 """FSDP1, FSDP2, tensor-parallel and Megatron-style shards on two ranks, against the unsharded model."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from rl_memory_plugins.trainer import (
     Replicated,
     Split,
 )
+from rl_memory_plugins.trainer.sources import gather
 
 
 def everything(tensor):
@@ -99,10 +102,40 @@ def fsdp2_offloaded(rank):
 def fsdp2_peak(rank):
     model, expected = fsdp2(blocks=12, width=32)
     largest = max(tensor.nbytes for tensor in expected.values())
-    with LiveBytes() as live:
+    with LiveBytes() as live, patch.object(gather, "BATCH_BYTES", largest):
         for _name, _tensor in ModelSource(model).tensors():
             del _tensor
     return live.peak, largest, sum(tensor.nbytes for tensor in expected.values())
+
+
+def gathers_together(rank, batch_bytes):
+    """Tensors of any shape and dtype, cut or not; how many collectives it took, and how many bytes they gave."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, replicas = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    torch.manual_seed(0)
+    expected = {
+        "uneven": torch.randn(7, 3),
+        "half": torch.randn(5).bfloat16(),
+        "one row": torch.randn(1, 3),
+        "empty": torch.randn(0, 4),
+        "bytes": torch.arange(9, dtype=torch.uint8),
+        "whole": torch.randn(2),
+        "replicated": torch.randn(4, 2),
+        "replicas": torch.randn(6, 2),
+    }
+    cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in expected.items()}
+    cut |= {
+        "whole": expected["whole"],
+        "replicated": distribute_tensor(expected["replicated"], mesh, [Replicate()]),
+        "replicas": distribute_tensor(expected["replicas"], replicas, [Replicate(), Shard(0)]),
+    }
+    with patch.object(gather, "BATCH_BYTES", batch_bytes):
+        real = dist.all_gather_into_tensor
+        with patch.object(dist, "all_gather_into_tensor", side_effect=real) as collective:
+            same(collected(ModelSource(cut)), expected)
+    return [call.args[0].numel() for call in collective.call_args_list]
 
 
 def fsdp1_gathers(rank, use_orig_params):
@@ -162,6 +195,12 @@ def tensor_parallel_gathers(rank):
 @pytest.mark.parametrize("job", [fsdp2_gathers, fsdp2_casts_and_renames, fsdp2_offloaded, tensor_parallel_gathers])
 def test_dtensors(pair, job):
     assert pair.run(job) == [True, True]
+
+
+def test_many_dtensors_take_one_collective(pair):
+    together, alone = pair.run(gathers_together, 1 << 20)[0], pair.run(gathers_together, 1)[0]
+    assert len(together) == 2  # up to what needs none, and after it
+    assert len(alone) == 5  # and none for what is empty
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

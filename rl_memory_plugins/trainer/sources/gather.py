@@ -1,0 +1,120 @@
+"""DTensors made whole, many to one collective: with one each, most of the time is not spent on bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_memory_plugins.trainer.offloading import host_view
+from rl_memory_plugins.trainer.sources.outgoing import Outgoing
+
+BATCH_BYTES = 64 << 20
+"""Of whole tensors in one collective, unless one alone is larger."""
+
+ALIGNMENT = 16  # every dtype's, for views of bytes
+
+
+def whole(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in their order, cast, the DTensors among them gathered. On all ranks of the meshes, in step.
+
+    Offloaded tensors are read where they are. At any time there exist one batch, and one tensor of it.
+    """
+    batch: _Batch | None = None
+    for name, tensor in named:
+        group = _group(tensor)
+        if batch is not None and (group is None or not batch.has_room(tensor, group, outgoing)):
+            yield from batch.gather()
+            batch = None
+        if group is not None:
+            batch = batch or _Batch(group, tensor.device_mesh.device_type)
+            batch.add(name, tensor, outgoing)
+        elif hasattr(tensor, "full_tensor"):
+            yield name, _redistributed(tensor, outgoing)
+        else:
+            yield name, outgoing.cast(host_view(tensor.detach()))
+    if batch is not None:
+        yield from batch.gather()
+
+
+def _group(tensor: Any) -> Any:
+    """The process group over which a DTensor is cut along its first dimension; None if it is not just that."""
+    from torch.distributed.tensor import Shard
+
+    cuts = [at for at, placement in enumerate(getattr(tensor, "placements", ())) if not placement.is_replicate()]
+    if len(cuts) != 1 or type(tensor.placements[cuts[0]]) is not Shard or tensor.placements[cuts[0]].dim != 0:
+        return None
+    return tensor.device_mesh.get_group(cuts[0])
+
+
+class _Member(NamedTuple):
+    name: str
+    tensor: Any
+    dtype: torch.dtype  # that it is sent in
+    start: int  # bytes from the start of a rank's part of the batch
+    nbytes: int  # of the whole
+    share: int  # bytes of a rank that has as many rows as any
+
+
+class _Batch:
+    """Tensors whose parts are gathered over one group, as bytes of any dtypes.
+
+    torch cuts a dimension into chunks of the same size and then a smaller one and empty ones, so what pads the
+    ranks' parts to one size lies behind all rows of the whole.
+    """
+
+    def __init__(self, group: Any, device: str) -> None:
+        self._group = group
+        self._device = device
+        self._ranks = torch.distributed.get_world_size(group)
+        self._members: list[_Member] = []
+        self._end = 0  # of a rank's part
+        self._nbytes = 0  # of the wholes
+
+    def has_room(self, tensor: Any, group: Any, outgoing: Outgoing) -> bool:
+        nbytes = tensor.numel() * outgoing.sent_as(tensor.dtype).itemsize
+        same = group is self._group and tensor.device_mesh.device_type == self._device
+        return same and self._nbytes + nbytes <= BATCH_BYTES
+
+    def add(self, name: str, tensor: Any, outgoing: Outgoing) -> None:
+        dtype = outgoing.sent_as(tensor.dtype)
+        row = math.prod(tensor.shape[1:]) * dtype.itemsize
+        rows = tensor.shape[0]
+        member = _Member(name, tensor, dtype, self._end, rows * row, -(-rows // self._ranks) * row)
+        self._members.append(member)
+        self._end += -(-member.share // ALIGNMENT) * ALIGNMENT
+        self._nbytes += member.nbytes
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with torch.no_grad():
+            parts = self._parts()
+            for member in self._members:
+                part = parts[:, member.start : member.start + member.share].reshape(-1)[: member.nbytes]
+                yield member.name, part.view(member.dtype).view(member.tensor.shape)
+
+    def _parts(self) -> torch.Tensor:
+        """All ranks' parts of the batch: uint8, [ranks, bytes]."""
+        own = torch.empty(self._end, dtype=torch.uint8, device=self._device)
+        for member in self._members:
+            part = host_view(member.tensor._local_tensor.detach())
+            room = own[member.start : member.start + part.numel() * member.dtype.itemsize]
+            # to the device first: it casts faster than the host
+            room.view(member.dtype).view(part.shape).copy_(part.to(self._device, non_blocking=True))
+        parts = torch.empty(self._ranks * self._end, dtype=torch.uint8, device=self._device)
+        if self._end:
+            torch.distributed.all_gather_into_tensor(parts, own, group=self._group)
+        return parts.view(self._ranks, self._end)
+
+
+def _redistributed(tensor: Any, outgoing: Outgoing) -> torch.Tensor:
+    """A DTensor that is cut in another way, by itself."""
+    from torch.distributed.tensor import DTensor
+
+    part = outgoing.cast(host_view(tensor._local_tensor)).to(tensor.device_mesh.device_type)
+    sharded = DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
+    )
+    made: torch.Tensor = sharded.full_tensor()
+    return made
