@@ -1,4 +1,4 @@
-"""A scheduler's side: the controller over the tensor-parallel ranks, and the refusal of requests."""
+"""A scheduler's side: its controller, the refusal of requests, and native calls led to both."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from concurrent.futures import Future
 from typing import Any
 
 from rl_memory_plugins.board import StatusBoard
-from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.sglang import worker
+from rl_memory_plugins.engines.sglang.engine import RankedGroup, SglangEngine, originals
 from rl_memory_plugins.engines.sglang.native import NativeWrites
 from rl_memory_plugins.engines.sglang.switch import config_of
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
-from rl_memory_plugins.errors import EngineFaultError, RLMemoryError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
-from rl_memory_plugins.rank import RankAgent, encode_call
-from rl_memory_plugins.records import Reply
-from rl_memory_plugins.tags import PauseMode, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -45,153 +42,6 @@ def install(hooks: Hooks) -> None:
     for name in ("is_fully_idle", "flush_cache", "abort_request"):
         hooks.require(f"{SCHEDULER}.{name}")
     hooks.require("sglang.srt.runtime_context:get_parallel")
-
-
-class RankedGroup:
-    """The ranks that run this controller in step, over their group for CPU tensors.
-
-    Args:
-        agent: This rank's.
-        group: A `torch.distributed` group. Its members are all ranks that receive each request.
-    """
-
-    def __init__(self, agent: RankAgent, group: Any) -> None:
-        from torch import distributed
-
-        self._distributed = distributed
-        self._agent = agent
-        self._group = group
-        self.rank: int = distributed.get_rank(group)
-        self.size: int = distributed.get_world_size(group)
-
-    def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
-        mine = encode_reply(self._agent.reply(encode_call(method, arguments)))
-        try:
-            return [decode_reply(reply) for reply in self.gather(mine)]
-        except Exception as error:  # a rank is gone
-            return [error_reply(self.rank, EngineFaultError(f"the ranks cannot agree: {error}", method=method))]
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Everybody's value, by rank."""
-        if self.size == 1:
-            return [mine]
-        everybody: list[Any] = [None] * self.size
-        self._distributed.all_gather_object(everybody, mine, group=self._group)
-        return everybody
-
-    def all(self, mine: bool) -> bool:
-        return all(self.gather(mine))
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            self._distributed.barrier(group=self._group)
-
-
-class _Drain:
-    def __init__(self, mode: PauseMode) -> None:
-        self.mode = mode
-        self.done: Future[None] = Future()
-
-
-class SglangEngine:
-    """A scheduler, for the controller. With attention-DP each rank has its own requests: all of them must agree."""
-
-    def __init__(self, scheduler: Any, ranks: RankedGroup) -> None:
-        self._scheduler = scheduler
-        self._ranks = ranks
-        self._drains: list[_Drain] = []
-        self._paused_here = False
-        self.paused_natively = False
-        self._shown_version: str | None = None
-
-    def drain(self, mode: PauseMode) -> Future[None]:
-        never_ends = mode is PauseMode.WAIT and self._scheduler._engine_paused
-        if never_ends and not self._ranks.all(self._is_idle(mode)):
-            raise StateConflictError(
-                "the engine is paused, so its requests never finish: continue_generation(), abort or keep"
-            )
-        if mode is PauseMode.ABORT:
-            from sglang.srt.managers.io_struct import AbortReq
-
-            if self._scheduler._engine_paused:  # nothing runs that could notice it is aborted: queue it first
-                self._retract()
-            self._scheduler.abort_request(AbortReq(abort_all=True))
-        drain = _Drain(mode)
-        self._drains.append(drain)
-        return drain.done
-
-    def poll(self) -> None:
-        """Complete drains that have ended, in the order they began. All ranks call it at the same point."""
-        while self._drains:
-            drain = self._drains[0]
-            if drain.mode is PauseMode.KEEP and not self._paused_here:
-                # A request whose grammar is still compiled is in no queue that survives a flush.
-                if not self._ranks.all(not self._scheduler.grammar_manager.grammar_queue):
-                    return
-                self._retract()
-            if not self._ranks.all(self._is_idle(drain.mode)):
-                return
-            self._drains.remove(drain)
-            drain.done.set_result(None)
-
-    @property
-    def draining(self) -> bool:
-        return bool(self._drains)
-
-    def _retract(self) -> None:
-        """Take running requests back into the queue; their KV cache is computed again later."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        self._paused_here = True
-        _original_pause(self._scheduler, PauseGenerationReqInput(mode="retract"))
-
-    def resume(self, *, lift_pause: bool) -> None:
-        # SGLang's own resume does not lift a pause made by pause_generation, so `lift_pause` changes nothing.
-        self._drains.clear()
-        paused_here, self._paused_here = self._paused_here, False
-        if paused_here and not self.paused_natively:
-            self.continue_generation()
-
-    def continue_generation(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        _original_continue(self._scheduler, ContinueGenerationReqInput())
-
-    def continue_later(self) -> None:
-        """The pause is lifted while closed: generation continues when the engine opens."""
-        self._paused_here = self._paused_here or self._scheduler._engine_paused
-
-    def reset_caches(self) -> None:
-        if Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags:
-            return  # it was flushed when it went to sleep, and its memory is not there to be touched
-        # Emptying torch's cache takes longer than a weight update; a sleep does it itself, where it is worth it.
-        if not self._ranks.all(self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False))):
-            raise EngineFaultError("SGLang refused to flush its caches although no request runs")
-
-    def _is_idle(self, mode: PauseMode) -> bool:
-        if mode is PauseMode.KEEP:
-            return self._without_queue(self._scheduler.is_fully_idle)
-        return bool(self._scheduler.is_fully_idle())
-
-    def _without_queue(self, call: Callable[[], Any]) -> bool:
-        """Call as if nothing were queued: requests in the queue hold no memory once they are retracted."""
-        if not self._paused_here:
-            return bool(call())
-        queue, self._scheduler.waiting_queue = self._scheduler.waiting_queue, []
-        try:
-            return bool(call())
-        finally:
-            self._scheduler.waiting_queue = queue
-
-    def show(self, asleep_tags: list[str], weight_version: str) -> None:
-        # SGLang's data-parallel attention holds on to this very set, so it is changed in place.
-        offloaded = self._scheduler.weight_updater.offload_tags
-        offloaded.clear()
-        offloaded.update(asleep_tags)
-        record = getattr(self._scheduler, "record_weight_version_change", None)
-        if record is not None and self._shown_version != weight_version:
-            record(new_version=weight_version)
-        self._shown_version = weight_version
 
 
 class SglangScheduler:
@@ -321,16 +171,6 @@ def has_attention_dp(server_args: Any) -> bool:
 
 # -- hooks --------------------------------------------------------------------------------------------------
 
-_originals: dict[str, Callable[..., Any]] = {}
-
-
-def _original_pause(scheduler: Any, request: Any) -> None:
-    _originals["pause_generation"](scheduler, request)
-
-
-def _original_continue(scheduler: Any, request: Any) -> None:
-    _originals["continue_generation"](scheduler, request)
-
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -413,7 +253,7 @@ def _refuse_while_closed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _native_pause(original: Callable[..., Any]) -> Callable[..., Any]:
-    _originals["pause_generation"] = original
+    originals["pause_generation"] = original
 
     def pause_generation(self: Any, recv_req: Any) -> Any:
         added = of(self)
@@ -429,7 +269,7 @@ def _native_pause(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _native_continue(original: Callable[..., Any]) -> Callable[..., Any]:
     """Lifts the pause; but a closed engine continues only when it opens."""
-    _originals["continue_generation"] = original
+    originals["continue_generation"] = original
 
     def continue_generation(self: Any, recv_req: Any) -> Any:
         added = of(self)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,11 +12,11 @@ from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import raise_engine_failures
+from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle
 from rl_memory_plugins.engines.vllm.switch import config_of
-from rl_memory_plugins.errors import EngineFaultError, RLMemoryError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
-from rl_memory_plugins.rank import encode_call
-from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, PauseMode, Tag
 
 CORE = "vllm.v1.engine.core:EngineCore"
@@ -45,129 +44,6 @@ def install(hooks: Hooks) -> None:
     if hasattr(core, "release_kv_cache_memory"):
         hooks.wrap(f"{CORE}.release_kv_cache_memory", _native_release_kv_cache)
     core.rl_memory_call = _call
-
-
-class VllmRanks:
-    """The executor's workers as the controller's ranks."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-
-    def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
-        payload = encode_call(method, arguments)
-        return [decode_reply(reply) for reply in self._executor.collective_rpc("rl_memory_rank_call", args=(payload,))]
-
-
-class VllmEngine:
-    """The scheduler of one engine core, for the controller."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        self._paused_here = False
-        self._paused_natively = False
-        self._waits: list[Future[None]] = []
-
-    def drain(self, mode: PauseMode) -> Future[None]:
-        if mode is PauseMode.WAIT and not hasattr(self._core, "input_queue"):
-            if self._core.scheduler.has_unfinished_requests():
-                raise UnsupportedError("an in-process vLLM engine cannot wait for requests: use abort or keep")
-            mode = PauseMode.ABORT
-        if mode is PauseMode.WAIT and not hasattr(self._core, "_idle_state_callbacks"):
-            raise UnsupportedError("this version of vLLM cannot wait for requests: use abort or keep")
-        if not self._paused_here:
-            self._paused_natively = self._core.is_scheduler_paused()
-        self._paused_here = True
-        return self._when_idle() if mode is PauseMode.WAIT else self._pause(mode)
-
-    def _pause(self, mode: PauseMode) -> Future[None]:
-        with self._without_agreement():
-            paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
-        if paused is not None:
-            return paused  # type: ignore[no-any-return]
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @contextlib.contextmanager
-    def _without_agreement(self) -> Iterator[None]:
-        """Data-parallel engines of one mixture-of-experts model stop by agreement, for which each takes a step with an
-        empty batch unless it sleeps. Where all have stopped already, but not all sleep, such a step never ended."""
-        core = self._core
-        if not getattr(core, "ignore_start_dp_wave", False) or core.engines_running:
-            yield
-            return
-        core._pause_complete = lambda: True
-        try:
-            yield
-        finally:
-            del core._pause_complete
-
-    def _when_idle(self) -> Future[None]:
-        """Pause once nothing runs. vLLM's own "wait" would leave requests that it has not begun in its queue, until
-        the next wake; here nothing new arrives, since the core refuses it, so all that is queued can end."""
-        if not self._core.has_work():
-            return self._pause(PauseMode.KEEP)
-        idle: Future[None] = Future()
-        self._waits.append(idle)
-
-        def pause(core: Any) -> None:
-            if idle not in self._waits:  # given up
-                return
-            self._waits.remove(idle)
-            try:
-                paused = self._pause(PauseMode.KEEP)
-            except Exception as error:
-                idle.set_exception(error)
-            else:
-                paused.add_done_callback(lambda done: _settle(idle, done))
-                _wake_loop(core)  # which would block for the next message, with a stop to be agreed on
-
-        self._core._idle_state_callbacks.append(pause)
-        return idle
-
-    def resume(self, *, lift_pause: bool) -> None:
-        if not self._paused_here and not lift_pause:
-            return  # nothing of ours is to be undone, and a pause that stands is the user's
-        self._waits.clear()
-        keep_paused = self._paused_natively and not lift_pause
-        self._paused_here = self._paused_natively = False
-        if not keep_paused and self._core.is_scheduler_paused():
-            if getattr(self._core, "pending_pause", False):  # what the others have not agreed to is taken back
-                self._core.pending_pause = False
-                self._core.scheduler.set_pause_state(type(self._core.scheduler.pause_state).UNPAUSED)
-            else:
-                self._core.resume_scheduler()
-            _wake_loop(self._core)
-
-    def reset_caches(self) -> None:
-        _reset_caches(self._core)
-
-    def show(self, asleep_tags: list[str], weight_version: str) -> None:
-        # The data-parallel dummy batch looks at the executor, so it must know which tags are asleep.
-        executor = self._core.model_executor
-        executor.sleeping_tags = set(asleep_tags)
-        if not isinstance(getattr(type(executor), "is_sleeping", None), property):
-            executor.is_sleeping = bool(asleep_tags)
-        if hasattr(self._core, "_weight_version"):
-            self._core._weight_version = weight_version
-
-
-def _wake_loop(core: Any) -> None:
-    """Have an idle loop look for work again. What waits for the last step of a batch in flight (asynchronous
-    scheduling) runs just before the loop blocks for the next message; requests kept until then would not go on."""
-    queue = getattr(core, "input_queue", None)
-    if queue is not None:  # an engine core in the caller's process has no loop
-        from vllm.v1.engine import EngineCoreRequestType
-
-        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-def _reset_caches(core: Any) -> None:
-    """Forget what was computed with the weights. Multimodal inputs were not, and clients hold the other half of
-    that cache: dropped on one side only, their next requests would fail."""
-    if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-        raise EngineFaultError("vLLM could not reset its prefix cache, e.g. that of a KV connector")
-    core.reset_encoder_cache()
 
 
 def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,7 +214,7 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             controller.note_foreign_changes()
             if [rank.content_epoch for rank in controller.status.ranks] != epochs:
-                _reset_caches(self)
+                reset_caches(self)
 
     return collective_rpc
 
@@ -357,17 +233,8 @@ def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:
 def _then(outcome: Future[Any], result: Any) -> Future[Any]:
     """A future of `result`, once `outcome` has succeeded."""
     answer: Future[Any] = Future()
-    outcome.add_done_callback(lambda done: _settle(answer, done, result))
+    outcome.add_done_callback(lambda done: settle(answer, done, result))
     return answer
-
-
-def _settle(future: Future[Any], done: Future[Any], result: Any = None) -> None:
-    """Give a future the error of another that is done, or `result`."""
-    error = done.exception()
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
 
 
 def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc
 
-from rl_memory_plugins.engines.vllm.core import VllmEngine
+from rl_memory_plugins.engines.vllm.engine import VllmEngine
 from rl_memory_plugins.tags import PauseMode
 
 
