@@ -18,6 +18,7 @@ from rl_memory_plugins.errors import RLMemoryError, UnsupportedError, WeightUpda
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator, set_torch_option
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights import buffers, checksums
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu, release_mapped
 from rl_memory_plugins.weights.sender import WeightSender
@@ -110,6 +111,16 @@ def test_a_source_may_use_its_memory_again(engine, place):
         report = updated(engine, OneByOne(tensors), transport=transport)
         assert report["transport"] == transport
         assert_arrived(engine, tensors)
+
+
+@pytest.mark.parametrize("place", ["cuda", "pinned", "cpu"])
+def test_master_weights_arrive_in_the_dtype_that_is_sent(engine, place):
+    """Those in host memory are cast on the GPU."""
+    tensors = {name: tensor.float() for name, tensor in randomised(place, 5).items()}
+    if place == "pinned":
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    updated(engine, ModelSource(tensors, dtype=torch.bfloat16))
+    assert_arrived(engine, {name: tensor.bfloat16() for name, tensor in tensors.items()})
 
 
 def test_work_that_is_in_flight_is_finished_first(engine):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from rl_memory_plugins.weights.manifest import TensorSpec
 
-if TYPE_CHECKING:
-    import torch
-
 Rename = Callable[[str], str | None]
 """Gives the checkpoint's name for the trainer's; `None` leaves the tensor out."""
+
+PIECE = 16 << 20
+"""Elements of host memory that are cast at a time on a GPU."""
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """What FSDP1, activation checkpointing and torch.compile put into names."""
@@ -43,4 +44,24 @@ class Outgoing:
         return TensorSpec(name, str(self.sent_as(dtype)).removeprefix("torch."), tuple(shape))
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.sent_as(tensor.dtype))
+        """The tensor in the dtype that is sent: itself, or a new one on the current GPU if this process uses one.
+
+        A GPU reads host memory faster than one of a trainer's few threads converts it.
+        """
+        tensor = tensor.detach()
+        dtype = self.sent_as(tensor.dtype)
+        if tensor.dtype != dtype and tensor.device.type == "cpu" and torch.cuda.is_initialized():
+            try:
+                return cast_to(tensor, dtype, torch.device("cuda", torch.cuda.current_device()))
+            except torch.OutOfMemoryError:
+                pass
+        return tensor.to(dtype)
+
+
+def cast_to(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy in another dtype on another device, which does the conversion piece by piece. Waits for the reads."""
+    source = tensor.reshape(-1)
+    made = torch.empty(source.numel(), dtype=dtype, device=device)
+    for start in range(0, source.numel(), PIECE):
+        made[start : start + PIECE].copy_(source[start : start + PIECE].to(device))
+    return made.view(tensor.shape)

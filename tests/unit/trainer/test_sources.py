@@ -11,6 +11,7 @@ from torch import nn
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer import CheckpointSource, ModelSource, Offloader, StreamSource
+from rl_memory_plugins.trainer.sources import outgoing
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource, spec_of
 
@@ -66,6 +67,14 @@ def test_casting_holds_one_tensor_at_a_time():
         for _name, _tensor in ModelSource(tensors, dtype=torch.bfloat16).tensors():
             del _tensor
     assert live.peak == 2000
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 4)])
+def test_a_cast_piece_by_piece_is_the_same(monkeypatch, shape):
+    monkeypatch.setattr(outgoing, "PIECE", 4)
+    tensor = torch.randn(shape).mT if len(shape) == 2 else torch.randn(shape)
+    made = outgoing.cast_to(tensor, torch.bfloat16, torch.device("cpu"))
+    assert made.shape == tensor.shape and torch.equal(made, tensor.bfloat16())
 
 
 def test_only_plain_tensors_in_their_dtype_are_resident():
