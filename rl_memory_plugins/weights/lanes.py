@@ -51,7 +51,7 @@ class Lanes:
     def __init__(
         self, manifest: Manifest, transport: str, *, keep_mapped: bool, resident: Sequence[torch.Tensor] | None
     ) -> None:
-        self._manifest = _with_buckets(manifest, _share(manifest))  # no more memory than all tensors take
+        self._manifest = manifest
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
@@ -106,7 +106,8 @@ class Lanes:
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=way == "shm_pinned", stable=stable)
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
-        """Of half the size, and so on, where there is no room for what was asked for."""
+        """No more memory than all tensors take; of half the size, and so on, where there is no room for it."""
+        self._manifest = _with_buckets(self._manifest, _share(self._manifest))
         emptied = False
         while True:
             slot_bytes, slots = self._manifest.slot_bytes(), self._manifest.slots

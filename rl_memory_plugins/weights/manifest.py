@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -41,7 +40,7 @@ ITEMSIZE: dict[str, int] = {
 """The dtypes that can be sent, under torch's names, and the bytes of one element."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # thousands would set off collections
     name: str
     dtype: str  # torch's name without the prefix, e.g. "bfloat16"
     shape: tuple[int, ...]
@@ -50,7 +49,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
@@ -60,7 +59,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return self.nbytes // self.shape[0] if self.shape and self.shape[0] else self.nbytes
 
 
-class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
+class BucketEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a tensor or some rows of it lie: in a slot, or without staging in one of the trainer's allocations."""
 
     index: int  # into `Manifest.tensors`

@@ -17,7 +17,7 @@ from rl_memory_plugins.weights.buffers import TRANSPORTS
 from rl_memory_plugins.weights.lanes import Lane, Lanes, refuse
 from rl_memory_plugins.weights.listener import ConnectedRank, Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
-from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_source
+from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_source, name_of
 
 if TYPE_CHECKING:
     import torch
@@ -275,12 +275,12 @@ class WeightSender:
             spec = manifest.tensors[entry.index]
             if entry.start == 0:
                 self._current = _next(spec, tensors)
-            part = self._current
-            if entry.nbytes != spec.nbytes:
+            part, nbytes = self._current, spec.nbytes
+            if entry.nbytes != nbytes:
                 part = part.narrow(0, entry.start // spec.row_nbytes, entry.nbytes // spec.row_nbytes)
             for lane, places in placed.items():
                 places.append(lane.buffer.put(slot, entry, spec, part))
-            if entry.start + entry.nbytes == spec.nbytes:
+            if entry.start + entry.nbytes == nbytes:
                 del self._current, part
         for lane in placed:
             lane.buffer.publish()
@@ -301,7 +301,7 @@ def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torc
     name, tensor = next(tensors, ("", None))
     if tensor is None:
         raise WeightUpdateError(f"the source ended before {spec.name}", name=spec.name)
-    if name != spec.name or tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
+    if name != spec.name or tensor.shape != spec.shape or name_of(tensor.dtype) != spec.dtype:
         raise WeightUpdateError(
             f"the source gives {name} {tensor.dtype} {list(tensor.shape)} where its specs say {spec.name} "
             f"{spec.dtype} {list(spec.shape)}",

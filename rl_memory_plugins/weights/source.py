@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -55,7 +56,7 @@ class ModuleSource:
         for name, tensor in module.items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                self._tensors[name] = tensor.detach()
+                self._tensors[name] = tensor.detach() if tensor.requires_grad else tensor
         self._dtype = dtype
 
     def specs(self) -> list[TensorSpec]:
@@ -83,7 +84,13 @@ class ModuleSource:
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-    return TensorSpec(name, str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return TensorSpec(name, name_of(dtype or tensor.dtype), tuple(tensor.shape))
+
+
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """torch's name for it, without the prefix."""
+    return str(dtype).removeprefix("torch.")
 
 
 def as_source(tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]) -> TensorSource:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.source import name_of
 
 Rename = Callable[[str], str | None]
 """Gives the checkpoint's name for the trainer's; `None` leaves the tensor out."""
@@ -41,7 +42,7 @@ class Outgoing:
 
     def spec(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
         """`name` is the checkpoint's, `dtype` the trainer's."""
-        return TensorSpec(name, str(self.sent_as(dtype)).removeprefix("torch."), tuple(shape))
+        return TensorSpec(name, name_of(self.sent_as(dtype)), tuple(shape))
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the dtype that is sent: itself, or a new one on the current GPU if this process uses one.

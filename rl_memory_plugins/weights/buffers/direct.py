@@ -53,7 +53,7 @@ class DirectExport:
                 allocations[found.address] = found
                 bisect.insort(starts, found.address)
             self._places.append((indices[found.address], address - found.address))
-        if sum(tensor.nbytes for tensor in tensors) < mean_bytes * len(allocations):
+        if mean_bytes and sum(tensor.nbytes for tensor in tensors) < mean_bytes * len(allocations):
             raise UnsupportedError(
                 f"{len(allocations)} allocations take longer to open than to stage; keep_mapped opens them once"
             )

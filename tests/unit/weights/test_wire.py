@@ -1,3 +1,4 @@
+import gc
 import os
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_memory_plugins.errors import InvalidRequestError, ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import buffers, wire
-from rl_memory_plugins.weights.manifest import ALIGNMENT, Manifest, TensorSpec
+from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry, Manifest, TensorSpec
 from rl_memory_plugins.weights.sender import WeightSender
 
 
@@ -149,6 +150,12 @@ def test_the_digest_depends_on_the_tensors_only():
     assert Manifest(tensors, bucket_bytes=1, slots=3).digest() == digest
     assert Manifest(tensors, partial=True).digest() != digest
     assert Manifest([TensorSpec("a", "bfloat16", (3, 2))]).digest() != digest
+
+
+def test_thousands_of_tensors_set_off_no_collection_of_garbage():
+    """One of all generations takes tenths of a second in a trainer."""
+    assert not gc.is_tracked(TensorSpec("name", "float32", (2, 3)))
+    assert not gc.is_tracked(BucketEntry(0, 0, 24))
 
 
 def test_shared_memory_is_shared_and_its_description_is_checked():
