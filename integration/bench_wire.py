@@ -281,7 +281,7 @@ def measure(model: str, repeats: int) -> tuple[dict[str, list[float]], list[dict
         release_mapped()
         figures["release_mapped_s"] = [time.perf_counter() - start]
         updates("update_direct_unkept_s", tensors, repeats, transport="cuda_direct")
-        for bucket in (128, 256, 512, 1024):
+        for bucket in (256, 512, 1024, 2048):
             options = {"transport": "cuda_ipc", "bucket_bytes": bucket * MiB}
             updates(f"update_staged_{bucket}mib_s", tensors, repeats, **options)
             figures[f"peak_extra_mib_staged_{bucket}mib"] = [
