@@ -104,8 +104,13 @@ class _Batch:
             room.view(member.dtype).view(part.shape).copy_(part.to(self._device, non_blocking=True))
         parts = torch.empty(self._ranks * self._end, dtype=torch.uint8, device=self._device)
         if self._end:
-            torch.distributed.all_gather_into_tensor(parts, own, group=self._group)
+            all_gather(parts, own, self._group)
         return parts.view(self._ranks, self._end)
+
+
+def all_gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    renamed = getattr(torch.distributed, "all_gather_single", None)  # in torch 2.13
+    (renamed or torch.distributed.all_gather_into_tensor)(parts, own, group=group)
 
 
 def _redistributed(tensor: Any, outgoing: Outgoing) -> torch.Tensor:

@@ -131,10 +131,11 @@ def gathers_together(rank, batch_bytes):
         "replicated": distribute_tensor(expected["replicated"], mesh, [Replicate()]),
         "replicas": distribute_tensor(expected["replicas"], replicas, [Replicate(), Shard(0)]),
     }
-    with patch.object(gather, "BATCH_BYTES", batch_bytes):
-        real = dist.all_gather_into_tensor
-        with patch.object(dist, "all_gather_into_tensor", side_effect=real) as collective:
-            same(collected(ModelSource(cut)), expected)
+    with (
+        patch.object(gather, "BATCH_BYTES", batch_bytes),
+        patch.object(gather, "all_gather", side_effect=gather.all_gather) as collective,
+    ):
+        same(collected(ModelSource(cut)), expected)
     return [call.args[0].numel() for call in collective.call_args_list]
 
 
