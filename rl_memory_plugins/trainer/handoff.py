@@ -29,12 +29,16 @@ from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache, limit_memory
 from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
+from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.update import push_from_all
 from rl_memory_plugins.weights.source import TensorSource
 
 T = TypeVar("T")
+
+WORTH_COLLECTING = 256 << 20
+"""Bytes that torch keeps beside the weights; with less, garbage is not worth the time that it takes to find it."""
 
 STEPS = ("sleep", "load", "offload_others", "wake_weights", "sync", "offload", "wake_kv_cache")
 
@@ -201,8 +205,9 @@ class RolloutHandoff:
         """Collecting is slow, so it is done once, before the engines' weights need the room, and if it can help."""
         if step != "offload_others":
             return aggressive_empty_cache(max_rounds=0)
-        needed = sum(one.resident_bytes for one in self._weights if isinstance(one, Offloader))
-        return aggressive_empty_cache(in_use_bytes=needed)
+        device = own_device()
+        needed = sum(one.resident_bytes(device) for one in self._weights if isinstance(one, Offloader))
+        return aggressive_empty_cache(threshold_bytes=WORTH_COLLECTING, in_use_bytes=needed)
 
     @contextmanager
     def _step(self, report: HandoffReport, step: str) -> Iterator[None]:

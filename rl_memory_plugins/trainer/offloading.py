@@ -99,10 +99,9 @@ class Offloader:
     def offloaded_bytes(self) -> int:
         return sum(_away[storage].nbytes for storage in self._absent())
 
-    @property
-    def resident_bytes(self) -> int:
-        """Of all that `offload` would move now."""
-        return sum(storage.nbytes() for storage in self._present())
+    def resident_bytes(self, device: torch.device) -> int:
+        """Of what `offload` would move away from this device now."""
+        return sum(storage.nbytes() for storage in self._present() if storage.device == device)
 
     def offload(self) -> Moved:
         """Copy to host memory and free the device memory (to torch's cache; see `aggressive_empty_cache`).

@@ -68,6 +68,9 @@ class Gpu(Protocol):
 
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
+    def free_bytes(self) -> int:
+        """What torch can still allocate here."""
+
     def find(self, address: int) -> Allocation | None:
         """The allocation that holds the address; None if it cannot be exported."""
 
@@ -116,6 +119,10 @@ class CudaGpu:
     def free(self, address: int) -> None:
         with self._current():
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def free_bytes(self) -> int:
+        unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        return int(torch.cuda.mem_get_info(self.index)[0] + unused)
 
     def find(self, address: int) -> Allocation | None:
         capable, serial = ctypes.c_int(), ctypes.c_uint64()

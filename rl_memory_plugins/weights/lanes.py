@@ -106,22 +106,35 @@ class Lanes:
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=way == "shm_pinned", stable=stable)
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
-        """No more memory than all tensors take; of half the size, and so on, where there is no room for it."""
-        self._manifest = _with_buckets(self._manifest, _share(self._manifest))
+        """No more memory than all tensors take; of half the size, and so on, where there is no room for it.
+
+        Where the tensors are made one by one, there must be room for the largest and what it is made of too: without
+        it the source would fail after the first bytes have been written.
+        """
+        asked = self._manifest
+        cut = _with_buckets(asked, _share(asked))
+        needed = 0 if stable else 2 * max((spec.nbytes for spec in asked.tensors), default=0)
         emptied = False
         while True:
-            slot_bytes, slots = self._manifest.slot_bytes(), self._manifest.slots
+            slot_bytes = cut.slot_bytes()
+            smaller = _with_buckets(cut, slot_bytes // 2)
+            last = smaller.bucket_bytes < MIN_STAGED_BUCKET_BYTES or smaller.slot_bytes() >= slot_bytes
             try:
-                return CudaStaging(device, slot_bytes, slots, stable=stable)
+                staging = CudaStaging(device, slot_bytes, cut.slots, stable=stable)
             except OutOfMemoryError:
-                smaller = _with_buckets(self._manifest, slot_bytes // 2)
-                if not emptied:  # the memory may be free, and kept by this process's own torch
-                    torch.cuda.empty_cache()
-                    emptied = True
-                elif smaller.bucket_bytes >= MIN_STAGED_BUCKET_BYTES and smaller.slot_bytes() < slot_bytes:
-                    self._manifest = smaller
-                else:
+                if emptied and last:
                     raise
+            else:
+                if last or cuda_ipc.local_gpu(device).free_bytes() >= needed:
+                    self._manifest = cut
+                    return staging
+                staging.close()
+                emptied = True
+            if emptied:
+                cut = smaller
+            else:  # the memory may be free, and kept by this process's own torch
+                torch.cuda.empty_cache()
+                emptied = True
 
     def in_use(self) -> list[Lane]:
         return [lane for lane in self._lanes.values() if lane.ranks]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_memory_plugins.trainer.offloading import host_view
-from rl_memory_plugins.trainer.sources.outgoing import Outgoing
+from rl_memory_plugins.trainer.sources.outgoing import Outgoing, copy_into
 
 BATCH_BYTES = 64 << 20
-"""Of whole tensors in one collective, unless one alone is larger."""
+"""Of all ranks' parts in one collective, unless one tensor alone has more."""
 
 ALIGNMENT = 16  # every dtype's, for views of bytes
 
@@ -54,7 +54,6 @@ class _Member(NamedTuple):
     tensor: Any
     dtype: torch.dtype  # that it is sent in
     start: int  # bytes from the start of a rank's part of the batch
-    nbytes: int  # of the whole
     share: int  # bytes of a rank that has as many rows as any
 
 
@@ -71,28 +70,21 @@ class _Batch:
         self._ranks = torch.distributed.get_world_size(group)
         self._members: list[_Member] = []
         self._end = 0  # of a rank's part
-        self._nbytes = 0  # of the wholes
 
     def has_room(self, tensor: Any, group: Any, outgoing: Outgoing) -> bool:
-        nbytes = tensor.numel() * outgoing.sent_as(tensor.dtype).itemsize
         same = group is self._group and tensor.device_mesh.device_type == self._device
-        return same and self._nbytes + nbytes <= BATCH_BYTES
+        return same and self._ranks * (self._end + _share(tensor, outgoing, self._ranks)) <= BATCH_BYTES
 
     def add(self, name: str, tensor: Any, outgoing: Outgoing) -> None:
-        dtype = outgoing.sent_as(tensor.dtype)
-        row = math.prod(tensor.shape[1:]) * dtype.itemsize
-        rows = tensor.shape[0]
-        member = _Member(name, tensor, dtype, self._end, rows * row, -(-rows // self._ranks) * row)
-        self._members.append(member)
-        self._end += -(-member.share // ALIGNMENT) * ALIGNMENT
-        self._nbytes += member.nbytes
+        dtype, share = outgoing.sent_as(tensor.dtype), _share(tensor, outgoing, self._ranks)
+        self._members.append(_Member(name, tensor, dtype, self._end, share))
+        self._end += -(-share // ALIGNMENT) * ALIGNMENT
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with torch.no_grad():
-            parts = self._parts()
-            for member in self._members:
-                part = parts[:, member.start : member.start + member.share].reshape(-1)[: member.nbytes]
-                yield member.name, part.view(member.dtype).view(member.tensor.shape)
+        parts = self._parts()
+        for member in self._members:
+            part = parts[:, member.start : member.start + member.share].reshape(-1).view(member.dtype)
+            yield member.name, part[: member.tensor.numel()].view(member.tensor.shape)
 
     def _parts(self) -> torch.Tensor:
         """All ranks' parts of the batch: uint8, [ranks, bytes]."""
@@ -100,12 +92,19 @@ class _Batch:
         for member in self._members:
             part = host_view(member.tensor._local_tensor.detach())
             room = own[member.start : member.start + part.numel() * member.dtype.itemsize]
-            # to the device first: it casts faster than the host
-            room.view(member.dtype).view(part.shape).copy_(part.to(self._device, non_blocking=True))
+            copy_into(room.view(member.dtype).view(part.shape), part)
+        if self._ranks == 1 or not self._end:
+            return own.expand(self._ranks, -1)
         parts = torch.empty(self._ranks * self._end, dtype=torch.uint8, device=self._device)
-        if self._end:
-            all_gather(parts, own, self._group)
+        all_gather(parts, own, self._group)
         return parts.view(self._ranks, self._end)
+
+
+def _share(tensor: Any, outgoing: Outgoing, ranks: int) -> int:
+    """Bytes of a rank that has as many rows as any."""
+    row: int = math.prod(tensor.shape[1:]) * outgoing.sent_as(tensor.dtype).itemsize
+    rows: int = -(-tensor.shape[0] // ranks)
+    return rows * row
 
 
 def all_gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import name_of
 
@@ -51,18 +52,28 @@ class Outgoing:
         """
         tensor = tensor.detach()
         dtype = self.sent_as(tensor.dtype)
-        if tensor.dtype != dtype and tensor.device.type == "cpu" and torch.cuda.is_initialized():
+        device = own_device()
+        if tensor.dtype != dtype and tensor.device.type == "cpu" and device.type == "cuda":
             try:
-                return cast_to(tensor, dtype, torch.device("cuda", torch.cuda.current_device()))
+                return cast_to(tensor, dtype, device)
             except torch.OutOfMemoryError:
                 pass
         return tensor.to(dtype)
 
 
 def cast_to(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy in another dtype on another device, which does the conversion piece by piece. Waits for the reads."""
-    source = tensor.reshape(-1)
-    made = torch.empty(source.numel(), dtype=dtype, device=device)
-    for start in range(0, source.numel(), PIECE):
-        made[start : start + PIECE].copy_(source[start : start + PIECE].to(device))
-    return made.view(tensor.shape)
+    """A copy in another dtype on another device. Waits for what it reads of host memory."""
+    made = torch.empty(tensor.shape, dtype=dtype, device=device)
+    copy_into(made, tensor)
+    return made
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy to a contiguous tensor of the same shape; host memory of another dtype piece by piece, cast by the target's
+    device."""
+    if source.dtype == target.dtype or source.device == target.device:
+        target.copy_(source)
+        return
+    flat, given = target.view(-1), source.reshape(-1)
+    for start in range(0, given.numel(), PIECE):
+        flat[start : start + PIECE].copy_(given[start : start + PIECE].to(target.device))

@@ -151,6 +151,7 @@ def test_from_host_a_real_model_is_sent_from_its_offloaded_copy():
 def test_the_trainer_is_limited_while_it_has_the_devices(monkeypatch):
     setup = Setup(memory_fraction=0.9)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: setup.log.append(("limit", share)))
     monkeypatch.setattr(handoff, "aggressive_empty_cache", lambda **options: CacheClearing())
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
@@ -168,11 +169,12 @@ def test_the_cache_is_emptied_before_each_wake_and_garbage_collected_once(monkey
     if not moving:
         setup.handoff._weights, setup.handoff._others = [], []
 
-    def clear(max_rounds=3, in_use_bytes=None):
+    def clear(max_rounds=3, threshold_bytes=0, in_use_bytes=None):
         setup.log.append(("clear", max_rounds))
         return CacheClearing(seconds=0.125)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(handoff, "aggressive_empty_cache", clear)
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     with setup.handoff.training() as report:
@@ -190,7 +192,7 @@ def test_the_weights_are_known_to_be_in_use(monkeypatch):
     monkeypatch.setitem(Offloader.__init__.__kwdefaults__, "moves", lambda tensor: True)
     model, reference, known = Tree(checkpoint(6)), Tree(checkpoint(7)), []
 
-    def clear(max_rounds=3, in_use_bytes=None):
+    def clear(max_rounds=3, threshold_bytes=0, in_use_bytes=None):
         known.append(in_use_bytes)
         return CacheClearing()
 

@@ -139,6 +139,29 @@ def gathers_together(rank, batch_bytes):
     return [call.args[0].numel() for call in collective.call_args_list]
 
 
+def gathers_in_the_middle(rank):
+    """Whoever breaks off and keeps the iterator keeps nothing else: as the frames of an error may."""
+    model, _ = fsdp2()
+    kept = ModelSource(model).tensors()
+    next(kept)
+    return torch.is_grad_enabled()
+
+
+def padded_parts(rank):
+    """One row on two ranks is padded to twice its size, and counts as that."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    cut = {str(number): distribute_tensor(torch.randn(1, 16), mesh, [Shard(0)]) for number in range(8)}
+    with (
+        patch.object(gather, "BATCH_BYTES", 256),
+        patch.object(gather, "all_gather", side_effect=gather.all_gather) as collective,
+    ):
+        collected(ModelSource(cut))
+    return max(call.args[0].nbytes for call in collective.call_args_list)
+
+
 def fsdp1_gathers(rank, use_orig_params):
     model, expected = fsdp1(use_orig_params)
     for _ in range(2):
@@ -202,6 +225,14 @@ def test_many_dtensors_take_one_collective(pair):
     together, alone = pair.run(gathers_together, 1 << 20)[0], pair.run(gathers_together, 1)[0]
     assert len(together) == 2  # up to what needs none, and after it
     assert len(alone) == 5  # and none for what is empty
+
+
+def test_a_gather_that_is_broken_off_leaves_autograd_on(pair):
+    assert pair.run(gathers_in_the_middle) == [True, True]
+
+
+def test_a_batch_is_as_large_as_what_is_moved(pair):
+    assert pair.run(padded_parts) == [256, 256]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

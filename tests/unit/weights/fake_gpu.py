@@ -34,6 +34,9 @@ class FakeGpu:
         assert address not in self.mapped, "freed while open"
         del self.memory[address]
 
+    def free_bytes(self):
+        return self.capacity - sum(len(memory) for memory, _ in self.memory.values())
+
     def find(self, address):
         if "export" in self.denied:
             return None

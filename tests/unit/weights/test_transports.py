@@ -239,6 +239,36 @@ def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
         rank.model.assert_unchanged(loaded(tensors, i, 2))
 
 
+def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypatch):
+    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    tensors = checkpoint(6)
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    gpu, left = gpus["GPU-0"], []
+    gpu.capacity = 2048 + largest  # room for two slots of 1 KiB, and not for the tensors beside them
+
+    class Watched(OneByOne):
+        def tensors(self):
+            for name, tensor in super().tensors():
+                left.append(gpu.free_bytes())
+                yield name, tensor
+
+    report, _ = send([gpu_rank()], Watched(tensors), bucket_bytes=1024)
+    assert report["transport"] == "cuda_ipc" and min(left) >= 2 * largest
+    rank = gpu_rank()
+    gpu.capacity += 1 << 16
+    report, _ = send([rank], gpu.place(tensors), bucket_bytes=1024, transport="cuda_ipc")
+    assert report["buckets"] == 3  # tensors that are there need no room
+
+
+def test_a_gpu_that_is_full_leaves_the_others_their_buckets(gpus, monkeypatch):
+    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
+    gpus["GPU-1"].capacity = 1
+    report, threads = send(ranks, OneByOne(checkpoint(6)), bucket_bytes=1024)
+    assert [thread.report["transport"] for thread in threads] == ["cuda_ipc", "shm_pinned"]
+    assert report["buckets"] == 3
+
+
 def test_no_memory_for_staging_is_no_reason_to_fail(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     gpu.capacity = 1
