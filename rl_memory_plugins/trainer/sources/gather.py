@@ -41,10 +41,13 @@ def whole(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tupl
 
 def _group(tensor: Any) -> Any:
     """The process group over which a DTensor is cut along its first dimension; None if it is not just that."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return None
     from torch.distributed.tensor import Shard
 
-    cuts = [at for at, placement in enumerate(getattr(tensor, "placements", ())) if not placement.is_replicate()]
-    if len(cuts) != 1 or type(tensor.placements[cuts[0]]) is not Shard or tensor.placements[cuts[0]].dim != 0:
+    cuts = [at for at, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(cuts) != 1 or type(placements[cuts[0]]) is not Shard or placements[cuts[0]].dim != 0:
         return None
     return tensor.device_mesh.get_group(cuts[0])
 
