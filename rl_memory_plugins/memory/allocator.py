@@ -95,6 +95,9 @@ class Allocator(Protocol):
     def blocks(self, tag: Tag) -> list[Block]:
         """The tag's live blocks by ascending address, whether resident or released."""
 
+    def unused(self, tag: Tag) -> list[Block]:
+        """Parts of the tag's blocks that no tensor lies in, as far as can be known: their content is worth nothing."""
+
     def held(self, tag: Tag) -> AbstractContextManager[list[Block]]:
         """The tag's blocks, for reading by another thread: while it is open none of them loses its memory by
         the end of its tensors. `release` still takes it."""

@@ -220,6 +220,7 @@ class Backup:
         self.nbytes = sum(block.nbytes for block in blocks)
         self.epoch = -1
         self._fingerprint: int | None = None
+        self._left_out: list[Block] = []
         self._wait: Callable[[], None] | None = None  # for a copy that is under way
         self._address = arena.acquire(self.nbytes) if self.nbytes else 0
 
@@ -233,15 +234,17 @@ class Backup:
             offset += block.nbytes
         return pairs
 
-    def begin_save(self, device: Device, epoch: int, gone: Sequence[Block] = ()) -> int:
+    def begin_save(self, device: Device, epoch: int, gone: Sequence[Block] = (), unused: Sequence[Block] = ()) -> int:
         """Begin to copy the blocks out; until `finish` or `free` they must stay as they are.
 
         Args:
             gone: Parts of them that have been freed since the backup was made.
+            unused: Parts whose content is worth nothing; `restore` leaves them out too.
 
         Returns: the bytes.
         """
-        pairs = self._pairs(gone)
+        self._left_out = subtract(unused, self.identified)
+        pairs = self._pairs([*gone, *self._left_out])
         self._fingerprint = None
         self._wait = device.begin_copy_to_host(pairs)
         if self.identified and not gone:
@@ -263,7 +266,7 @@ class Backup:
 
         Returns: whether this is a copy of one state of the blocks. If not, the backup is never clean.
         """
-        self._fingerprint = None
+        self._fingerprint, self._left_out = None, []
         before = self._identity(device)
         for block, address in self._pairs():
             for start in range(0, block.nbytes, STEP_BYTES):
@@ -276,16 +279,18 @@ class Backup:
         self._fingerprint, self.epoch = before, epoch
         return True
 
-    def begin_refresh(self, device: Device, gone: Sequence[Block] = ()) -> int:
+    def begin_refresh(self, device: Device, gone: Sequence[Block] = (), unused: Sequence[Block] = ()) -> int:
         """Begin to copy out again what is not identified; see `begin_save`."""
-        pairs = self._pairs([*self.identified, *gone])
+        self._left_out = subtract(unused, self.identified)
+        pairs = self._pairs([*self.identified, *gone, *self._left_out])
         if pairs:
             self._wait = device.begin_copy_to_host(pairs)
         return sum(block.nbytes for block, _ in pairs)
 
     def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
         """Copy the bytes back, all or those that lie in `blocks`; returns how many, when all have arrived."""
-        pairs = self._pairs(gone=subtract(self.blocks, blocks) if blocks is not None else ())
+        elsewhere = subtract(self.blocks, blocks) if blocks is not None else []
+        pairs = self._pairs([*elsewhere, *self._left_out])
         device.copy_from_host(pairs)
         return sum(block.nbytes for block, _ in pairs)
 

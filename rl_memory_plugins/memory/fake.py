@@ -127,6 +127,7 @@ class FakeAllocator:
 
     def __init__(self, device: FakeDevice | None = None) -> None:
         self.device = device or FakeDevice()
+        self.unused_blocks: list[Block] = []
         self._local = threading.local()
 
     @contextmanager
@@ -166,6 +167,9 @@ class FakeAllocator:
 
     def blocks(self, tag: Tag) -> list[Block]:
         return sorted(range_.block for range_ in self._of(tag))
+
+    def unused(self, tag: Tag) -> list[Block]:
+        return list(self.unused_blocks)
 
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:

@@ -133,6 +133,9 @@ class HostAllocator:
         with self._lock:
             return sorted(block for _, _, block in self._live(tag))
 
+    def unused(self, tag: Tag) -> list[Block]:
+        return []  # a block is a tensor's storage
+
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         with self._lock:

@@ -207,10 +207,10 @@ class MemoryManager:
 
     def _begin_copy(self, prepared: _PreparedSleep, tag: Tag) -> int:
         backup = prepared.backups[tag]
-        gone = subtract(backup.blocks, self.allocator.blocks(tag))
+        gone, unused = subtract(backup.blocks, self.allocator.blocks(tag)), self.allocator.unused(tag)
         if tag in prepared.clean:
-            return backup.begin_refresh(self.device, gone)
-        return backup.begin_save(self.device, self._epoch, gone)
+            return backup.begin_refresh(self.device, gone, unused)
+        return backup.begin_save(self.device, self._epoch, gone, unused)
 
     def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from rl_memory_plugins.memory.allocator import Block
 
 
 class Segment(NamedTuple):
@@ -15,6 +17,11 @@ class Segment(NamedTuple):
     address: int
     nbytes: int
     active_bytes: int
+    parts: Sequence[dict[str, Any]] = ()  # as torch describes them
+
+    def unused(self) -> list[Block]:
+        """What torch may hand out to new tensors: no tensor lies there, and no work on the device is awaited."""
+        return [Block(part["address"], part["size"]) for part in self.parts if part["state"] == "inactive"]
 
 
 class Segments:
@@ -32,18 +39,18 @@ class Segments:
 
     def of(self, pools: Iterable[Any]) -> list[Segment]:
         """The segments of these pools (`torch.cuda.MemPool`), in no particular order."""
+        found = self.by_pool()
+        return [segment for pool in pools for segment in found.get(pool_key(pool), ())]
+
+    def by_pool(self) -> dict[tuple[int, int], list[Segment]]:
+        """All segments by the identifiers of their pools."""
         with self._lock:
             stats = torch.cuda.memory_stats(self._index)
-            now = tuple(stats.get(f"active.all.{count}", 0) for count in ("allocated", "freed", "current"))
+            counts = ("allocated", "freed", "current")
+            now = tuple(stats.get(f"{what}.all.{count}", 0) for what in ("active", "segment") for count in counts)
             if now != self._seen:
                 self.read()
                 self._seen = now  # taken before the reading: at worst it is read once more
-            return [segment for pool in pools for segment in self._by_pool.get(pool_key(pool), ())]
-
-    def by_pool(self) -> dict[tuple[int, int], list[Segment]]:
-        """All segments as they are now, by the identifiers of their pools."""
-        with self._lock:
-            self.read()
             return dict(self._by_pool)
 
     def read(self) -> set[int]:
@@ -52,7 +59,7 @@ class Segments:
             self._by_pool = {}
             for found in torch.cuda.memory._snapshot()["segments"]:
                 if found["device"] == self._index:
-                    segment = Segment(found["address"], found["total_size"], found["active_size"])
+                    segment = Segment(found["address"], found["total_size"], found["active_size"], found["blocks"])
                     self._by_pool.setdefault(tuple(found["segment_pool_id"]), []).append(segment)
             return {segment.address for segments in self._by_pool.values() for segment in segments}
 

@@ -27,7 +27,7 @@ from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.left import Left
 from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
-from rl_memory_plugins.memory.segments import Segments, pool_key
+from rl_memory_plugins.memory.segments import Segment, Segments, pool_key
 from rl_memory_plugins.memory.torch_settings import torch_options
 from rl_memory_plugins.tags import Tag
 
@@ -95,6 +95,11 @@ class TorchSaverAllocator:
     def blocks(self, tag: Tag) -> list[Block]:
         return self._blocks_of(self._saver_tags(tag))
 
+    def unused(self, tag: Tag) -> list[Block]:
+        if tag is Tag.CUDA_GRAPH:
+            return []
+        return [block for segment in self._segments_of(self._saver_tags(tag)) for block in segment.unused()]
+
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         yield self.blocks(tag)  # its pools keep their segments when tensors go
@@ -107,12 +112,15 @@ class TorchSaverAllocator:
         return self._left(by_pool, pools, held - paused)
 
     def _blocks_of(self, names: list[str]) -> list[Block]:
+        return sorted(Block(segment.address, segment.nbytes) for segment in self._segments_of(names))
+
+    def _segments_of(self, names: list[str]) -> list[Segment]:
         pools = [
             pool
             for key, pool in list(self._saver._impl._mem_pools.items())
             if (key[0] if isinstance(key, tuple) else key) in names
         ]
-        return sorted(Block(segment.address, segment.nbytes) for segment in self._segments.of(pools))
+        return self._segments.of(pools)
 
     def release(self, tag: Tag) -> int:
         resident = [name for name in self._saver_tags(tag) if name not in self._paused[tag]]

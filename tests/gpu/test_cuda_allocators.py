@@ -101,6 +101,15 @@ def memory(request):
     harness.close()
 
 
+def test_what_tensors_leave_of_a_segment_is_unused(memory):
+    kept, gone = (suite.make(memory, suite.Tag.WEIGHTS, byte, MiB // 2) for byte in (1, 2))
+    here, there = memory.address(kept), memory.address(gone)
+    memory.free(gone)
+    unused = memory.allocator.unused(suite.Tag.WEIGHTS)
+    assert any(block.address <= there and there + MiB // 2 <= block.end for block in unused)
+    assert not any(block.address < here + MiB // 2 and here < block.end for block in unused)
+
+
 def test_the_saver_is_used_in_the_mode_that_the_process_was_started_for():
     preloaded = "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
     assert TorchSaverAllocator(0).hook_mode == ("preload" if preloaded else "torch")

@@ -12,6 +12,7 @@ from rl_memory_plugins.errors import (
     StateConflictError,
 )
 from rl_memory_plugins.memory import backup as backup_module
+from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fake import GARBAGE_BYTE
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
 
@@ -148,6 +149,23 @@ def test_of_a_clean_backup_only_what_is_no_parameter_is_copied_again(rank):
     assert changes["cuda_graph"].bytes_copied == rank.graph.nbytes
     wake(rank)
     assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+@pytest.mark.parametrize("level", [Level.PRESERVE, Level.DISCARD])
+def test_what_no_tensor_uses_is_neither_copied_nor_restored(rank, level):
+    half = rank.buffer.nbytes // 2
+    unused = Block(rank.buffer.address + half, rank.buffer.nbytes - half)
+    parameter = rank.parameter.nbytes if level is Level.PRESERVE else 0
+    before = rank.allocator.read(rank.buffer)
+    rank.allocator.unused_blocks = [unused, rank.parameter]  # what a trainer replaces is in use, whatever torch says
+    assert sleep(rank, level, [Tag.WEIGHTS])["weights"].bytes_copied == parameter + half
+    assert wake(rank, [Tag.WEIGHTS])["weights"].bytes_copied == parameter + half
+    assert rank.allocator.read(rank.buffer) == before[:half] + bytes([GARBAGE_BYTE]) * unused.nbytes
+    rank.allocator.unused_blocks = []  # a tensor has come there since
+    rank.allocator.write(rank.buffer, b"\7" * rank.buffer.nbytes)
+    assert sleep(rank, level, [Tag.WEIGHTS])["weights"].bytes_copied == rank.buffer.nbytes
+    wake(rank, [Tag.WEIGHTS])
+    assert rank.allocator.read(rank.buffer) == b"\7" * rank.buffer.nbytes
 
 
 def test_a_clean_backup_of_parameters_alone_is_not_copied(rank):
