@@ -96,7 +96,10 @@ class Allocator(Protocol):
         """The tag's live blocks by ascending address, whether resident or released."""
 
     def unused(self, tag: Tag) -> list[Block]:
-        """Parts of the tag's blocks that no tensor lies in, as far as can be known: their content is worth nothing."""
+        """Parts of the tag's blocks that no tensor lies in, as far as can be known: their content is worth nothing.
+
+        No region of the tag is open.
+        """
 
     def held(self, tag: Tag) -> AbstractContextManager[list[Block]]:
         """The tag's blocks, for reading by another thread: while it is open none of them loses its memory by

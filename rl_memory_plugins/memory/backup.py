@@ -22,6 +22,8 @@ ALIGNMENT = 4096
 WASTE = 2
 #: Bytes that are copied between two looks at whether to go on; a few milliseconds' worth.
 STEP_BYTES = 256 << 20
+#: Unused parts that are smaller are copied like what lies around them: that takes less time than to copy in pieces.
+MIN_LEFT_OUT = 1 << 20
 
 
 class HostArena(Protocol):
@@ -224,13 +226,20 @@ class Backup:
         self._wait: Callable[[], None] | None = None  # for a copy that is under way
         self._address = arena.acquire(self.nbytes) if self.nbytes else 0
 
+    def _leave_out(self, unused: Sequence[Block]) -> None:
+        large = [block for block in unused if block.nbytes >= MIN_LEFT_OUT]
+        self._left_out = subtract(large, self.identified)
+
     def _pairs(self, gone: Sequence[Block] = ()) -> list[tuple[Block, int]]:
         """Each block that lies in none of `gone`, with the address of its copy."""
         pairs: list[tuple[Block, int]] = []
         offset = self._address
+        pieces = iter([*subtract(self.blocks, gone), None])  # in the order of the blocks, each inside of one
+        piece = next(pieces)
         for block in self.blocks:
-            shift = offset - block.address
-            pairs.extend((piece, piece.address + shift) for piece in subtract([block], gone))
+            while piece is not None and block.address <= piece.address < block.end:
+                pairs.append((piece, offset + piece.address - block.address))
+                piece = next(pieces)
             offset += block.nbytes
         return pairs
 
@@ -243,7 +252,7 @@ class Backup:
 
         Returns: the bytes.
         """
-        self._left_out = subtract(unused, self.identified)
+        self._leave_out(unused)
         pairs = self._pairs([*gone, *self._left_out])
         self._fingerprint = None
         self._wait = device.begin_copy_to_host(pairs)
@@ -281,7 +290,7 @@ class Backup:
 
     def begin_refresh(self, device: Device, gone: Sequence[Block] = (), unused: Sequence[Block] = ()) -> int:
         """Begin to copy out again what is not identified; see `begin_save`."""
-        self._left_out = subtract(unused, self.identified)
+        self._leave_out(unused)
         pairs = self._pairs([*self.identified, *gone, *self._left_out])
         if pairs:
             self._wait = device.begin_copy_to_host(pairs)

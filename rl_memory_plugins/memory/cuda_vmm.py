@@ -192,9 +192,10 @@ class CudaVmmAllocator:
             with self._lock:
                 retired, self._retired_pools[tag] = self._retired_pools[tag], []
             kept, gone = [], []
+            by_pool = self._segments.by_pool()
             while retired:
                 pool = retired.pop()
-                segments = self._segments.of([pool])
+                segments = by_pool.get(pool_key(pool), [])
                 with self._lock:
                     empty = not any(segment.address in self._mappings[tag] for segment in segments)
                 if empty:
@@ -238,7 +239,7 @@ class CudaVmmAllocator:
             return []
         with self._lock:
             pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not those of regions that are open
-        return [block for segment in self._segments.of(pools) for block in segment.unused()]
+        return [block for segment in self._segments.of(pools) for block in segment.unused]
 
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +12,16 @@ from rl_memory_plugins.memory.allocator import Block
 
 
 class Segment(NamedTuple):
-    """One allocation that torch made for a pool, and how much of it tensors use."""
+    """One allocation that torch made for a pool, and how much of it tensors use.
+
+    Attributes:
+        unused: What torch may hand out to new tensors: none lies there, and no work on the device is awaited.
+    """
 
     address: int
     nbytes: int
     active_bytes: int
-    parts: Sequence[dict[str, Any]] = ()  # as torch describes them
-
-    def unused(self) -> list[Block]:
-        """What torch may hand out to new tensors: no tensor lies there, and no work on the device is awaited."""
-        return [Block(part["address"], part["size"]) for part in self.parts if part["state"] == "inactive"]
+    unused: tuple[Block, ...] = ()
 
 
 class Segments:
@@ -47,7 +47,9 @@ class Segments:
         with self._lock:
             stats = torch.cuda.memory_stats(self._index)
             counts = ("allocated", "freed", "current")
-            now = tuple(stats.get(f"{what}.all.{count}", 0) for what in ("active", "segment") for count in counts)
+            now = tuple(
+                stats.get(f"{what}.all.{count}", 0) for what in ("active", "reserved_bytes") for count in counts
+            )
             if now != self._seen:
                 self.read()
                 self._seen = now  # taken before the reading: at worst it is read once more
@@ -59,7 +61,10 @@ class Segments:
             self._by_pool = {}
             for found in torch.cuda.memory._snapshot()["segments"]:
                 if found["device"] == self._index:
-                    segment = Segment(found["address"], found["total_size"], found["active_size"], found["blocks"])
+                    unused = [
+                        Block(one["address"], one["size"]) for one in found["blocks"] if one["state"] == "inactive"
+                    ]
+                    segment = Segment(found["address"], found["total_size"], found["active_size"], tuple(unused))
                     self._by_pool.setdefault(tuple(found["segment_pool_id"]), []).append(segment)
             return {segment.address for segments in self._by_pool.values() for segment in segments}
 

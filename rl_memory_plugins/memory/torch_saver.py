@@ -98,7 +98,7 @@ class TorchSaverAllocator:
     def unused(self, tag: Tag) -> list[Block]:
         if tag is Tag.CUDA_GRAPH:
             return []
-        return [block for segment in self._segments_of(self._saver_tags(tag)) for block in segment.unused()]
+        return [block for segment in self._segments_of(self._saver_tags(tag)) for block in segment.unused]
 
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:

@@ -17,7 +17,7 @@ class Torch:
     """One segment of a pool, and one of another GPU."""
 
     def __init__(self) -> None:
-        self.stats = {"active.all.allocated": 3, "segment.all.freed": 0}
+        self.stats = {"active.all.allocated": 3, "reserved_bytes.all.freed": 0}
         self.states = ["active_allocated", "inactive", "active_pending_free", "inactive"]
         self.reads = 0
 
@@ -39,10 +39,10 @@ def gpu(monkeypatch):
 def test_unused_is_what_neither_a_tensor_nor_the_device_needs(gpu):
     (segment,) = Segments(0).of([POOL])
     assert (segment.address, segment.nbytes, segment.active_bytes) == (1000, 40, 20)
-    assert segment.unused() == [Block(1010, 10), Block(1030, 10)]
+    assert segment.unused == (Block(1010, 10), Block(1030, 10))
 
 
-@pytest.mark.parametrize("count", ["active.all.allocated", "active.all.freed", "segment.all.freed"])
+@pytest.mark.parametrize("count", ["active.all.allocated", "active.all.freed", "reserved_bytes.all.freed"])
 def test_segments_are_read_again_only_after_a_change(gpu, count):
     segments = Segments(0)
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_segments_are_read_again_only_after_a_change(gpu, count):
     gpu.stats = {**gpu.stats, count: 9}
     gpu.states[0] = "inactive"
     (segment,) = segments.of([POOL])
-    assert gpu.reads == 2 and segment.unused()[0] == Block(1000, 10)
+    assert gpu.reads == 2 and segment.unused[0] == Block(1000, 10)
 
 
 def test_other_pools_have_none_of_them(gpu):
