@@ -42,6 +42,7 @@ from integration import bench_weights_trainer, records
 from integration.models import SHAPES, write_model
 from integration.records import Records
 from integration.subjects import gpu_name, run_bounded
+from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(4)]
 TOKENS = 16
@@ -372,7 +373,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script")
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that the engine takes")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--bucket-mib", type=int, default=1024)
+    parser.add_argument("--bucket-mib", type=int, default=DEFAULT_BUCKET_BYTES >> 20)
     parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
     parser.add_argument("--distribution", default="", help="that the engine was installed from, if not its name")
     parser.add_argument("--timeout", type=float, default=280, help="of one subject, in seconds")

@@ -235,8 +235,6 @@ class CudaVmmAllocator:
         return [Block(mapping.address, mapping.nbytes) for mapping in self._live(tag)]
 
     def unused(self, tag: Tag) -> list[Block]:
-        if tag is Tag.CUDA_GRAPH:
-            return []
         with self._lock:
             pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not those of regions that are open
         return [block for segment in self._segments.of(pools) for block in segment.unused]

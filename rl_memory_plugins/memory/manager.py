@@ -207,7 +207,9 @@ class MemoryManager:
 
     def _begin_copy(self, prepared: _PreparedSleep, tag: Tag) -> int:
         backup = prepared.backups[tag]
-        gone, unused = subtract(backup.blocks, self.allocator.blocks(tag)), self.allocator.unused(tag)
+        gone = subtract(backup.blocks, self.allocator.blocks(tag))
+        # A graph's temporaries count as unused, and its replays need them.
+        unused = self.allocator.unused(tag) if tag is not Tag.CUDA_GRAPH else []
         if tag in prepared.clean:
             return backup.begin_refresh(self.device, gone, unused)
         return backup.begin_save(self.device, self._epoch, gone, unused)

@@ -96,8 +96,6 @@ class TorchSaverAllocator:
         return self._blocks_of(self._saver_tags(tag))
 
     def unused(self, tag: Tag) -> list[Block]:
-        if tag is Tag.CUDA_GRAPH:
-            return []
         return [block for segment in self._segments_of(self._saver_tags(tag)) for block in segment.unused]
 
     @contextmanager

@@ -17,10 +17,9 @@ def own_device() -> torch.device:
 
 def own_gpu() -> str | None:
     """The UUID of the current GPU, as engines name theirs."""
-    import torch
-
-    if not torch.cuda.is_initialized():
+    device = own_device()
+    if device.type != "cuda":
         return None
     from rl_memory_plugins.memory.cuda_device import gpu_name
 
-    return gpu_name(torch.cuda.current_device())
+    return gpu_name(device.index)

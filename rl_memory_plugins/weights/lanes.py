@@ -111,30 +111,23 @@ class Lanes:
         Where the tensors are made one by one, there must be room for the largest and what it is made of too: without
         it the source would fail after the first bytes have been written.
         """
-        asked = self._manifest
-        cut = _with_buckets(asked, _share(asked))
-        needed = 0 if stable else 2 * max((spec.nbytes for spec in asked.tensors), default=0)
-        emptied = False
+        needed = 0 if stable else 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
+        cut = _with_buckets(self._manifest, _share(self._manifest))
         while True:
-            slot_bytes = cut.slot_bytes()
-            smaller = _with_buckets(cut, slot_bytes // 2)
-            last = smaller.bucket_bytes < MIN_STAGED_BUCKET_BYTES or smaller.slot_bytes() >= slot_bytes
             try:
-                staging = CudaStaging(device, slot_bytes, cut.slots, stable=stable)
+                staging = _allocated(device, cut, stable)
             except OutOfMemoryError:
-                if emptied and last:
+                smaller = _halved(cut)
+                if smaller is None:
                     raise
             else:
-                if last or cuda_ipc.local_gpu(device).free_bytes() >= needed:
+                is_short = needed and cuda_ipc.local_gpu(device).free_bytes() < needed
+                smaller = _halved(cut) if is_short else None
+                if smaller is None:
                     self._manifest = cut
                     return staging
                 staging.close()
-                emptied = True
-            if emptied:
-                cut = smaller
-            else:  # the memory may be free, and kept by this process's own torch
-                torch.cuda.empty_cache()
-                emptied = True
+            cut = smaller
 
     def in_use(self) -> list[Lane]:
         return [lane for lane in self._lanes.values() if lane.ranks]
@@ -193,6 +186,24 @@ def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> s
 def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:
     """With buckets of at most `nbytes`."""
     return msgspec.structs.replace(manifest, bucket_bytes=min(manifest.bucket_bytes, nbytes))
+
+
+def _halved(manifest: Manifest) -> Manifest | None:
+    """With buckets of half the size; None where that is too small, or where a row needs more."""
+    slot_bytes = manifest.slot_bytes()
+    smaller = _with_buckets(manifest, slot_bytes // 2)
+    if smaller.bucket_bytes < MIN_STAGED_BUCKET_BYTES or smaller.slot_bytes() >= slot_bytes:
+        return None
+    return smaller
+
+
+def _allocated(device: str, manifest: Manifest, stable: bool) -> CudaStaging:
+    slot_bytes, slots = manifest.slot_bytes(), manifest.slots
+    try:
+        return CudaStaging(device, slot_bytes, slots, stable=stable)
+    except OutOfMemoryError:
+        torch.cuda.empty_cache()  # the memory may be free, and kept by this process's own torch
+        return CudaStaging(device, slot_bytes, slots, stable=stable)
 
 
 def _share(manifest: Manifest) -> int:

@@ -1,4 +1,4 @@
-"""The engine core's loop and the controller's hooks, without a model."""
+"""The scheduler as the controller sees it, and the engine core's loop, without a model."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ class IdleCore(EngineCoreProc):
         return False
 
 
+def assert_goes_on(core: IdleCore, fault: str) -> None:
+    loop = threading.Thread(target=core._process_input_queue, daemon=True)
+    loop.start()
+    loop.join(20)
+    assert not loop.is_alive(), fault
+
+
 def test_requests_kept_until_a_batch_in_flight_ended_go_on() -> None:
     """An operation that waits for that batch ends in a callback of the idle loop, which then blocks for the next
     message though there is work again: seen with asynchronous scheduling, which vLLM's CPU platform switches off."""
@@ -52,10 +59,7 @@ def test_requests_kept_until_a_batch_in_flight_ended_go_on() -> None:
     engine = VllmEngine(core)
     engine.drain(PauseMode.KEEP)
     core._idle_state_callbacks.append(lambda core: engine.resume(lift_pause=False))
-    loop = threading.Thread(target=core._process_input_queue, daemon=True)
-    loop.start()
-    loop.join(20)
-    assert not loop.is_alive(), "the loop sleeps over its work"
+    assert_goes_on(core, "the loop sleeps over its work")
     assert core.has_work()
 
 
@@ -66,10 +70,7 @@ def test_a_stop_to_be_agreed_on_does_not_wait_for_the_next_message() -> None:
     core.pause_scheduler = lambda *args, **kwargs: setattr(core, "paused", False)  # type: ignore[method-assign]
     drained = VllmEngine(core).drain(PauseMode.WAIT)
     core.paused = True  # it ends
-    loop = threading.Thread(target=core._process_input_queue, daemon=True)
-    loop.start()
-    loop.join(20)
-    assert not loop.is_alive(), "the loop sleeps over the stop"
+    assert_goes_on(core, "the loop sleeps over the stop")
     assert drained.done()
 
 

@@ -52,8 +52,9 @@ class Outgoing:
         """
         tensor = tensor.detach()
         dtype = self.sent_as(tensor.dtype)
-        device = own_device()
-        if tensor.dtype != dtype and tensor.device.type == "cpu" and device.type == "cuda":
+        if tensor.dtype == dtype:
+            return tensor
+        if tensor.device.type == "cpu" and (device := own_device()).type == "cuda":
             try:
                 return cast_to(tensor, dtype, device)
             except torch.OutOfMemoryError:
@@ -69,11 +70,15 @@ def cast_to(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy to a contiguous tensor of the same shape; host memory of another dtype piece by piece, cast by the target's
-    device."""
+    """Copy to a contiguous tensor of the same shape; what is cast is cast by the target's device."""
     if source.dtype == target.dtype or source.device == target.device:
         target.copy_(source)
-        return
+    else:
+        copy_in_pieces(target, source)
+
+
+def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The same by way of copies on the target's device, each of one piece."""
     flat, given = target.view(-1), source.reshape(-1)
     for start in range(0, given.numel(), PIECE):
         flat[start : start + PIECE].copy_(given[start : start + PIECE].to(target.device))

@@ -169,6 +169,15 @@ def test_what_no_tensor_uses_is_neither_copied_nor_restored(rank, monkeypatch, l
     assert rank.allocator.read(rank.buffer) == b"\7" * rank.buffer.nbytes
 
 
+def test_all_of_the_graphs_memory_is_kept_whatever_tensors_use(rank, monkeypatch):
+    monkeypatch.setattr(backup_module, "MIN_LEFT_OUT", 1)
+    rank.allocator.unused_blocks = [rank.graph]
+    before = rank.allocator.read(rank.graph)
+    assert sleep(rank, tags=[Tag.CUDA_GRAPH])["cuda_graph"].bytes_copied == rank.graph.nbytes
+    wake(rank, [Tag.CUDA_GRAPH])
+    assert rank.allocator.read(rank.graph) == before
+
+
 def test_a_clean_backup_of_parameters_alone_is_not_copied(rank):
     rank.manager._discardable = lambda tag: rank.allocator.blocks(tag)
     sleep(rank, tags=[Tag.WEIGHTS])

@@ -73,8 +73,10 @@ def test_casting_holds_one_tensor_at_a_time():
 def test_a_cast_piece_by_piece_is_the_same(monkeypatch, shape):
     monkeypatch.setattr(outgoing, "PIECE", 4)
     tensor = torch.randn(shape).mT if len(shape) == 2 else torch.randn(shape)
-    made = outgoing.cast_to(tensor, torch.bfloat16, torch.device("cpu"))
-    assert made.shape == tensor.shape and torch.equal(made, tensor.bfloat16())
+    pieces = torch.empty(tensor.shape, dtype=torch.bfloat16)
+    outgoing.copy_in_pieces(pieces, tensor)
+    for made in (pieces, outgoing.cast_to(tensor, torch.bfloat16, torch.device("cpu"))):
+        assert made.shape == tensor.shape and torch.equal(made, tensor.bfloat16())
 
 
 def test_only_plain_tensors_in_their_dtype_are_resident():
