@@ -163,6 +163,10 @@ class VllmSubject:
         if self._plugin:
             wait_for_host_memory(self._llm)
 
+    def close(self) -> None:
+        """vLLM alone ends its process only if `multiprocessing` was imported before the first temporary directory."""
+        self._llm.llm_engine.engine_core.shutdown()
+
 
 class SglangSubject:
     """SGLang's offline engine, by itself or with the plugin."""
@@ -234,6 +238,9 @@ class SglangSubject:
         if self._plugin:
             wait_for_host_memory(self._engine)
 
+    def close(self) -> None:
+        self._engine.shutdown()
+
 
 def wait_for_host_memory(engine: Any) -> None:
     """Wait until the host memory is there that is made in the background of the start."""
@@ -286,23 +293,29 @@ def run_subject(arguments: argparse.Namespace) -> None:
         start = time.perf_counter()
         engine = kind(model, arguments.subject == "plugin", arguments.memory)
         startup = time.perf_counter() - start
-        if arguments.start_only:
-            return
-        import torch
+        try:
+            if not arguments.start_only:
+                measure(engine, startup, idle, arguments)
+        finally:
+            engine.close()
 
-        common = {
-            "engine": arguments.engine,
-            "engine_version": version(kind.distributions[0]),
-            "torch": torch.__version__,
-            "gpu": gpu_name(),
-            "model": arguments.model,
-            "subject": arguments.subject,
-            "commit": arguments.commit,
-            "command": "python -m integration.bench_gpu " + " ".join(sys.argv[1:]),
-        }
-        bench = Bench(engine, idle, Records(arguments.out, common))
-        bench.add("startup_s", startup)
-        bench.run(*cycles_of(arguments))
+
+def measure(engine: Any, startup: float, idle_mib: float, arguments: argparse.Namespace) -> None:
+    import torch
+
+    common = {
+        "engine": arguments.engine,
+        "engine_version": version(engine.distributions[0]),
+        "torch": torch.__version__,
+        "gpu": gpu_name(),
+        "model": arguments.model,
+        "subject": arguments.subject,
+        "commit": arguments.commit,
+        "command": "python -m integration.bench_gpu " + " ".join(sys.argv[1:]),
+    }
+    bench = Bench(engine, idle_mib, Records(arguments.out, common))
+    bench.add("startup_s", startup)
+    bench.run(*cycles_of(arguments))
 
 
 def cycles_of(arguments: argparse.Namespace) -> tuple[int, int]:

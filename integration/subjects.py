@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 
 
@@ -26,8 +27,11 @@ def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, 
     try:
         code = process.wait(timeout_s)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            for _ in range(100):  # until all that it started is gone, but for what nobody reaps
+                os.killpg(process.pid, signal.SIGKILL)
+                time.sleep(0.1)
     if code != 0:
         raise subprocess.CalledProcessError(code, command)

@@ -56,29 +56,35 @@ def _hash_pieces(table, hashes, TILE: tl.constexpr):  # type: ignore[no-untyped-
 
 
 def hash_pieces(ranges: Sequence[Block], device: torch.device) -> torch.Tensor:
-    """The hashes of the ranges' pieces, in their order: an int64 tensor on `device`, which is the current one.
+    """The hashes of the ranges' pieces, in their order: an int64 tensor in host memory, complete.
 
     Args:
         ranges: Of any alignment and length.
+        device: The current one, whose current stream is waited for.
     """
     table = pieces(ranges).to(device)  # one argument: each of several might be aligned or not, and compiled for that
-    hashes = torch.empty(len(table), dtype=torch.int64, device=device)
+    # A GPU writes into the host's memory by itself: a copy of the results would queue behind all copies under way.
+    on_gpu = device.type == "cuda"
+    hashes = torch.empty(len(table), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
     if len(table):
         _hash_pieces[(len(table),)](table, hashes, TILE=2048, num_warps=8)
+        if on_gpu:
+            torch.cuda.current_stream(device).synchronize()
     return hashes
 
 
 def pieces(ranges: Sequence[Block]) -> torch.Tensor:
     """Addresses and lengths [pieces, 2] of what covers the ranges; words begin only where a GPU can read words."""
-    found = [torch.empty(0, 2, dtype=torch.int64, device="cpu")]
-    for address, nbytes in ranges:
-        head = min(-address % WORD, nbytes)
-        starts = torch.arange(address + head, address + nbytes, PIECE_BYTES, device="cpu")
-        if head:
-            starts = torch.cat([torch.tensor([address], device="cpu"), starts])
-        lengths = torch.diff(starts, append=torch.tensor([address + nbytes], device="cpu"))
-        found.append(torch.stack([starts, lengths], dim=1))
-    return torch.cat(found)
+    addresses, lengths = torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
+    heads = torch.minimum(-addresses % WORD, lengths)  # before the first word; most ranges have none
+    bodies = (lengths - heads + PIECE_BYTES - 1) // PIECE_BYTES
+    counts = (heads > 0).long() + bodies
+    of = torch.repeat_interleave(counts)  # of each piece, its range
+    # The first piece of a range with a head is that; each other one follows on a multiple of `PIECE_BYTES`.
+    place = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - bodies)[of]
+    starts = torch.where(place < 0, 0, heads[of] + place * PIECE_BYTES)
+    ends = torch.where(place < 0, heads[of], torch.minimum(starts + PIECE_BYTES, lengths[of]))
+    return torch.stack([addresses[of] + starts, ends - starts], dim=1)
 
 
 @functools.cache

@@ -41,3 +41,17 @@ def test_any_bit_of_any_byte_counts(device, memory, shift):
     for outside in [3 * GiB + 5 + shift, 4 * GiB - 1 + shift, 5 * GiB + shift]:
         memory[outside] ^= 0x10
     assert device.fingerprint(ranges) == before
+
+
+def test_it_does_not_wait_for_copies_that_are_under_way(device, memory):
+    ranges = [Block(memory.data_ptr(), GiB)]
+    device.fingerprint(ranges)  # compiled, and its memory there
+    host = torch.empty(memory.numel(), dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(0)
+    with torch.cuda.stream(stream):
+        for _ in range(8):  # most of a second
+            host.copy_(memory, non_blocking=True)
+        copied = stream.record_event()
+    device.fingerprint(ranges)
+    assert not copied.query()
+    copied.synchronize()
