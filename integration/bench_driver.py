@@ -9,6 +9,7 @@ hashed, mapped and unmapped here by the very functions that the plugin uses; eac
     unmap_5_s, create_5_s, map_5_s    the same bytes in 5 blocks
     copy_to_host_s                the weights, to page-locked host memory
     copy_and_unmap_s              the same, while the KV cache is unmapped
+    copy_hash_and_unmap_s         the same, while the weights are hashed too: what a sleep at level 1 does
     hash_s                        the weights, by the kernel
     hash_by_torch_s               the same, by torch's operators
 """
@@ -16,6 +17,7 @@ hashed, mapped and unmapped here by the very functions that the plugin uses; eac
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -85,14 +87,16 @@ class Bench:
         pairs = [(block, host + number * block.nbytes) for number, block in enumerate(weights)]
         self.timed("copy_to_host_s", lambda: self._device.begin_copy_to_host(pairs)(), WEIGHTS)
 
-        def both() -> None:
+        def both(hashed: list[Block]) -> None:
             wait = self._device.begin_copy_to_host(pairs)
+            self._device.fingerprint(hashed)
             self.unmap(cache)
             wait()
 
-        self.timed("copy_and_unmap_s", both)
-        time.sleep(PAUSE_S)
-        self.map(cache, self.create(cache))
+        for metric, hashed in (("copy_and_unmap_s", []), ("copy_hash_and_unmap_s", weights)):
+            self.timed(metric, functools.partial(both, hashed))
+            time.sleep(PAUSE_S)
+            self.map(cache, self.create(cache))
         self.timed("hash_s", lambda: self._device.fingerprint(weights), WEIGHTS)
         self.timed("hash_by_torch_s", lambda: fingerprint([self._device.view(block) for block in weights]), WEIGHTS)
 

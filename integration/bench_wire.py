@@ -253,10 +253,9 @@ def peak_extra_mib(run: Callable[[], Any]) -> float:
     return (before - min(lowest)) / MiB
 
 
-def measure(model: str, repeats: int) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
-    """Figures by metric, and the report of the last update of each."""
+def measure(model: str, repeats: int) -> dict[str, list[float]]:
+    """Figures by metric; prints the steps of the last update of each."""
     figures: dict[str, list[float]] = {}
-    reports: list[dict[str, Any]] = []
     engine = Engine(model)
 
     def updates(metric: str, source: Any, count: int, **options: Any) -> None:
@@ -265,8 +264,8 @@ def measure(model: str, repeats: int) -> tuple[dict[str, list[float]], list[dict
             if error is not None:
                 raise error
             figures.setdefault(metric, []).append(report["seconds"]["total"])
-        reports.append({"metric": metric, **report})
-        print(f"{metric:40} {statistics.median(figures[metric]):.4f} s", flush=True)
+        steps = ", ".join(f"{step} {1000 * seconds:.1f}" for step, seconds in report["seconds"].items())
+        print(f"{metric:40} {statistics.median(figures[metric]):.4f} s; the last: {steps} ms", flush=True)
 
     try:
         tensors = checkpoint(model)
@@ -297,7 +296,7 @@ def measure(model: str, repeats: int) -> tuple[dict[str, list[float]], list[dict
             tensors.clear()
     finally:
         engine.close()
-    return figures, reports
+    return figures
 
 
 def main() -> None:
@@ -311,7 +310,7 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.model)
         return
-    figures, reports = measure(arguments.model, arguments.repeats)
+    figures = measure(arguments.model, arguments.repeats)
     nbytes = 2 * sum(math.prod(shape) for shape, _ in layout(arguments.model).values())
     records = [
         {
@@ -334,7 +333,7 @@ def main() -> None:
         for metric, values in figures.items()
     ]
     out = arguments.out or Path(tempfile.gettempdir()) / "bench_wire.json"
-    out.write_text(json.dumps({"records": records, "reports": reports}, indent=1))
+    out.write_text(json.dumps(records, indent=1))
     for record in records:
         print(f"{record['metric']:40} {record['median']:10.4f} {record['unit']}")
 
