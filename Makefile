@@ -76,8 +76,9 @@ test-long-sglang: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --tp 2
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --dp 2
 
+# Hosts of GPUs have many cores; small sums on all of them take longer than on a few.
 test-gpu:
-	$(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --engine $(ENGINE) --device cuda \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-8} $(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --engine $(ENGINE) --device cuda \
 		$(if $(REPORT),--report $(REPORT))
 
 check: env-vllm
