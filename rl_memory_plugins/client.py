@@ -12,9 +12,25 @@ from rl_memory_plugins.errors import RLMemoryError, UnsupportedError, from_recor
 
 ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself has at the root
 
-# A server closes a kept connection after some idle seconds, and right after an error of its own; a call sent into that
-# moment fails, and cannot be sent again since it may have been carried out. A connection costs less than a millisecond.
-NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+
+def http_client(url: str, api_key: str, timeout: httpx.Timeout | float) -> httpx.Client:
+    """To a server whose every call counts.
+
+    A server closes a kept connection after some idle seconds, and right after an error of its own; a call sent into
+    that moment fails, and cannot be sent again since it may have been carried out. So each call has a connection of its
+    own, which costs less than a millisecond. It is the server that is told: a pool that is to keep none
+    (`max_keepalive_connections=0`) lets one thread close the connection that another has just begun to use.
+    """
+    headers = {"Connection": "close"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return httpx.Client(
+        base_url=url,
+        headers=headers,
+        timeout=timeout,
+        limits=httpx.Limits(),  # none: a control call does not wait for a hundred requests to end
+        trust_env=False,  # a proxy has no business between a trainer and its engine
+    )
 
 
 class EngineClient:
@@ -29,12 +45,7 @@ class EngineClient:
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float | None = None) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout_s, connect=10),
-            limits=NO_REUSE,
-            trust_env=False,  # a proxy has no business between a trainer and its engine
-        )
+        self._http = http_client(self.url, api_key, httpx.Timeout(timeout_s, connect=10))
 
     def __enter__(self) -> EngineClient:
         return self

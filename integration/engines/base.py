@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from integration.waiting import wait_until
-from rl_memory_plugins.client import NO_REUSE, EngineClient
+from rl_memory_plugins.client import EngineClient, http_client
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
@@ -114,8 +114,7 @@ class Server:
                 # to keep a client in another session from running for seconds.
                 process_group=0,
             )
-        headers = {"Authorization": f"Bearer {launch.api_key}"} if launch.api_key else {}
-        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, limits=NO_REUSE, trust_env=False)
+        self.http = http_client(self.url, launch.api_key, timeout=120)
         self.control = EngineClient(self.url, launch.api_key, timeout_s=120)
 
     def __enter__(self) -> Server:
