@@ -111,7 +111,7 @@ class EngineClient:
             RLMemoryError: the server's own error, rebuilt; or a server that has no such route or is not there.
         """
         try:
-            response = self._http.request(method, self.url + ROUTES + route, json=body)
+            response = self._http.request(method, ROUTES + route, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RLMemoryError(f"cannot reach {self.url}: {error}") from None
         try:
