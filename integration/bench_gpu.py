@@ -33,6 +33,8 @@ PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
 ASLEEP_S = 0.5  # a trainer's turn; the driver scrubs freed memory meanwhile, and whoever wakes at once waits for it
 SUBJECTS = ("plugin", "native")
 ENDS = 20  # cycles at each end of a long run that are compared
+IDLE_MIB = 1024.0  # more than a GPU takes for itself, less than any engine
+IDLE_TIMEOUT_S = 60.0  # the memory of a killed process goes some time after it, the page-locked slowly
 
 
 class Bench:
@@ -55,7 +57,7 @@ class Bench:
         self._throughput("_before")
         engine.settle()
         self.timed("sleep_l1_first_s", lambda: engine.sleep(1))
-        self.add("gpu_left_mib", gpu_used_mib() - self._idle_mib, "MiB")
+        self._records.add("gpu_left_mib", [gpu_used_mib() - self._idle_mib], "MiB", engine.left())
         self.add("host_held_mib", host_held_mib(), "MiB")
         self._wake()
         identical = engine.generate(PROMPTS, 32) == tokens
@@ -79,6 +81,7 @@ class Bench:
             self.timed("sleep_l2_s", lambda: engine.sleep(2))
             time.sleep(ASLEEP_S)
             self.timed("wake_l2_s", engine.wake_all)
+            time.sleep(ASLEEP_S)  # for the rollout
 
     def _drift(self, cycles: int) -> None:
         """Many cycles: what they add to the memory in use, and to the time of a sleep and a wake."""
@@ -163,6 +166,9 @@ class VllmSubject:
         if self._plugin:
             wait_for_host_memory(self._llm)
 
+    def left(self) -> dict[str, Any]:
+        return left_by_cause(self._llm) if self._plugin else {}
+
     def close(self) -> None:
         """vLLM alone ends its process only if `multiprocessing` was imported before the first temporary directory."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -238,8 +244,18 @@ class SglangSubject:
         if self._plugin:
             wait_for_host_memory(self._engine)
 
+    def left(self) -> dict[str, Any]:
+        return left_by_cause(self._engine) if self._plugin else {}
+
     def close(self) -> None:
         self._engine.shutdown()
+
+
+def left_by_cause(engine: Any) -> dict[str, Any]:
+    """MiB that the plugin's engine says to have left on the GPU."""
+    return {
+        "causes": {cause: round(nbytes / 2**20) for cause, nbytes in engine.memory_status()[0].ranks[0].left.items()}
+    }
 
 
 def wait_for_host_memory(engine: Any) -> None:
@@ -277,6 +293,20 @@ def gpu_used_mib() -> float:
     return gpu_used_bytes() / 2**20
 
 
+def wait_for_idle_gpu() -> float:
+    """MiB in use on a GPU that nobody uses.
+
+    Raises:
+        SystemExit: somebody goes on using it.
+    """
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    while (used := gpu_used_mib()) > IDLE_MIB:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{used:.0f} MiB of the GPU are in use by others")
+        time.sleep(1)
+    return used
+
+
 def host_held_mib() -> float:
     """Resident memory of this process and its children."""
     import psutil
@@ -287,7 +317,7 @@ def host_held_mib() -> float:
 
 def run_subject(arguments: argparse.Namespace) -> None:
     kind = ENGINES[arguments.engine]
-    idle = gpu_used_mib()
+    idle = wait_for_idle_gpu()
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype="bfloat16")
         start = time.perf_counter()

@@ -16,9 +16,7 @@ from integration.models import SHAPES, checkpoint_shapes
 from rl_memory_plugins.trainer import ModelSource, Offloader
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
-from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.push import push_weights
-from rl_memory_plugins.weights.source import as_source
 
 MiB = 1 << 20
 SEED, OTHER_SEED = 1, 2
@@ -99,15 +97,11 @@ class Bench:
         self._figures[metric] = values
         self._engine.call("record", metric, values, unit, details)
 
-    def route(self, name: str, send: Send, *, staging: Callable[[], int] = lambda: 0) -> None:
-        """Record `update_{name}_s` and what belongs to it. A route that fails does not end the others.
-
-        Args:
-            staging: Bytes of GPU memory that the trainer takes outside of torch's allocator meanwhile.
-        """
+    def route(self, name: str, send: Send) -> None:
+        """Record `update_{name}_s` and what belongs to it. A route that fails does not end the others."""
         try:
             self._measure(name, send)
-            self._measure_memory(name, send, staging)
+            self._measure_memory(name, send)
         except Exception:
             self.failed.append(name)
             print(f"the route {name} failed:\n{traceback.format_exc()}", flush=True)
@@ -145,14 +139,16 @@ class Bench:
             raise RuntimeError(f"after {name} the engine answers {tokens}, not {self._tokens}; other weights: {other}")
         self.record(f"answers_{name}", [zlib.crc32(repr(tokens).encode())], "crc32")
 
-    def _measure_memory(self, name: str, send: Send, staging: Callable[[], int]) -> None:
+    def _measure_memory(self, name: str, send: Send) -> None:
         if self._device != "cuda":
             return
         empty_cache(self._device)
         torch.cuda.reset_peak_memory_stats()
         reserved = torch.cuda.memory_reserved()
-        total = peak_extra_bytes(send)
-        mine = torch.cuda.max_memory_reserved() - reserved + staging()
+        total, report = peak_extra_bytes(send)
+        mine = torch.cuda.max_memory_reserved() - reserved
+        if report is not None:
+            mine += report["staging_bytes"]  # outside of torch's allocator
         self.record(f"peak_extra_mib_trainer_{name}", [mine / MiB], "MiB")
         self.record(f"peak_extra_mib_engine_{name}", [max(total - mine, 0) / MiB], "MiB")
 
@@ -182,21 +178,18 @@ class Bench:
 
             return send
 
-        def slots() -> int:
-            return 2 * Manifest(as_source(weights.source()).specs(), bucket_bytes, 2).slot_bytes()
-
         if self._device != "cuda":
             self.route("staged", sending())
             weights.move_to_host()
             self.route("cpu", sending())
             return
         self.record("copy_floor_s", list(copy_floor(weights.tensors, self._repeats)))
-        self.route("staged", sending(transport="cuda_ipc"), staging=slots)
+        self.route("staged", sending(transport="cuda_ipc"))
         self.route("direct", sending(transport="cuda_direct", keep_mapped=True))
         release_mapped()
         self.route("direct_unkept", sending(transport="cuda_direct"))
         weights.move_to_host()
-        self.route("cpu", sending(transport="cuda_ipc"), staging=slots)
+        self.route("cpu", sending(transport="cuda_ipc"))
 
     def native(self, engine: str) -> None:
         send = {"vllm": self._vllm_route, "sglang": self._sglang_route}[engine]
@@ -340,8 +333,8 @@ def copy_floor(tensors: dict[str, torch.Tensor], repeats: int) -> Iterator[float
             yield time.perf_counter() - start
 
 
-def peak_extra_bytes(send: Send) -> int:
-    """GPU memory that all processes together take beyond what they hold, at its highest."""
+def peak_extra_bytes(send: Send) -> tuple[int, dict[str, Any] | None]:
+    """GPU memory that all processes together take beyond what they hold, at its highest; and the report."""
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     lowest, over = [before], threading.Event()
@@ -353,11 +346,11 @@ def peak_extra_bytes(send: Send) -> int:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        send()
+        report = send()
     finally:
         over.set()
         thread.join()
-    return before - min(lowest)
+    return before - min(lowest), report
 
 
 def empty_cache(device: str) -> None:

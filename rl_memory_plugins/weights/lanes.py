@@ -106,7 +106,7 @@ class Lanes:
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=way == "shm_pinned", stable=stable)
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
-        """No more memory than all tensors take; of half the size, and so on, where there is no room for it.
+        """Buckets as `_share` says; of half the size, and so on, where there is no room for them.
 
         Where the tensors are made one by one, there must be room for the largest and what it is made of too: without
         it the source would fail after the first bytes have been written.
@@ -207,5 +207,10 @@ def _allocated(device: str, manifest: Manifest, stable: bool) -> CudaStaging:
 
 
 def _share(manifest: Manifest) -> int:
-    """Bytes of a bucket if all slots together hold all tensors."""
-    return max(align(-(-sum(align(spec.nbytes) for spec in manifest.tensors) // manifest.slots)), 1)
+    """Bytes of a bucket of which each slot takes two: one is packed while another is loaded.
+
+    Where they would be too small to be worth a turn, they are larger, but all slots never more than the tensors.
+    """
+    total = sum(align(spec.nbytes) for spec in manifest.tensors)
+    wanted = max(-(-total // (2 * manifest.slots)), MIN_STAGED_BUCKET_BYTES)
+    return max(align(min(wanted, -(-total // manifest.slots))), 1)

@@ -115,8 +115,9 @@ class WeightSender:
             tensors: What to send.
             partial: The update changes some weights only, and the others are valid.
 
-        Returns: bytes, tensors, buckets, seconds by step, `transport` (the slowest of those in use),
-        `fallbacks` (device, transport, and why it was not used), and the receivers' reports.
+        Returns: bytes, tensors, buckets, `staging_bytes` (of this process, on all devices together), seconds by
+        step, `transport` (the slowest of those in use), `fallbacks` (device, transport, and why it was not used),
+        and the receivers' reports.
 
         Raises:
             ManifestError: the tensors do not fit; mismatches of all ranks are merged. Nothing was changed.
@@ -147,6 +148,7 @@ class WeightSender:
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
+                "staging_bytes": sum(lane.buffer.nbytes for lane in lanes.in_use()),
                 "transport": max((lane.transport for lane in lanes.in_use()), key=TRANSPORTS.index),
                 "fallbacks": [refusal for rank, _ in done for refusal in rank.refused],
                 "seconds": seconds,

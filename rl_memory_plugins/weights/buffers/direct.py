@@ -29,6 +29,8 @@ class DirectExport:
         UnsupportedError: some cannot be exported; says why.
     """
 
+    nbytes = 0
+
     def __init__(self, tensors: Sequence[torch.Tensor], device: str, *, keep: bool, mean_bytes: int = 0) -> None:
         gpu = cuda_ipc.local_gpu(device)
         self._gpu = gpu

@@ -32,6 +32,7 @@ class ShmStaging:
     """
 
     def __init__(self, slot_bytes: int, slots: int, *, pinned: bool = False, stable: bool = False) -> None:
+        self.nbytes = slot_bytes * slots
         kind = "shm_pinned" if pinned else "shm"
         self._description = {"kind": kind, "slot_bytes": slot_bytes, "slots": slots}
         self._copier = HostCopier()
@@ -42,14 +43,14 @@ class ShmStaging:
         self._streams: dict[int, Any] = {}
         self._fd = os.memfd_create("rl-memory-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self._fd, slot_bytes * slots)
+            os.ftruncate(self._fd, self.nbytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self._slots = _map(self._fd, slot_bytes, slots)
         except OSError as error:
             os.close(self._fd)
             raise HostMemoryError(
                 f"no shared memory for {slots} slots of {slot_bytes} bytes: {error}",
-                needed_bytes=slot_bytes * slots,
+                needed_bytes=self.nbytes,
             ) from None
 
     def slot(self, index: int) -> torch.Tensor:

@@ -14,7 +14,13 @@ TRANSPORTS = ("cuda_direct", "cuda_ipc", "shm_pinned", "shm")
 
 
 class StagingBuffer(Protocol):
-    """The trainer's end."""
+    """The trainer's end.
+
+    Attributes:
+        nbytes: Of the memory that it takes beside the tensors.
+    """
+
+    nbytes: int
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         """Place a tensor, or the rows of it that `entry` is; returns where the receivers find them."""

@@ -38,12 +38,13 @@ class CudaStaging:
         self._bounce: _Bounce | None = None
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stream: Any = None
-        self._address = self._gpu.allocate(slot_bytes * slots)
+        self.nbytes = slot_bytes * slots
+        self._address = self._gpu.allocate(self.nbytes)
         allocation = self._gpu.find(self._address)
         if allocation is None:
             self.close()
             raise UnsupportedError(f"memory of {device} cannot be exported by CUDA IPC", device=device)
-        self._slots = list(self._gpu.view(self._address, slot_bytes * slots).split(slot_bytes))
+        self._slots = list(self._gpu.view(self._address, self.nbytes).split(slot_bytes))
         self._description = {
             "kind": "cuda_ipc",
             "device": device,

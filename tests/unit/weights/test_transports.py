@@ -1,5 +1,6 @@
 """How the bytes travel: which way is chosen, what happens when it fails, and what is left open afterwards."""
 
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,21 @@ def test_kept_allocations_are_opened_once_and_closed_for_the_trainer(gpus):
     assert gpu.mapped == []  # at once: the trainer frees its memory next
     send([rank], placed, keep_mapped=True)
     assert len(gpu.opened) == 2 * len(placed)
+
+
+def test_a_thread_that_spins_does_not_hold_up_the_closing_of_many_allocations(gpus, monkeypatch):
+    gpu, rank, intervals = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False)), []
+    usual, close = sys.getswitchinterval(), gpu.close
+
+    def watched(address):
+        intervals.append(sys.getswitchinterval())
+        close(address)
+
+    monkeypatch.setattr(gpu, "close", watched)
+    send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
+    cuda_ipc.release_mapped()
+    assert intervals and max(intervals) < usual / 10
+    assert sys.getswitchinterval() == usual
 
 
 def test_an_update_from_kept_memory_looks_at_no_tensor_again(gpus, monkeypatch):
@@ -224,6 +240,16 @@ def test_staging_takes_no_more_memory_than_the_tensors(gpus):
     gpu.capacity = sum(-(-tensor.nbytes // 256) * 256 for tensor in tensors.values()) + 1024
     report, _ = send([rank], OneByOne(tensors), bucket_bytes=1 << 30)
     assert report["transport"] == "cuda_ipc" and report["fallbacks"] == []
+    assert report["staging_bytes"] <= gpu.capacity
+    rank.model.assert_unchanged(loaded(tensors))
+
+
+def test_small_models_are_sent_in_several_buckets_too(gpus, monkeypatch):
+    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    rank, tensors = gpu_rank(), checkpoint(5)
+    report, _ = send([rank], OneByOne(tensors), bucket_bytes=1 << 30)
+    assert report["buckets"] >= 4
+    assert report["staging_bytes"] < 0.75 * sum(-(-tensor.nbytes // 256) * 256 for tensor in tensors.values())
     rank.model.assert_unchanged(loaded(tensors))
 
 
@@ -257,7 +283,7 @@ def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypat
     rank = gpu_rank()
     gpu.capacity += 1 << 16
     report, _ = send([rank], gpu.place(tensors), bucket_bytes=1024, transport="cuda_ipc")
-    assert report["buckets"] == 3  # tensors that are there need no room
+    assert report["buckets"] == 4  # tensors that are there need no room
 
 
 def test_a_gpu_that_is_full_leaves_the_others_their_buckets(gpus, monkeypatch):
@@ -266,7 +292,7 @@ def test_a_gpu_that_is_full_leaves_the_others_their_buckets(gpus, monkeypatch):
     gpus["GPU-1"].capacity = 1
     report, threads = send(ranks, OneByOne(checkpoint(6)), bucket_bytes=1024)
     assert [thread.report["transport"] for thread in threads] == ["cuda_ipc", "shm_pinned"]
-    assert report["buckets"] == 3
+    assert report["buckets"] == 4
 
 
 def test_no_memory_for_staging_is_no_reason_to_fail(gpus):
