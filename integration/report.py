@@ -273,7 +273,8 @@ def main() -> None:
     for run, metrics in engines.items():
         pages += report_weights.page(describe(run, metrics), metrics)
     pages += wire_pages(found)
-    draw_times({run: m for run, m in runs.items() if "sleep_l1_first_s" in m}, docs / "benchmarks.png")
+    slept = {run: m for run, m in runs.items() if "sleep_l1_first_s" in m}
+    draw_times({run: m for run, m in slept.items() if run[2] == "7b"}, docs / "benchmarks.png")
     pages += ["![times, by itself and with the plugin](benchmarks.png)", ""]
     if draw_sizes(runs, docs / "benchmarks-sizes.png"):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
