@@ -190,6 +190,8 @@ class Controller:
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
         level, tags, mode = parse_level(command.level), parse_tags(command.tags), parse_mode(command.mode)
         self._require_free()
+        if mode is PauseMode.KEEP:
+            self._require_none_waiting(command.hold)
         operation = _Operation("sleep", command.hold)
 
         def act() -> Any:
@@ -211,11 +213,7 @@ class Controller:
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
         tags = parse_tags(command.tags)
         self._require_free()
-        waiting = self._waiting()
-        if waiting:
-            raise StateConflictError(
-                "a call is still waiting for running requests; let it end, or sleep(mode='abort')", waiting=waiting
-            )
+        self._require_none_waiting(command.hold)
         operation = _Operation("wake_up", command.hold)
 
         def act() -> Any:
@@ -237,6 +235,7 @@ class Controller:
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
         mode = parse_mode(command.mode)
         self._require_free()
+        self._require_none_waiting(command.hold)
         if Tag.WEIGHTS.value in self.status.asleep_tags():
             raise StateConflictError(
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
@@ -394,6 +393,15 @@ class Controller:
     def _waiting(self) -> list[str]:
         """The names of operations that wait for running requests, here or on a data-parallel peer."""
         return [*(operation.name for operation in self._draining), *self._drained.values()]
+
+    def _require_none_waiting(self, ticket: str) -> None:
+        """Requests that somebody waits for must go on. What this operation itself has waited for is over."""
+        waiting = [operation.name for operation in self._draining]
+        waiting += [name for drained, name in self._drained.items() if drained != ticket]
+        if waiting:
+            raise StateConflictError(
+                "a call is still waiting for running requests; let it end, or sleep(mode='abort')", waiting=waiting
+            )
 
     def _begin(self, name: str) -> None:
         self._busy = name

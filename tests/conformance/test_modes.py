@@ -67,7 +67,7 @@ def test_keep_goes_on_after_the_wake(server: Server, weights: Weights) -> None:
         assert_same(server, weights, server.kind.tokens(request.answer()), expected)
 
 
-def test_new_requests_are_refused_while_a_sleep_waits(server: Server) -> None:
+def test_new_requests_are_refused_while_a_sleep_waits(server: Server, weights: Weights) -> None:
     with ThreadPoolExecutor(1) as pool, server.generating(PROMPT, long_answer(server)) as request:
         sleeping = pool.submit(server.control.sleep, 1, mode="wait")
         server.wait_admitting(False)
@@ -75,8 +75,13 @@ def test_new_requests_are_refused_while_a_sleep_waits(server: Server) -> None:
         assert {server.post(PROMPT).status_code for _ in range(20)} == {503}
         with pytest.raises(StateConflictError):
             server.control.wake_up()
+        with pytest.raises(StateConflictError):  # it would stop the request that the other sleep waits for
+            server.control.sleep(1, mode="keep")
+        with pytest.raises(StateConflictError):
+            server.control.update_weights(weights.other)
         request.assert_running()
         assert sleeping.result()["status"] == "sleeping"
+        assert len(server.kind.tokens(request.answer())) == long_answer(server)
 
 
 def test_abort_overtakes_a_sleep_that_waits(server: Server, first_tokens: list[int]) -> None:

@@ -114,6 +114,27 @@ def test_admission_is_closed_while_a_sleep_waits(world: World) -> None:
     assert reply.done()
 
 
+@pytest.mark.parametrize("waits", [commands.Sleep(mode="wait"), commands.Drain("sleep", "of a peer")])
+@pytest.mark.parametrize("comes", [commands.Sleep(mode="keep"), commands.UpdateWeights({"*": "/x"}, "token")])
+def test_nothing_stops_the_requests_that_a_sleep_waits_for(
+    world: World, waits: commands.AnyCommand, comes: commands.AnyCommand
+) -> None:
+    world.engine.hold_drain = isinstance(waits, commands.Sleep)
+    reply = world.controller.execute(encode_command(waits))
+    drains = list(world.engine.calls)
+    with pytest.raises(StateConflictError, match="still waiting"):
+        world.run(comes)
+    assert world.engine.calls == drains
+    if not reply.done():
+        world.engine.drains[0].set_result(None)
+    assert decode_reply(reply.result(timeout=1)).error is None
+
+
+def test_what_an_update_has_waited_for_does_not_hold_it_up(world: World) -> None:
+    world.run(commands.Drain("update_weights", "mine"))
+    assert world.run(commands.UpdateWeights({"*": "/x"}, "token", hold="mine")) == {"held": True}
+
+
 def test_an_abort_overtakes_a_wait(world: World) -> None:
     world.engine.hold_drain = True
     waiting = world.controller.execute(encode_command(commands.Sleep(mode="wait")))

@@ -202,6 +202,16 @@ def test_workers_sleep_by_collective_rpc(server: Server, first_tokens: list[int]
     assert server.generate(PROMPT) == first_tokens
 
 
+@pytest.mark.parametrize("method", ["compute_weight_checksums", "reset_weights"])
+def test_vllms_own_checks_do_not_touch_weights_that_sleep(server: Server, method: str, first_tokens: list[int]) -> None:
+    """Stock vLLM: the workers read, or write, memory that is not there."""
+    server.control.sleep(1)
+    response = server.http.post("/collective_rpc", json={"method": method})
+    assert response.status_code != 200 and "weights are asleep" in response.text
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
 def test_a_pause_outlives_an_update(server: Server, model_folder: Path, other_tokens: list[int]) -> None:
     """A trainer's own `/pause` is lifted by its own `/resume`, not by the update between them."""
     assert server.http.post("/pause?mode=keep").status_code == 200

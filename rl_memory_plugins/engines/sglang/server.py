@@ -99,7 +99,7 @@ def _shared(ours: Callable[[Any], Awaitable[Any]], app: Any) -> Callable[..., Aw
 
         try:
             body = json.loads(await request.body() or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if isinstance(body, dict) and "zmq_handles" in body:
             return await native(UpdateWeightsFromIPCReqInput(**body), request)

@@ -245,8 +245,8 @@ async def _checked_stream(face: AsyncFace, outputs: AsyncGenerator[Any, None]) -
     refuse_if_closed(face.status_now() or await face.run(face.status()))
     async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
         async for output in outputs:
-            reason = _stop_reason(output)
-            if reason.startswith(REFUSED):  # the engine closed on the way
+            reason = _refused(output)
+            if reason:  # the engine closed on the way
                 error = EngineAsleepError(
                     "the engine closed before the request arrived",
                     reason=reason.removeprefix(REFUSED),
@@ -257,8 +257,8 @@ async def _checked_stream(face: AsyncFace, outputs: AsyncGenerator[Any, None]) -
             yield output
 
 
-def _stop_reason(output: Any) -> str:
-    """Why a finished completion stopped, where that is a string; a pooling request's output has none."""
-    completions = output.outputs if output.finished else None
-    reason = completions[0].stop_reason if isinstance(completions, list) and completions else None
-    return reason if isinstance(reason, str) else ""
+def _refused(output: Any) -> str:
+    """Why the engine refused a completion of the request, any of several; empty if it did not."""
+    completions = output.outputs if isinstance(output.outputs, list) else ()  # a pooling request's output has none
+    reasons = (completion.stop_reason for completion in completions)
+    return next((reason for reason in reasons if isinstance(reason, str) and reason.startswith(REFUSED)), "")

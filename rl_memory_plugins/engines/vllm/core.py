@@ -23,6 +23,7 @@ CORE = "vllm.v1.engine.core:EngineCore"
 PROCESS = "vllm.v1.engine.core:EngineCoreProc"
 #: A request that reaches a closed core ends with this stop reason, and `client.py` raises from it.
 REFUSED = "rl_memory:"
+READS_WEIGHTS = ("compute_weight_checksums", "reset_weights")  # vLLM's own; or writes them
 
 
 def install(hooks: Hooks) -> None:
@@ -206,6 +207,8 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
             outcome = _memory_rpc(self, method)(*(args or ()), **(kwargs or {}))
             nothing = [None] * len(controller.status.ranks)
             return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
+        if method in READS_WEIGHTS and Tag.WEIGHTS.value in controller.status.asleep_tags():
+            raise StateConflictError(f"{method}: the weights are asleep: wake_up(tags=['weights']) first")
         epochs = [rank.content_epoch for rank in controller.status.ranks]
         try:
             if len(epochs) == 1:

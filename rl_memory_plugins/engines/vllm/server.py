@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.engines.vllm.client import AsyncFace, face_of
-from rl_memory_plugins.errors import EngineAsleepError
+from rl_memory_plugins.engines.vllm.switch import may_serve
+from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.records import EngineStatus
 
 #: Every route of vLLM that runs the model.
 GENERATION = (
@@ -53,15 +55,21 @@ def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RLMemoryEndpoints:
-    """A `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
+    """A `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`.
+
+    Whoever lists it in `VLLM_PLUGINS` gets it on every server; one whose engine is not enabled stays as it is.
+    """
 
     name = "rl_memory"
     required_tasks = None
 
     def __init__(self) -> None:
         self._face: AsyncFace | None = None  # the engine exists only after the routes do
+        self._plain = False  # it exists, and is not enabled
 
     def attach_router(self, app: Any) -> None:
+        if not may_serve(app.state.args):
+            return
         from rl_memory_plugins.server.auth import ControlAuth
         from rl_memory_plugins.server.control import Control
         from rl_memory_plugins.server.gate import AdmissionGate, posts_to
@@ -70,16 +78,22 @@ class RLMemoryEndpoints:
         router = build_router(Control(self._ready), ControlAuth(_keys(app.state.args)))
         # In front, because vLLM 0.26 lets a core route win over a plugin's on the same path.
         app.router.routes[:0] = router.routes
-        app.add_middleware(AdmissionGate, status=lambda: self._ready().status_now(), is_generation=posts_to(GENERATION))
+        app.add_middleware(AdmissionGate, status=self._status, is_generation=posts_to(GENERATION))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is not None:
             face: AsyncFace | None = face_of(engine_client, AsyncFace)
+            self._plain = face is None
             if face is not None:
                 await face.run(face.status())
                 self._face = face
 
+    def _status(self) -> list[EngineStatus]:
+        return [] if self._plain else self._ready().status_now()
+
     def _ready(self) -> AsyncFace:
+        if self._plain:
+            raise UnsupportedError("this engine was started without rl_memory")
         if self._face is None:
             raise EngineAsleepError("the server is still starting", reason="starting", retry_after_s=1)
         return self._face

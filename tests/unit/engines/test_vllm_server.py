@@ -1,0 +1,49 @@
+"""vLLM's endpoint plugin on servers whose engine is enabled, and on those whose engine is not; no vLLM is needed."""
+
+import asyncio
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from rl_memory_plugins.engines.vllm import endpoint_plugin
+
+
+def serve(engine_config, **arguments):
+    """A client of an app that has the plugin, once its engine is there; with routes of vLLM's own."""
+    app = FastAPI()
+    app.state.args = Namespace(api_key=None, **arguments)
+
+    @app.post("/v1/completions")
+    @app.post("/sleep")
+    async def native():
+        return "native"
+
+    plugin = endpoint_plugin()
+    plugin.attach_router(app)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=engine_config))
+    asyncio.run(plugin.init_state(engine, app.state, app.state.args))
+    return TestClient(app, client=("127.0.0.1", 50000))
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch):
+    monkeypatch.delenv("RL_MEMORY", raising=False)
+    monkeypatch.setenv("RLMEM_VLLM_HOOKS", "1")  # as an enabled parent leaves it
+
+
+@pytest.mark.parametrize("additional_config", [{}, None, {"rl_memory": False}])
+def test_a_server_that_nobody_asked_to_enable_stays_as_it_is(additional_config):
+    client = serve({}, additional_config=additional_config)
+    assert client.post("/v1/completions", json={}).json() == "native"
+    assert client.post("/sleep").json() == "native"
+    assert client.get("/memory").status_code == 404
+
+
+def test_a_plain_engine_behind_an_enabled_server_answers():
+    client = serve({}, additional_config={"rl_memory": {}})
+    assert client.post("/v1/completions", json={}).json() == "native"
+    response = client.get("/memory")
+    assert response.status_code == 422 and response.json()["error"]["code"] == "UnsupportedError"
