@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
+from rl_memory_plugins.weights.regions import Coverage
 from rl_memory_plugins.weights.replay import Replays
+from rl_memory_plugins.weights.written import recording
 
 if TYPE_CHECKING:
     import torch
@@ -101,14 +104,35 @@ class ModelLoader:
         return plan
 
     def load_opaque(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give the tensors to the engine's own loader, if the plan has any that only it can load."""
+        """Give the tensors to the engine's own loader, if the plan has any that only it can load.
+
+        Raises:
+            WeightUpdateError: the tensors do not make up a complete update; only now could that be seen.
+        """
         if not plan.opaque:
             return
         reload = self._reload()
         if reload is not None:
             reload.load(weights, partial=plan.partial)
-        else:
+        elif not plan.unproven:
             self._load_opaque(weights)
+        else:
+            written = Coverage()
+            with recording(written):
+                self._load_opaque(weights)
+            written.extend(plan.traced)
+            self._require_written(plan, written)
+
+    def _require_written(self, plan: LoadPlan, written: Coverage) -> None:
+        now = self._parameters()
+        same = {name: now[name] for name, address in plan.unproven.items() if _lies_at(now.get(name), address)}
+        missing = [name for name, parameter in same.items() if written.fraction(parameter) < 1]
+        if missing:
+            raise WeightUpdateError(
+                f"the update did not cover {len(missing)} parameters, the first being {missing[0]}",
+                reason="incomplete",
+                missing=missing,
+            )
 
     def drop_outdated(self) -> Mapping[str, torch.Tensor]:
         """Forget plans that write memory which is no longer the parameters'; they would keep it alive.
@@ -130,3 +154,8 @@ class ModelLoader:
         """A complete update by this plan has arrived. What is opaque has no checksum by the checkpoint's names."""
         if plan.digest in self._plans:
             self.complete = plan if plan.steps else None
+
+
+def _lies_at(parameter: torch.Tensor | None, address: int) -> bool:
+    """Whether it is where it was; a loader that gives a parameter other memory has made that anew."""
+    return parameter is not None and parameter.data_ptr() == address

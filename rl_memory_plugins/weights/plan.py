@@ -14,6 +14,7 @@ import torch
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.regions import Coverage
 from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]
@@ -33,11 +34,16 @@ class LoadPlan:
         steps: Copies and fills that `apply` replays; a name may have many (experts, fused layers) or none.
         opaque: Names that the engine's loader must load itself, and why.
         unused: Names that this rank's loader ignored, without those it may ignore.
+        unproven: Where the trace broke off for some names: the parameters that others do not cover, with their
+            addresses. Only the real load shows whether a complete update writes them.
+        traced: What the trace saw being written, where some are unproven.
     """
 
     def __init__(
         self, manifest: Manifest, steps: dict[str, list[Step]], opaque: dict[str, str], unused: list[str]
     ) -> None:
+        self.unproven: dict[str, int] = {}
+        self.traced = Coverage()
         self.digest = manifest.digest()
         self.partial = manifest.partial
         self.specs = {spec.name: spec for spec in manifest.tensors}
@@ -208,7 +214,11 @@ def trace(
         whole_layers = whole_layers or f"the loader runs {tracer.derives} on the model's memory"
     if whole_layers:
         return LoadPlan(manifest, {}, {spec.name: whole_layers for spec in manifest.tensors}, unused)
-    return LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
+    plan = LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
+    if expected is not None and not manifest.partial and blind:
+        plan.traced = tracer.written
+        plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in _missing(tracer, expected)}
+    return plan
 
 
 def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], bool]:

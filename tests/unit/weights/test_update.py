@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from toys import EXPERTS, Rank, Receiving, ToyModel, checkpoint, loaded, update
+from toys import EXPERTS, Rank, Receiving, ToyModel, Tracked, checkpoint, loaded, no_collection, update
 
 from rl_memory_plugins.errors import (
     AuthenticationError,
@@ -238,6 +239,32 @@ def test_a_loader_that_hides_a_failure_or_stops_early_is_found_out():
         error, threads = update([rank], source)
         assert isinstance(error, WeightUpdateError) and isinstance(threads[0].error, WeightUpdateError)
         assert rank.manager.content is Content.FAILED
+
+
+class Looking(ToyModel):
+    """Its loader compares values of one tensor: there the trace, which has none, breaks off."""
+
+    def load_weights(self, weights):
+        def looked_at():
+            for name, weight in weights:
+                if name == "norm.weight":
+                    assert not torch.equal(weight, torch.full_like(weight, 99.0))
+                yield name, weight
+
+        super().load_weights(looked_at())
+
+
+def test_an_update_must_be_complete_also_where_the_trace_breaks_off():
+    rank, tensors = Rank(Looking(opaque=False)), checkpoint(1, opaque=False)
+    lacking = {name: tensor for name, tensor in tensors.items() if name not in ("o.weight", "v.weight")}
+    error, (thread,) = update([rank], lacking)
+    assert isinstance(error, WeightUpdateError) and error.details["reason"] == "incomplete"
+    assert thread.error.details["missing"] == ["qkv", "o"]
+    assert rank.manager.content is Content.FAILED
+    report, (thread,) = update([rank], tensors)
+    assert thread.report["opaque"] == 1
+    rank.model.assert_unchanged(loaded(tensors, opaque=False))
+    assert rank.manager.content is Content.VALID
 
 
 def test_a_value_that_is_not_finite_is_named_when_asked_for():
@@ -510,6 +537,80 @@ def test_push_weights_raises_the_more_specific_error_and_does_not_wait_it_out():
     with pytest.raises(WeightUpdateError, match="did not answer"):
         push_weights(lambda body: (engine(Rank())(body), time.sleep(5)), checkpoint(), timeout_s=2)
     assert time.monotonic() - start < 25
+
+
+def failing_loader(weights):
+    for name, _ in weights:
+        raise RuntimeError(f"cannot pack {name}")
+
+
+def cut_off(rank):
+    """An engine that breaks in the middle, and answers with an error of its own."""
+
+    def post(body):
+        with contextlib.suppress(WeightUpdateError):
+            engine(rank)(body)
+        raise StateConflictError("broken")
+
+    return post
+
+
+def test_a_failed_update_leaves_its_source_at_once():
+    source = Tracked(checkpoint())
+    with no_collection(), WeightSender(1, bucket_bytes=256, timeout_s=10) as sender:
+        thread = Receiving(Rank(load_opaque=failing_loader), sender)
+        try:
+            sender.send(source)
+        except WeightUpdateError as error:
+            assert source.given and source.open == source.alive() == 0  # while the error is still held
+            gone = weakref.ref(error)
+        assert gone() is None
+    thread.join()
+
+
+def test_a_tensor_that_is_sent_in_parts_is_given_up_with_its_update():
+    source = Tracked({"embed.weight": torch.zeros(10, 8, dtype=torch.bfloat16)})
+    with no_collection(), WeightSender(1, bucket_bytes=16, timeout_s=2) as sender:
+        silent = session_in_the_middle(sender)
+        with pytest.raises(WeightUpdateError, match="stalled"):
+            sender.send(source)
+        assert source.given == 1 and source.open == source.alive() == 0
+        silent.close()
+
+
+def test_a_failed_push_leaves_its_source_and_its_error_at_once():
+    source = Tracked(checkpoint())
+    with no_collection():
+        try:
+            push_weights(cut_off(Rank(load_opaque=failing_loader)), source, timeout_s=10)
+        except StateConflictError as error:
+            assert source.given and source.open == source.alive() == 0
+            gone = weakref.ref(error)
+        assert gone() is None
+
+
+def test_an_engine_that_refuses_leaves_no_cycle():
+    def refuse(body):
+        raise StateConflictError("asleep")
+
+    with no_collection():
+        try:
+            push_weights(refuse, checkpoint(), timeout_s=10)
+        except StateConflictError as error:
+            gone = weakref.ref(error)
+        assert gone() is None
+
+
+@pytest.mark.parametrize("missing", ["gone", "file/below"])
+def test_a_directory_that_is_not_there_is_refused(tmp_path, missing):
+    (tmp_path / "file").touch()
+    before = counts()
+    with pytest.raises(InvalidRequestError, match=missing) as caught:
+        WeightSender(1, directory=tmp_path / missing)
+    assert caught.value.details["field"] == "directory"
+    assert caught.value.details["got"] == str(tmp_path / missing)
+    del caught
+    assert counts() == before
 
 
 def test_a_module_is_sent_with_tied_weights_once_and_in_the_dtype_asked_for():
