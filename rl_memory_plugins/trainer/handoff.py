@@ -2,7 +2,7 @@
 
     sleep               the engines give their memory back; no request is admitted until the last step
     load                the trainer's model and optimiser come back
-      … training …
+      … training …        the body of `RolloutHandoff.training`; nobody goes on unless it succeeded everywhere
     offload_others      what training alone needs goes: optimiser, gradients, reference policy
     load                the trainer's weights, if they were away
     wake_weights        memory for the engines' weights
@@ -78,7 +78,15 @@ class RolloutHandoff:
     succeeds on all or fails on all. After a failure later steps have not run and the engines are closed, but
     for one that could not give anything back in `sleep`, and for those that had been opened again when another
     one failed in `wake_kv_cache`. The error has `details["step"]`, and its type is the failure's own. `training`
-    and `sync` may simply be called again.
+    and `sync` may simply be called again, on all processes.
+
+    The body of `training` counts as a step, `training`. Where it raises, that error is raised at once. The other
+    processes learn of it at the end of their own body: an `RLMemoryError` with `details["trainer_rank"]`, or, if the
+    failed process ended, one that says that the connection is gone. Processes that call different things raise a
+    `StateConflictError`.
+
+    What is away (`weights` and `others`, from `sync` on until the next `release`) cannot be saved: `torch.save` of its
+    `state_dict()` writes a file that cannot be read, without an error. Save in the body of `training`.
 
     Args:
         engines: Those that this process controls: `EngineClient`s or engines' own objects. Each engine is given
@@ -136,10 +144,15 @@ class RolloutHandoff:
     def training(self, weight_version: str | None = None) -> Iterator[HandoffReport]:
         """The engines sleep and the trainer is loaded; at the end the engines wake with the new weights.
 
-        If the body raises, the engines stay asleep and the trainer loaded.
+        If the body raises, on any process, the engines stay asleep and the trainer loaded.
         """
         report = self.release()
-        yield report
+        try:
+            yield report
+        except BaseException as error:
+            self._body_failed(error)
+            raise
+        self._body_ended()
         self.sync(weight_version, report)
 
     def release(self) -> HandoffReport:
@@ -175,6 +188,15 @@ class RolloutHandoff:
             self._on_engines(report, "wake_kv_cache", lambda engine: engine.wake_up())
         return report
 
+    def _body_ended(self) -> None:
+        """Wait for the others' bodies."""
+        with self._lock, self._at("training"):
+            self._peers.share(None)
+
+    def _body_failed(self, error: BaseException) -> None:
+        self._peers.step = "training"
+        self._peers.tell(error)
+
     def _limit(self, fraction: float) -> None:
         if self._memory_fraction < 1:  # a limit of the trainer's own is left alone
             limit_memory(fraction)
@@ -198,7 +220,7 @@ class RolloutHandoff:
             report.seconds[step] += seconds
             report.moved_bytes[step] = report.moved_bytes.get(step, 0) + total
 
-        with _named(step):
+        with self._at(step):
             self._peers.agree(run)
 
     def _give_back(self, step: str) -> CacheClearing:
@@ -211,7 +233,14 @@ class RolloutHandoff:
 
     @contextmanager
     def _step(self, report: HandoffReport, step: str) -> Iterator[None]:
-        with timed(report.seconds, step), _named(step):
+        with timed(report.seconds, step), self._at(step):
+            yield
+
+    @contextmanager
+    def _at(self, step: str) -> Iterator[None]:
+        """Have the other processes know the step, and an error say in which it was raised."""
+        self._peers.step = step
+        with _named(step):
             yield
 
 
@@ -228,7 +257,12 @@ class AsyncRolloutHandoff:
     @asynccontextmanager
     async def training(self, weight_version: str | None = None) -> AsyncIterator[HandoffReport]:
         report = await self.release()
-        yield report
+        try:
+            yield report
+        except BaseException as error:
+            self._handoff._body_failed(error)
+            raise
+        await self._run(self._handoff._body_ended)
         await self.sync(weight_version, report)
 
     async def release(self) -> HandoffReport:

@@ -3,7 +3,8 @@
 A tensor is moved by its storage: the bytes are copied out and the storage is resized to nothing; loading
 resizes it again and copies the bytes in. Tensor objects, views and all that refers to them stay as they are:
 FSDP's flat parameters and their shards, DTensors, tied weights, Megatron's buffers, the optimiser's references.
-Until it is loaded again such a tensor must not be computed with; `host_view` reads it where it is.
+Until it is loaded again such a tensor must not be computed with; `host_view` reads it where it is. Nor can it be
+saved: `torch.save` writes the empty storage without an error, and `torch.load` of that file fails.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Offloader:
     """Moves the tensors of some modules and optimisers, together.
 
     Every call looks at what the targets hold then: state that an optimiser made since is moved too.
+    Save checkpoints while everything is loaded; see the module.
 
     Args:
         *targets: Modules (parameters, gradients, buffers; plain, FSDP1 or FSDP2), optimisers (their state), or
@@ -105,6 +107,8 @@ class Offloader:
 
     def offload(self) -> Moved:
         """Copy to host memory and free the device memory (to torch's cache; see `aggressive_empty_cache`).
+
+        A `torch.save` of the targets, or of their `state_dict()`, cannot be read until `load`; see the module.
 
         Raises:
             HostMemoryError: not enough host memory; nothing was moved.

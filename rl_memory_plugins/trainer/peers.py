@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rl_memory_plugins.errors import RLMemoryError, from_record
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError, from_record
 
 T = TypeVar("T")
 
@@ -21,11 +23,15 @@ class Peers:
         group: All ranks that hold parts of the model; by default the whole world. Agreements go over a Gloo
             group of their own, made once: they wait for no GPU, and meet no collective of a source that failed
             on one rank.
+
+    Attributes:
+        step: What this process is at, for `share` to compare.
     """
 
     def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
 
+        self.step = ""
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD if group is None else group
@@ -54,20 +60,29 @@ class Peers:
             Exception: some rank brought an error: on every rank the most severe one, of the first rank that has
                 it. A rank's own error is raised as it is, another's as an `RLMemoryError` with
                 `details["trainer_rank"]`.
+            StateConflictError: the ranks are not at the same step; nothing was shared. `details["steps"]` has each
+                rank's. A rank with an error of its own raises that.
         """
         mine = None if error is None else (severity(error), _record(error))
         everyone: list[Any] = [(value, mine)]
         if self.size > 1:
-            import torch.distributed as dist
-
             try:
-                sent = pickle.dumps((value, mine))
+                sent = pickle.dumps((self.step, value, mine))
             except Exception as failure:  # the others wait for something
                 error = error or failure
-                sent = pickle.dumps((None, (severity(error), _bare_record(error))))
-            shared: list[Any] = [None] * self.size
-            dist.all_gather_object(shared, sent, group=self._group)
-            everyone = [pickle.loads(one) for one in shared]
+                sent = pickle.dumps((self.step, None, (severity(error), _bare_record(error))))
+            told = _telling.get(self._group)
+            if told is not None:
+                told.join()
+                _telling.pop(self._group, None)
+            answers = [pickle.loads(one) for one in self._gather(sent)]
+            steps = [step for step, *_ in answers]
+            if len(set(steps)) > 1:
+                raise error or StateConflictError(
+                    f"the trainer's processes are not at the same step: {', '.join(step or '-' for step in steps)}",
+                    steps=steps,
+                )
+            everyone = [(one, failure) for _, one, failure in answers]
         failed = [rank for rank, (_, failure) in enumerate(everyone) if failure is not None]
         if not failed:
             return [one for one, _ in everyone]
@@ -78,6 +93,39 @@ class Peers:
         other.details.setdefault("trainer_rank", worst)
         raise other
 
+    def tell(self, error: BaseException) -> None:
+        """`share` an error without waiting for the others; this process's next agreement does.
+
+        They may not answer soon, or ever: those that wait in a collective for the rank that failed.
+        """
+        if self.size > 1:
+            try:
+                sent = pickle.dumps((self.step, None, (0, _record(error))))
+            except Exception:
+                sent = pickle.dumps((self.step, None, (0, _bare_record(error))))
+            # A daemon: a process that ends instead of going on closes its connections, which the others notice. Torch
+            # may then abort it at the very end, if it has not destroyed its process groups.
+            telling = threading.Thread(target=self._tell, args=(sent, _telling.get(self._group)), daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                telling.start()
+                _telling[self._group] = telling
+
+    def _tell(self, sent: bytes, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        with contextlib.suppress(Exception):  # the connections are gone: the next agreement raises that
+            self._gather(sent)
+
+    def _gather(self, sent: bytes) -> list[bytes]:
+        import torch.distributed as dist
+
+        shared: list[Any] = [None] * self.size
+        dist.all_gather_object(shared, sent, group=self._group)
+        return shared
+
+
+_telling: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+"""By Gloo group: what `Peers.tell` has under way, before which no other agreement of the group may start."""
 
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -92,10 +140,10 @@ def _twin(group: Any) -> Any:
     return _twins[group]
 
 
-def _record(error: Exception) -> dict[str, Any]:
+def _record(error: BaseException) -> dict[str, Any]:
     return error.to_record() if isinstance(error, RLMemoryError) else _bare_record(error)
 
 
-def _bare_record(error: Exception) -> dict[str, Any]:
+def _bare_record(error: BaseException) -> dict[str, Any]:
     """Text only, which can always be sent."""
     return RLMemoryError(f"{type(error).__name__}: {error}", type=type(error).__name__).to_record()

@@ -64,6 +64,11 @@ class FSDP1Source:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        root = next(iter(FullyShardedDataParallel.fsdp_modules(self._model)), None)
+        if root is not None and root._handle is None:  # not in `_units`
+            # Before the first forward, the unit that is made whole first makes itself the root.
+            with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
+                pass
         for unit, own in self._units:
             flat = unit._handle.flat_param
             with (

@@ -391,6 +391,114 @@ def test_an_engine_that_controls_nothing_here_is_no_error():
     assert report.update["engines"] == []
 
 
+# -- two processes ---------------------------------------------------------------------------------------------
+
+
+def two_of(rank, make=RolloutHandoff):
+    """One process's part of a handoff to an engine that rank 0 controls, and what to check that engine with."""
+    setup = Setup()
+    engines = [setup.engine] if rank == 0 else []
+    parts = {"weights": [setup.model], "others": [setup.optimizer]}
+    return make(engines, setup.tensors, **parts, bucket_bytes=256, timeout_s=30.0), setup
+
+
+def assert_goes_on(rank, setup):
+    if rank == 0:
+        setup.assert_updated()
+    assert not setup.model.here and not setup.optimizer.here
+
+
+def in_training(handoff, body):
+    """`training` with a body, in whichever kind of handoff."""
+    if isinstance(handoff, RolloutHandoff):
+        with handoff.training("7"):
+            body()
+        return
+
+    async def main():
+        async with handoff.training("7"):
+            body()
+
+    asyncio.run(main())
+
+
+def told(caught):
+    return type(caught).__name__, str(caught), getattr(caught, "details", None)
+
+
+def body_fails_on_rank_zero(rank, make, kind):
+    """What each rank gets, how long after its body began, and whether a second round succeeds."""
+    handoff, setup = two_of(rank, make)
+
+    began = []
+
+    def body():
+        began.append(time.monotonic())
+        if rank == 0:
+            raise kind("only here")
+        time.sleep(1.0)
+
+    caught = None
+    try:
+        in_training(handoff, body)
+    except BaseException as error:
+        caught = error
+    seconds = time.monotonic() - began[0]
+    assert setup.log == TO_TRAINER[0 if rank == 0 else 1 :] and setup.model.here
+    in_training(handoff, lambda: None)
+    assert_goes_on(rank, setup)
+    return told(caught), seconds
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, StateConflictError, KeyboardInterrupt])
+@pytest.mark.parametrize("make", [RolloutHandoff, AsyncRolloutHandoff])
+def test_a_body_that_fails_on_one_process_fails_on_all(pair, make, kind):
+    (zero, seconds), (one, _) = pair.run(body_fails_on_rank_zero, make, kind)
+    own = {} if kind is StateConflictError else None
+    assert zero == (kind.__name__, "only here", own) and seconds < 0.9  # it waits for nobody
+    if kind is StateConflictError:
+        assert one == (kind.__name__, "only here", {"trainer_rank": 0, "step": "training"})
+    else:
+        details = {"type": kind.__name__, "trainer_rank": 0, "step": "training"}
+        assert one == ("RLMemoryError", f"{kind.__name__}: only here", details)
+
+
+def both_bodies_fail(rank):
+    handoff, setup = two_of(rank)
+    for number in range(3):
+        with pytest.raises(ValueError, match=f"{rank} {number}"), handoff.training():
+            raise ValueError(f"{rank} {number}")
+    with handoff.training("7"):
+        pass
+    assert_goes_on(rank, setup)
+    return True
+
+
+def test_bodies_that_fail_everywhere_keep_their_errors(pair):
+    assert pair.run(both_bodies_fail) == [True, True]
+
+
+def different_steps(rank):
+    handoff, setup = two_of(rank)
+    try:
+        if rank == 0:
+            handoff.release()
+        else:
+            handoff.sync()
+    except StateConflictError as error:
+        caught = error
+    with handoff.training("7"):
+        pass
+    assert_goes_on(rank, setup)
+    return caught.details
+
+
+def test_processes_at_different_steps_do_not_go_on(pair):
+    zero, one = pair.run(different_steps)
+    steps = ["sleep", "offload_others"]
+    assert (zero, one) == ({"steps": steps, "step": "sleep"}, {"steps": steps, "step": "offload_others"})
+
+
 # -- engine objects, and event loops ---------------------------------------------------------------------------
 
 

@@ -192,6 +192,33 @@ def fsdp1_offloaded(rank, use_orig_params):
     return True
 
 
+def fsdp1_before_the_first_forward(rank, offloaded):
+    """All parameters are wrapped below the root, which has none of its own; the bare root is nested or not."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 5), nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4)))
+    expected, x = whole(plain), torch.ones(2, 8)
+    loss = plain(x).square().mean().item()
+    cpu = {"device_id": torch.device("cpu")}
+    plain[0] = FullyShardedDataParallel(plain[0], **cpu)
+    for number in range(2):
+        plain[1][number] = FullyShardedDataParallel(plain[1][number], **cpu)
+    plain[1] = FullyShardedDataParallel(plain[1], **cpu)
+    model = FullyShardedDataParallel(plain, **cpu)
+    assert model._handle is None
+    source, offloader = FSDP1Source(model), Offloader(model, moves=everything)
+    if offloaded:
+        assert offloader.offload().bytes
+    for _ in range(2):
+        same(collected(source), expected)
+    offloader.load()
+    result = model(x).square().mean()
+    result.backward()
+    assert abs(result.item() - loss) < 1e-6
+    return same(collected(source), expected)
+
+
 def fsdp1_one_unit_at_a_time(rank):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -239,6 +266,11 @@ def test_a_batch_is_as_large_as_what_is_moved(pair):
 @pytest.mark.parametrize("job", [fsdp1_gathers, fsdp1_offloaded])
 def test_fsdp1(pair, job, use_orig_params):
     assert pair.run(job, use_orig_params) == [True, True]
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_fsdp1_may_be_sent_before_the_first_forward(pair, offloaded):
+    assert pair.run(fsdp1_before_the_first_forward, offloaded) == [True, True]
 
 
 def test_fsdp1_has_one_unit_whole_at_a_time(pair):
