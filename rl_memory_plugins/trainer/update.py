@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import socket
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from rl_memory_plugins.trainer.sources.model import ModelSource
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.push import specificity
-from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
+from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource
 
 
@@ -107,7 +109,14 @@ def push_from_all(
             sender.close()
     failures = [failure, *(call.finish(wait_s) for call in calls)]
     worst = max((one for one in failures if one is not None), key=specificity, default=None)
-    peers.share(None, worst, severity=specificity)
+    try:
+        peers.share(None, worst, severity=specificity)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        failures.clear()  # or they and this frame keep each other
+        del worst, failure
     return {**report, "engines": [call.answer for call in calls]}
 
 
@@ -128,13 +137,19 @@ def _send(
         once.drain()
     except Exception as error:
         known = wire.as_update_error(error)
+        traceback.clear_frames(error.__traceback__)
         if not begin.shared:
             with contextlib.suppress(Exception):  # it raises what all know now
                 begin.settle(None, known)
         elif begin.agreed and begin.peers.size > 1:
             with contextlib.suppress(Exception):
                 once.drain()
-        return {}, known
+        try:
+            return {}, known
+        finally:
+            del known  # or it and this frame keep each other
+    finally:
+        once.close()
     return {"bytes": 0, "tensors": 0, "buckets": 0, "seconds": {}, "receivers": []}, None
 
 
@@ -173,7 +188,7 @@ class _Once:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._tensors = self._source.tensors()
-        return self._tensors
+        return itertools.chain(self._tensors)  # which the sender cannot close
 
     def resident(self) -> list[torch.Tensor] | None:
         return self._source.resident() if isinstance(self._source, ResidentSource) else None
@@ -182,6 +197,10 @@ class _Once:
         """Take part in the gathers that are left."""
         for _ in self.tensors() if self._tensors is None else self._tensors:
             pass
+
+    def close(self) -> None:
+        """Take part in no more. No source goes on after it."""
+        close_iterator(self._tensors)
 
 
 class _EngineCall:
@@ -203,7 +222,8 @@ class _EngineCall:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled")
-        return self._error
+        error, self._error = self._error, None  # its traceback leads back here
+        return error
 
     def _run(self) -> None:
         try:

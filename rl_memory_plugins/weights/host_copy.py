@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from rl_memory_plugins.errors import WeightUpdateError
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,7 +26,18 @@ class HostCopier:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Have the next `run` copy the bytes of one contiguous CPU tensor to another."""
+        """Have the next `run` copy the bytes of one contiguous CPU tensor to another.
+
+        Raises:
+            WeightUpdateError: one has no memory: it is a DTensor or another wrapper, or is offloaded.
+        """
+        for tensor in (destination, source):
+            # An address that is not more than the offset in the storage: that of the storage is 0.
+            if tensor.nbytes and tensor.data_ptr() <= tensor.storage_offset() * tensor.element_size():
+                raise WeightUpdateError(
+                    f"a {type(tensor).__name__} of {tensor.dtype} {list(tensor.shape)} has no memory that can be "
+                    "copied: it is sharded, another wrapper, or offloaded"
+                )
         self._pending.append((destination, source))
 
     def run(self) -> None:

@@ -63,17 +63,19 @@ class Listener:
         self.ranks: list[ConnectedRank] = []
         self._cancelled: RLMemoryError | None = None
         self._wake, self._wakeable = socket.socketpair()
-        self._directory = tempfile.mkdtemp(prefix="rl-memory-", dir=directory)  # mode 0700
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._directory: str | None = None
         try:
+            self._directory = tempfile.mkdtemp(prefix="rl-memory-", dir=directory)  # mode 0700
             path = str(Path(self._directory) / "weights.sock")
             self._listener.bind(path)
             self._listener.listen(self._count + 8)
             self._listener.setblocking(False)
         except OSError as error:
             self.close()
+            where = str(self._directory or directory or "the directory for temporary files")
             raise InvalidRequestError(
-                f"no socket can be made in {self._directory}: {error}", field="directory", got=self._directory
+                f"no socket can be made in {where}: {error}", field="directory", got=where
             ) from None
         names = ["*"] if self._awaited is None else self._awaited
         self.endpoints: dict[str, str] = dict.fromkeys(names, path)
@@ -86,13 +88,17 @@ class Listener:
         self._listener.close()
         self._wake.close()
         self._wakeable.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._cancelled = None  # its traceback may lead back here
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def cancel(self, error: RLMemoryError) -> None:
         """Make a wait in another thread raise `error`."""
         self._cancelled = error
-        with contextlib.suppress(OSError):
+        try:
             self._wake.send(b"x")
+        except OSError:  # closed: nothing waits
+            self._cancelled = None
 
     def connect(self) -> None:
         """Wait until all receivers have introduced themselves; turn others away."""

@@ -86,7 +86,10 @@ def push_weights(
         failures.append(error)
     thread.join(wait_s)
     if failures:
-        raise max(failures, key=specificity)
+        try:
+            raise max(failures, key=specificity)
+        finally:
+            failures.clear()  # or they and this frame keep each other
     if not answers:
         raise WeightUpdateError(f"the engine has the weights but did not answer within {wait_s:g} s", reason="stalled")
     return {**report, "engine": answers[0]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ class WeightSender:
         self._slots = slots
         self._timeout_s = timeout_s
         self._settle_unused = settle_unused
+        self._current: Any = None  # the tensor of which parts are still to be packed
         self._listener = Listener(receivers, timeout_s, directory, token)
         self.endpoints = self._listener.endpoints
         self.token = self._listener.token
@@ -111,6 +113,8 @@ class WeightSender:
     ) -> dict[str, Any]:
         """Send one update to all receivers; returns when all of them have it, and closes the sender.
 
+        Where it fails, the iterator that `tensors` gave is closed too.
+
         Args:
             tensors: What to send.
             partial: The update changes some weights only, and the others are valid.
@@ -127,6 +131,7 @@ class WeightSender:
         """
         seconds: dict[str, float] = {}
         lanes: Lanes | None = None
+        given: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
             source = as_source(tensors)
             manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
@@ -139,7 +144,8 @@ class WeightSender:
             lanes = Lanes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
             answers, buckets = self._offer(manifest, lanes, seconds)
             self._judge(answers)
-            self._stream(manifest, buckets, lanes.in_use(), source, seconds)
+            given = source.tensors()
+            self._stream(manifest, buckets, lanes.in_use(), given, seconds)
             with timed(seconds, "commit"):
                 self._listener.broadcast(wire.Commit())
                 done = self._listener.gather(self._listener.ranks, wire.Done)
@@ -163,9 +169,16 @@ class WeightSender:
             if lanes is not None:
                 with contextlib.suppress(Exception):  # the first error is the cause
                     lanes.close()
-            if known is error or not isinstance(error, Exception):
-                raise
-            raise known from error
+            # Whoever keeps the error must not keep tensors through the frames of its traceback.
+            self._current = lanes = resident = None
+            traceback.clear_frames(error.__traceback__)
+            close_iterator(given)
+            try:
+                if known is error or not isinstance(error, Exception):
+                    raise
+                raise known from error
+            finally:
+                del known  # or it and this frame keep each other
         finally:
             self.close()
 
@@ -229,11 +242,10 @@ class WeightSender:
         manifest: Manifest,
         buckets: list[list[BucketEntry]],
         lanes: list[Lane],
-        source: TensorSource,
+        tensors: Iterator[tuple[str, torch.Tensor]],
         seconds: dict[str, float],
     ) -> None:
         """Pack buckets and announce them; while one is being loaded the next is packed."""
-        tensors = source.tensors()
         for number, entries in enumerate(buckets):
             slot = number % self._slots
             with timed(seconds, "wait"):
@@ -283,7 +295,7 @@ class WeightSender:
             for lane, places in placed.items():
                 places.append(lane.buffer.put(slot, entry, spec, part))
             if entry.start + entry.nbytes == nbytes:
-                del self._current, part
+                self._current = part = None
         for lane in placed:
             lane.buffer.publish()
         return placed
@@ -297,6 +309,14 @@ class WeightSender:
                 for rank in lane.ranks:
                     self._listener.ranks.remove(rank)
                     cuda_ipc.leases.hold(rank.connection.peer_process(), rank.connection)
+
+
+def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
+    """Have a source's generator give back at once what it holds; its own failure is not the cause of anything."""
+    close = getattr(tensors, "close", None)
+    if close is not None:
+        with contextlib.suppress(Exception):
+            close()
 
 
 def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:

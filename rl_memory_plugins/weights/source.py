@@ -40,47 +40,62 @@ class ModuleSource:
 
     Tensors that are the same object under two names (tied weights) are sent once, under the first.
 
-    Offloaded tensors cannot be read; `trainer.ModelSource` reads them.
+    Offloaded and sharded tensors cannot be read; `trainer.ModelSource` reads them.
 
     Args:
-        module: The module, or its names and tensors.
+        module: The module, or its names and tensors. It is looked at anew for every update.
         dtype: What floating-point tensors are sent as, e.g. bfloat16 from float32 master weights; each is
             converted when its turn comes.
     """
 
     def __init__(self, module: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        if isinstance(module, torch.nn.Module):
-            module = module.state_dict(keep_vars=True)
-        seen: set[int] = set()
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in module.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                self._tensors[name] = tensor.detach() if tensor.requires_grad else tensor
+        self._module = module
         self._dtype = dtype
+        self._begun: dict[str, torch.Tensor] | None = None  # what `specs()` lists, until `tensors()` gives it
 
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`.
 
         Raises:
-            InvalidRequestError: a tensor is offloaded.
+            InvalidRequestError: a tensor is offloaded or sharded.
         """
-        for name, tensor in self._tensors.items():
+        named = self._named()
+        for name, tensor in named.items():
+            if hasattr(tensor, "full_tensor"):
+                raise InvalidRequestError(f"{name} is sharded: send a trainer.ModelSource", name=name)
             if tensor.nbytes and not tensor.untyped_storage().nbytes():
                 raise InvalidRequestError(f"{name} is offloaded: load it, or send a trainer.ModelSource", name=name)
-        return [spec_of(name, t, self._sent_as(t)) for name, t in self._tensors.items()]
+        self._begun = named
+        return [spec_of(name, t, self._sent_as(t)) for name, t in named.items()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._tensors.items():
-            yield name, tensor if self._dtype is None else tensor.to(self._sent_as(tensor))
+        named, self._begun = self._begun or self._named(), None  # to collect takes as long as to send
+        for name, tensor in named.items():
+            yield name, _plain(tensor) if self._dtype is None else _plain(tensor).to(self._sent_as(tensor))
 
     def resident(self) -> list[torch.Tensor] | None:
-        tensors = list(self._tensors.values())
+        tensors = [_plain(tensor) for tensor in (self._begun or self._named()).values()]
         unchanged = self._dtype is None or all(self._sent_as(tensor) == tensor.dtype for tensor in tensors)
         return tensors if unchanged else None
 
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Not detached: those would stay on the old memory where a parameter's `data` is replaced."""
+        module = self._module
+        tensors = module.state_dict(keep_vars=True) if isinstance(module, torch.nn.Module) else module
+        seen: set[int] = set()
+        named: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                named[name] = tensor
+        return named
+
     def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:

@@ -1,6 +1,7 @@
 """Two-rank trainers pushing through real senders and sockets to toy engines."""
 
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from models import Tree
 from process_pair import ProcessPair
 from toy_engine import ToyEngine
-from toys import checkpoint, loaded
+from toys import Tracked, checkpoint, loaded, no_collection
 
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
 from rl_memory_plugins.trainer import ModelSource, Offloader, Peers, RolloutHandoff, push_from_all, update
@@ -243,6 +244,43 @@ def test_one_process_alone_needs_no_process_group():
     report = push_from_all([engine], tensors, **OPTIONS)
     assert report["tensors"] == len(tensors) and len(report["receivers"]) == 2
     assert_loaded([engine], tensors)
+
+
+@pytest.mark.parametrize("scenario", ["receiver breaks", "engine refuses"])
+def test_one_process_that_fails_leaves_its_source_and_its_error_at_once(scenario):
+    engine, source = ToyEngine(), Tracked(checkpoint(9))
+    if scenario == "engine refuses":
+        engine.fail["post_update"] = StateConflictError("busy")
+    else:
+        break_once(engine.ranks[0].receiver)
+    with no_collection():
+        try:
+            push_from_all([engine], source, **OPTIONS)
+        except RLMemoryError as error:
+            assert source.open == source.alive() == 0
+            assert bool(source.given) == (scenario == "receiver breaks")
+            gone = weakref.ref(error)
+        assert gone() is None
+    push_from_all([engine], checkpoint(9), **OPTIONS)
+    assert_loaded([engine], checkpoint(9))
+
+
+def leaves_its_sources(rank):
+    """Both ranks go through all of the source, though its receivers break off, and leave it then."""
+    engines, source, tensors = engine_of(rank), Tracked(checkpoint(9)), checkpoint(9)
+    for engine in engines:
+        break_once(engine.ranks[1].receiver)
+    with no_collection():
+        try:
+            push_from_all(engines, source, **OPTIONS)
+        except RLMemoryError as error:
+            left = source.open, source.alive(), source.given == len(tensors)
+            gone = weakref.ref(error)
+        return left, gone() is None
+
+
+def test_all_processes_drain_and_leave_a_source_whose_update_failed(pair):
+    assert pair.run(leaves_its_sources) == [((0, 0, True), True)] * 2
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all(pair):

@@ -451,6 +451,34 @@ def test_copies_by_several_threads_are_whole(sizes, threads):
     copier.close()
 
 
+class Wrapper(torch.Tensor):
+    """Has no memory of its own, as a DTensor has not."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    __torch_dispatch__ = None
+
+
+def offloaded_view():
+    tensor = torch.ones(8)
+    view = tensor[4:]
+    tensor.untyped_storage().resize_(0)
+    return view
+
+
+@pytest.mark.parametrize("make", [lambda: Wrapper(torch.ones(4)), offloaded_view], ids=["wrapper", "offloaded"])
+def test_what_has_no_memory_is_refused_and_not_read(make):
+    copier = HostCopier(1)
+    with pytest.raises(WeightUpdateError, match="has no memory"):
+        copier.add(torch.zeros(4), make())
+    with pytest.raises(WeightUpdateError, match="has no memory"):
+        copier.add(make(), torch.zeros(4))
+    copier.add(torch.zeros(0), torch.zeros(8)[4:4])
+    copier.run()
+
+
 def test_shared_memory_takes_tensors_of_any_layout():
     staging = ShmStaging(4096, 1)
     tensor = torch.arange(12, dtype=torch.float32).view(3, 4)

@@ -1,6 +1,9 @@
 """A tiny tensor-parallel model whose loader does what real engines' loaders do, and a rank to run it on."""
 
+import contextlib
+import gc
 import threading
+import weakref
 
 import torch
 
@@ -10,6 +13,7 @@ from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.sender import WeightSender
+from rl_memory_plugins.weights.source import ModuleSource
 
 HIDDEN, HEADS, HEAD_DIM, VOCAB, EXPERTS, PADDED = 8, 4, 2, 10, 3, 12
 
@@ -150,3 +154,42 @@ def update(ranks, source, *, partial=False, bucket_bytes=256, timeout_s=10.0):
         except RLMemoryError as error:
             outcome = error
         return outcome, [thread.join() for thread in threads]
+
+
+class Tracked:
+    """A source that makes its tensors on the way; `open` is how many of its iterations are not over."""
+
+    def __init__(self, tensors):
+        self._source = ModuleSource(tensors)
+        self._made = []
+        self.open = self.given = 0
+
+    def specs(self):
+        return self._source.specs()
+
+    def tensors(self):
+        self.open += 1
+        try:
+            for name, tensor in self._source.tensors():
+                self.given += 1
+                made = tensor.clone()
+                self._made.append(weakref.ref(made))
+                yield name, made
+                del made
+        finally:
+            self.open -= 1
+
+    def alive(self):
+        """How many of the tensors that were made still exist."""
+        return sum(made() is not None for made in self._made)
+
+
+@contextlib.contextmanager
+def no_collection():
+    """Cycles stay."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,98 @@
+"""What `ModuleSource` sends of a module that changes between updates."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from toys import Rank, ToyModel, checkpoint, loaded, update
+
+from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.weights.source import ModuleSource
+
+
+class Trainer(torch.nn.Module):
+    """A checkpoint's tensors: parameters that are trained, parameters that are not, and a buffer."""
+
+    def __init__(self, seed):
+        super().__init__()
+        for number, (name, tensor) in enumerate(checkpoint(seed, opaque=False).items()):
+            module = self
+            *path, last = name.split(".")
+            for part in path:
+                module = module._modules.setdefault(part, torch.nn.Module())
+            if name == "norm.weight":
+                module.register_buffer(last, tensor)
+            else:
+                module.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=number % 2 == 0))
+
+    def become(self, seed):
+        """As an EMA's swap or `.to()` does: new memory, in the same parameters and in new buffers."""
+        tensors = checkpoint(seed, opaque=False)
+        for name, parameter in self.named_parameters():
+            parameter.data = tensors[name]
+        self.norm.weight = tensors["norm.weight"]
+
+
+def test_a_source_that_is_kept_sends_what_the_module_holds_at_each_update():
+    rank, trainer = Rank(ToyModel(opaque=False)), Trainer(1)
+    source = ModuleSource(trainer)
+    for seed in (1, 2, 3):
+        trainer.become(seed)
+        update([rank], source)
+        rank.model.assert_unchanged(loaded(checkpoint(seed, opaque=False), opaque=False))
+    tensors = checkpoint(4, opaque=False)
+    for name in [name for name, _ in trainer.named_parameters()]:  # as `.to()` may
+        trainer.get_submodule(name.removesuffix(".weight")).weight = torch.nn.Parameter(tensors[name])
+    trainer.norm.weight = tensors["norm.weight"]
+    update([rank], source)
+    rank.model.assert_unchanged(loaded(tensors, opaque=False))
+
+
+def test_a_mapping_is_looked_at_anew_for_each_update():
+    tensors = {"a": torch.zeros(2)}
+    source = ModuleSource(tensors)
+    assert [spec.shape for spec in source.specs()] == [(2,)]
+    assert torch.equal(dict(source.tensors())["a"], torch.zeros(2))
+    tensors |= {"a": torch.ones(3), "b": torch.ones(1)}
+    assert [spec.name for spec in source.specs()] == ["a", "b"]
+    assert [tensor.shape for tensor in source.resident()] == [(3,), (1,)]
+    assert torch.equal(dict(source.tensors())["a"], torch.ones(3))
+
+
+def test_within_one_update_a_module_is_collected_once_and_gives_what_its_specs_say():
+    trainer = Trainer(1)
+    source, collected = ModuleSource(trainer), []
+    trainer.register_state_dict_pre_hook(lambda *args: collected.append(1))
+    specs = source.specs()
+    trainer.norm.weight = torch.zeros(99)
+    resident, sent = source.resident(), list(source.tensors())
+    assert [name for name, _ in sent] == [spec.name for spec in specs]
+    assert all(tensor.shape == spec.shape for (_, tensor), spec in zip(sent, specs, strict=True))
+    assert [one.data_ptr() for one in resident] == [tensor.data_ptr() for _, tensor in sent]
+    assert not any(tensor.requires_grad for tensor in resident) and not any(t.requires_grad for _, t in sent)
+    assert len(collected) == 1
+
+
+def test_a_source_that_is_kept_holds_no_memory_that_the_module_has_given_up():
+    gc.disable()
+    try:
+        trainer = Trainer(1)
+        source = ModuleSource(trainer)
+        update([Rank(ToyModel(opaque=False))], source)
+        old = [weakref.ref(tensor.untyped_storage()) for tensor in trainer.state_dict(keep_vars=True).values()]
+        trainer.become(2)
+        assert not any(storage() for storage in old)
+    finally:
+        gc.enable()
+
+
+def test_a_sharded_tensor_is_refused_with_the_source_that_gathers_it():
+    class Sharded(torch.Tensor):
+        def full_tensor(self):
+            raise AssertionError("gathered")
+
+    tensors = {"a": torch.ones(2), "b": torch.ones(2).as_subclass(Sharded)}
+    with pytest.raises(InvalidRequestError, match="sharded: send a trainer.ModelSource") as caught:
+        ModuleSource(tensors).specs()
+    assert caught.value.details["name"] == "b"
