@@ -390,14 +390,18 @@ class Controller:
             return self._held.name
         return next(iter(self._waiting()), "")
 
-    def _waiting(self) -> list[str]:
-        """The names of operations that wait for running requests, here or on a data-parallel peer."""
-        return [*(operation.name for operation in self._draining), *self._drained.values()]
+    def _waiting(self, besides: str = "") -> list[str]:
+        """The names of operations that wait for running requests, here or on a data-parallel peer.
+
+        Args:
+            besides: The ticket of one that is left out.
+        """
+        drained = (name for ticket, name in self._drained.items() if ticket != besides)
+        return [*(operation.name for operation in self._draining), *drained]
 
     def _require_none_waiting(self, ticket: str) -> None:
         """Requests that somebody waits for must go on. What this operation itself has waited for is over."""
-        waiting = [operation.name for operation in self._draining]
-        waiting += [name for drained, name in self._drained.items() if drained != ticket]
+        waiting = self._waiting(besides=ticket)
         if waiting:
             raise StateConflictError(
                 "a call is still waiting for running requests; let it end, or sleep(mode='abort')", waiting=waiting
