@@ -40,6 +40,7 @@ class Launch:
     kv_bytes: int = 128 << 20
     max_running: int = 4
     device: str = "cpu"  # or "cuda"
+    compiled: bool = True  # on a GPU; without, graphs are captured of vLLM's kernels as they come, which starts sooner
 
     @property
     def ranks(self) -> int:

@@ -18,6 +18,16 @@ _DEVICE_ARGUMENTS = {
 }
 
 
+def _compilation(launch: Launch) -> list[str]:
+    config: dict[str, Any] = {}
+    if not launch.compiled:
+        config |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if launch.tp > 1:  # fused kernels are compiled at first use
+        config["pass_config"] = {"fuse_allreduce_rms": False}
+    arguments = ["--compilation-config", json.dumps(config)] if config else []
+    return arguments if launch.compiled else [*arguments, "--no-enable-flashinfer-autotune"]
+
+
 class Vllm(EngineKind):
     name = "vllm"
     generation_route = "/v1/completions"
@@ -33,8 +43,8 @@ class Vllm(EngineKind):
         ]
         if launch.dummy_weights:
             arguments += ["--load-format", "dummy"]
-        if launch.device == "cuda" and launch.tp > 1:  # fused kernels are compiled at first use
-            arguments += ["--compilation-config", json.dumps({"pass_config": {"fuse_allreduce_rms": False}})]
+        if launch.device == "cuda":
+            arguments += _compilation(launch)
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
         if launch.api_key:

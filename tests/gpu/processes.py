@@ -1,4 +1,5 @@
-"""Other processes for the tests: some hold GPU memory as a trainer does, others are run to see how they end."""
+"""Other processes for the tests: some hold GPU memory as a trainer does, others are run to see how they end,
+and engines."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+from integration.engines.base import Server
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,6 +120,19 @@ def memory_taker() -> Iterator[MemoryTaker]:
     """
     with other_process(code) as process:
         yield MemoryTaker(process)
+
+
+@contextmanager
+def together(*servers: AbstractContextManager[Server]) -> Iterator[list[Server]]:
+    """Started and stopped at the same time: a start takes most of a minute, and hardly more where there are several."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        starts = [pool.submit(server.__enter__) for server in servers]
+        wait(starts)
+        try:
+            yield [start.result() for start in starts]
+        finally:
+            running = [server for server, start in zip(servers, starts, strict=True) if start.exception() is None]
+            list(pool.map(lambda server: server.__exit__(None, None, None), running))
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:

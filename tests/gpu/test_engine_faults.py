@@ -1,18 +1,18 @@
 """Faults around a real engine's server on a GPU, through its public face: `pytest tests/gpu --engine sglang`.
 
-The engine's KV cache takes more than half of the GPU: a sleep and a wake move much memory.
+The engine's KV cache takes more than half of the GPU: a sleep and a wake move much memory. The small engines of some
+tests stand beside it from the start, idle until they are asked.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from processes import gpu_memory_taken, memory_taker, other_process
+from processes import gpu_memory_taken, memory_taker, other_process, together
 
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
@@ -21,12 +21,12 @@ from integration.waiting import wait_until
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from tests.conformance.conftest import PROMPT, SEED, STALL_S, Weights, assert_greedy, restore
-from tests.conformance.test_sleep_wake import states, tag_bytes
+from tests.conformance.test_sleep_wake import states
 from tests.conformance.trainers import push
 
 MiB, GiB = 1 << 20, 1 << 30
 SHARE = 0.55  # of the GPU's memory
-TURNS_KV_BYTES = 2 * GiB
+SMALL_KV_BYTES = 2 * GiB
 LONG = 1500
 
 
@@ -34,15 +34,10 @@ LONG = 1500
 def big(tmp_path_factory) -> Launch:
     folder = tmp_path_factory.mktemp("model") / "small"
     kv_bytes = int(SHARE * torch.cuda.mem_get_info()[1])
-    launch = Launch(folder, device="cuda", kv_bytes=kv_bytes, options={"poison": True, "update_timeout_s": STALL_S})
+    options = {"poison": True, "update_timeout_s": STALL_S}
+    launch = Launch(folder, device="cuda", kv_bytes=kv_bytes, options=options, compiled=False)
     write_model(folder, SHAPES["small"], dtype=launch.dtype, seed=SEED)
     return launch
-
-
-@contextmanager
-def started(request, launch, log):
-    with Server(ENGINES[request.config.getoption("--engine")](), launch, log) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +46,25 @@ def weights(big):
 
 
 @pytest.fixture(scope="module")
-def running(request, big, weights, tmp_path_factory):
-    with started(request, big, tmp_path_factory.mktemp("server") / "server.log") as server:
-        push(server, weights.first)  # from now on its checksums have the names of the trainer's tensors
-        yield server
+def host_limit(weights):
+    """Bytes: too little for all that lies among the weights, enough for what is none of them."""
+    return sum(tensor.nbytes for tensor in weights.first.parameters()) * 3 // 4
+
+
+@pytest.fixture(scope="module")
+def servers(request, big, host_limit, tmp_path_factory):
+    kind, folder = ENGINES[request.config.getoption("--engine")], tmp_path_factory.mktemp("servers")
+    small = replace(big, kv_bytes=SMALL_KV_BYTES)
+    limited = replace(small, options={**big.options, "host_arena_max_bytes": host_limit})
+    launches = {"big": big, "limited": limited, "first": small, "second": small}
+    with together(*(Server(kind(), launch, folder / f"{name}.log") for name, launch in launches.items())) as servers:
+        yield dict(zip(launches, servers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def running(servers, weights):
+    push(servers["big"], weights.first)  # from now on its checksums have the names of the trainer's tensors
+    return servers["big"]
 
 
 @pytest.fixture(scope="module")
@@ -137,25 +147,20 @@ def test_a_trainer_scribbles_over_the_freed_memory(server, weights, first_tokens
 # -- host memory ------------------------------------------------------------------------------------------
 
 
-def test_too_little_host_memory_is_found_before_anything_is_released(request, big, weights, running, tmp_path):
-    """Beside the other server, which sleeps."""
-    running.control.sleep(1)
-    limit = tag_bytes(running, "weights") - 16 * MiB  # too little for all of it, enough without the parameters
-    options = {**big.options, "host_arena_max_bytes": limit}
-    launch = Launch(big.model, device="cuda", kv_bytes=1 * GiB, options=options)
-    with started(request, launch, tmp_path / "server.log") as server:
-        tokens = server.generate(PROMPT)
-        for _ in range(2):
-            with pytest.raises(HostMemoryError) as caught:
-                server.control.sleep(1)
-            assert caught.value.status == 507
-            assert caught.value.details["needed_bytes"] > limit
-            assert set().union(*states(server).values()) == {"resident"}
-            assert server.generate(PROMPT) == tokens
-        server.control.sleep(2, ["weights"])  # keeps what no parameter lies in; graphs would be preserved
-        server.control.wake_up()
-        push(server, weights.first)
+def test_too_little_host_memory_is_found_before_anything_is_released(servers, weights, host_limit):
+    server = servers["limited"]
+    tokens = server.generate(PROMPT)
+    for _ in range(2):
+        with pytest.raises(HostMemoryError) as caught:
+            server.control.sleep(1)
+        assert caught.value.status == 507
+        assert caught.value.details["needed_bytes"] > host_limit
+        assert set().union(*states(server).values()) == {"resident"}
         assert server.generate(PROMPT) == tokens
+    server.control.sleep(2, ["weights"])  # keeps what no parameter lies in; graphs would be preserved
+    server.control.wake_up()
+    push(server, weights.first)
+    assert server.generate(PROMPT) == tokens
 
 
 # -- requests that run ------------------------------------------------------------------------------------
@@ -194,23 +199,18 @@ def test_sleeping_under_load(server, weights, first_tokens, mode):
 # -- two engines ------------------------------------------------------------------------------------------
 
 
-def test_two_engines_take_turns(request, server, big, weights, tmp_path):
+def test_two_engines_take_turns(server, servers, weights):
     """Their caches are small, so that a round is quick; another process takes the room that both would need."""
     server.control.sleep(1)
-    launch = replace(big, kv_bytes=TURNS_KV_BYTES)
-    with ExitStack() as stack:
-        with ThreadPoolExecutor(2) as pool:  # a start takes most of a minute, and no more where there are two
-            logs = (tmp_path / "first.log", tmp_path / "second.log")
-            servers = [pool.submit(stack.enter_context, started(request, launch, log)) for log in logs]
-            first, second = (server.result() for server in servers)
-        taker = stack.enter_context(memory_taker())
+    first, second = servers["first"], servers["second"]
+    with memory_taker() as taker:
         push(first, weights.first)
         push(second, weights.first)
         tokens = first.generate(PROMPT)
         assert_greedy(weights.first, PROMPT, tokens)
         assert second.generate(PROMPT) == tokens
         first.control.sleep(1)
-        taker.leave(TURNS_KV_BYTES // 2)
+        taker.leave(SMALL_KV_BYTES // 2)
         with pytest.raises(DeviceMemoryError):
             first.control.wake_up()
         asleep: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from processes import together
 
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
@@ -27,11 +28,25 @@ def launch(tmp_path_factory):
     return launch
 
 
+class DefaultGraphs(Sglang):
+    """With the graphs of prefills too, which SGLang captures by default, in pieces."""
+
+    def command(self, launch, port):
+        return [argument for argument in super().command(launch, port) if argument != "--disable-prefill-cuda-graph"]
+
+
 @pytest.fixture(scope="module")
-def server(request, launch, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(ENGINES[request.config.getoption("--engine")](), launch, log) as server:
-        yield server
+def servers(request, launch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    kind = ENGINES[request.config.getoption("--engine")]
+    kinds = [kind, DefaultGraphs] if kind is Sglang else [kind]
+    with together(*(Server(kind(), launch, folder / f"{kind.__name__}.log") for kind in kinds)) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers[0]
 
 
 @pytest.fixture(scope="module")
@@ -104,21 +119,14 @@ def test_updates_and_sleeps_at_any_moment_of_the_copy(server, launch, first_toke
     assert server.is_alive()
 
 
-class DefaultGraphs(Sglang):
-    """With the graphs of prefills too, which SGLang captures by default, in pieces."""
-
-    def command(self, launch, port):
-        return [argument for argument in super().command(launch, port) if argument != "--disable-prefill-cuda-graph"]
-
-
-def test_sglang_with_its_own_choice_of_prefill_graphs(request, launch, tmp_path):
+def test_sglang_with_its_own_choice_of_prefill_graphs(request, servers):
     """Its backend for them refuses to start beside a memory saver that is on."""
     if request.config.getoption("--engine") != "sglang":
         pytest.skip("SGLang's own")
-    with Server(DefaultGraphs(), launch, tmp_path / "server.log") as server:
-        prompt = list(range(5, 205))
-        expected = server.generate(prompt)
-        for level in (1, 1):
-            server.control.sleep(level)
-            server.control.wake_up()
-            assert server.generate(prompt) == expected
+    server = servers[1]
+    prompt = list(range(5, 205))
+    expected = server.generate(prompt)
+    for _ in range(2):
+        server.control.sleep(level=1)
+        server.control.wake_up()
+        assert server.generate(prompt) == expected

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from processes import together
 
 from integration.engines.base import Launch, Server
 from rl_memory_plugins.errors import UnsupportedError
@@ -36,14 +35,6 @@ GUESSES = 3
 #: SGLang's draft never sees a prompt's first token. Where all are the same, that changes next to nothing.
 DRAFTED_PROMPT = [5] * 64
 
-#: Captured graphs, which need weights that stay where they are, but of kernels as they come: to compile takes longer.
-_QUICK_START = {
-    "vllm": (
-        *("--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})),
-        "--no-enable-flashinfer-autotune",
-    )
-}
-
 
 class Setup:
     """Two checkpoints of one kind, and servers started on them."""
@@ -58,10 +49,10 @@ class Setup:
         dtype = Launch(self._folder, device="cuda").dtype
         self.first = write(self._folder / "first", SEED, dtype)
         self.other = write(self._folder / "other", OTHER_SEED, dtype)
-        self._arguments = (*arguments, *_QUICK_START.get(self.engine, ()))
+        self._arguments = arguments
 
     def start(self, folder: Path) -> AbstractContextManager[Server]:
-        launch = Launch(folder, device="cuda", options={"poison": True})
+        launch = Launch(folder, device="cuda", options={"poison": True}, compiled=False)
         # Both engines prefer kernels for blocks that are compiled at first use.
         return started(
             self.engine,
@@ -72,14 +63,9 @@ class Setup:
             VLLM_USE_DEEP_GEMM="0",
         )
 
-    @contextmanager
-    def start_both(self) -> Iterator[tuple[Server, Server]]:
-        """On the first checkpoint and on the other; a start takes most of a minute, and no more where there are two."""
-        with ExitStack() as stack:
-            with ThreadPoolExecutor(2) as pool:
-                starts = [pool.submit(stack.enter_context, self.start(folder)) for folder in (self.first, self.other)]
-                first, other = (start.result() for start in starts)
-            yield first, other
+    def start_both(self) -> AbstractContextManager[list[Server]]:
+        """On the first checkpoint and on the other."""
+        return together(self.start(self.first), self.start(self.other))
 
 
 @pytest.fixture
@@ -87,17 +73,16 @@ def setup(request, tmp_path) -> Setup:
     return Setup(request.config.getoption("--engine"), tmp_path)
 
 
-def assert_updates_equal_fresh_engines(setup: Setup) -> None:
-    with setup.start_both() as (server, fresh):
-        first, other = state(server), state(fresh)
-        assert first.tokens != other.tokens
-        push(server, checkpoint(setup.other))
-        assert_same(state(server), other, setup.other)
-        renew(server, setup.first)
-        assert_same(state(server), first, setup.first)
-        server.control.sleep(1)
-        server.control.wake_up()
-        assert_same(state(server), first, setup.first)
+def assert_updates_equal_fresh_engines(setup: Setup, server: Server, fresh: Server) -> None:
+    first, other = state(server), state(fresh)
+    assert first.tokens != other.tokens
+    push(server, checkpoint(setup.other))
+    assert_same(state(server), other, setup.other)
+    renew(server, setup.first)
+    assert_same(state(server), first, setup.first)
+    server.control.sleep(1)
+    server.control.wake_up()
+    assert_same(state(server), first, setup.first)
 
 
 def assert_same(found: State, fresh: State, folder: Path) -> None:
@@ -109,24 +94,25 @@ def assert_same(found: State, fresh: State, folder: Path) -> None:
         assert found == fresh
 
 
-def assert_updates_are_refused(setup: Setup) -> None:
-    with setup.start(setup.first) as server:
-        first = state(server)
-        with pytest.raises(UnsupportedError) as error:
-            push(server, checkpoint(setup.other))
-        assert error.value.details["layers"]
-        assert server.control.memory()["content"] == "valid"
-        server.control.sleep(1)
-        server.control.wake_up()  # with empty caches: a cached prompt is rounded otherwise
-        assert state(server) == first
+def assert_updates_are_refused(setup: Setup, server: Server) -> None:
+    first = state(server)
+    with pytest.raises(UnsupportedError) as error:
+        push(server, checkpoint(setup.other))
+    assert error.value.details["layers"]
+    assert server.control.memory()["content"] == "valid"
+    server.control.sleep(1)
+    server.control.wake_up()  # with empty caches: a cached prompt is rounded otherwise
+    assert state(server) == first
 
 
 def test_fp8_that_the_engine_makes_itself(setup: Setup) -> None:
     setup.write(write_dense, "--quantization", "fp8")
     if setup.engine == "vllm":
-        assert_updates_equal_fresh_engines(setup)
+        with setup.start_both() as servers:
+            assert_updates_equal_fresh_engines(setup, *servers)
     else:  # SGLang cannot quantise again into the same memory
-        assert_updates_are_refused(setup)
+        with setup.start(setup.first) as server:
+            assert_updates_are_refused(setup, server)
 
 
 @pytest.mark.parametrize("quantization", [(), ("--quantization", "fp8")], ids=["plain", "fp8"])
@@ -134,24 +120,25 @@ def test_experts(setup: Setup, quantization: tuple[str, ...]) -> None:
     if setup.engine == "sglang":
         pytest.skip("SGLang is started without this architecture; what it quantises is refused")
     setup.write(write_moe, "--moe-backend", "triton", *quantization)
-    assert_updates_equal_fresh_engines(setup)
+    with setup.start_both() as servers:
+        assert_updates_equal_fresh_engines(setup, *servers)
 
 
 def test_an_fp8_checkpoint_in_blocks(setup: Setup) -> None:
     setup.write(write_block_fp8)
-    if setup.engine == "vllm" or not _transforms(setup):
-        assert_updates_equal_fresh_engines(setup)
-    else:
-        assert_updates_are_refused(setup)
+    with setup.start_both() as (server, fresh):
+        if setup.engine == "sglang" and _refuses(server, setup.first):
+            assert_updates_are_refused(setup, server)
+        else:
+            assert_updates_equal_fresh_engines(setup, server, fresh)
 
 
-def _transforms(setup: Setup) -> bool:
+def _refuses(server: Server, folder: Path) -> bool:
     """Whether SGLang's kernel for this GPU wants other scales than the checkpoint's: that is for the version to say."""
-    with setup.start(setup.first) as server:
-        try:
-            push(server, checkpoint(setup.first))
-        except UnsupportedError:
-            return True
+    try:
+        push(server, checkpoint(folder))
+    except UnsupportedError:
+        return True
     return False
 
 

@@ -5,8 +5,10 @@ The server is started by `rl-memory serve`, which preloads the library where the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from processes import run
+from processes import run, together
 
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
@@ -18,20 +20,30 @@ from tests.conformance.trainers import push
 MiB, GiB = 1 << 20, 1 << 30
 
 
-@pytest.fixture(scope="module", params=["torch", "preload"])
-def launch(request, tmp_path_factory):
+HOOK_MODES = ("torch", "preload")
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "small"
-    options = {"allocator": "tms", "tms_hook_mode": request.param, "poison": True}
-    launch = Launch(folder, device="cuda", kv_bytes=2 * GiB, options=options)
+    options = {"allocator": "tms", "poison": True}
+    launch = Launch(folder, device="cuda", kv_bytes=2 * GiB, options=options, compiled=False)
     write_model(folder, SHAPES["small"], dtype=launch.dtype, seed=SEED)
     return launch
 
 
 @pytest.fixture(scope="module")
-def server(request, launch, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(ENGINES[request.config.getoption("--engine")](), launch, log) as server:
-        yield server
+def servers(request, launch, tmp_path_factory):
+    kind, folder = ENGINES[request.config.getoption("--engine")], tmp_path_factory.mktemp("servers")
+    launches = [replace(launch, options={**launch.options, "tms_hook_mode": mode}) for mode in HOOK_MODES]
+    logs = [folder / f"{mode}.log" for mode in HOOK_MODES]
+    with together(*(Server(kind(), *each) for each in zip(launches, logs, strict=True))) as servers:
+        yield dict(zip(HOOK_MODES, servers, strict=True))
+
+
+@pytest.fixture(scope="module", params=HOOK_MODES)
+def server(request, servers):
+    return servers[request.param]
 
 
 @pytest.fixture(scope="module")
