@@ -66,7 +66,11 @@ class ForeignLoads:
                 self._written = Coverage()
 
     def tear(self) -> None:
-        """A load left memory undefined."""
+        """Memory is undefined from now on, until every parameter has been written.
+
+        Raises:
+            StateConflictError: the weights are asleep, or are about to be.
+        """
         self._manager.begin_writing()
         self._manager.finish_writing(complete=False)
 

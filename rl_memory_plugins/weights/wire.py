@@ -180,10 +180,7 @@ class Connection:
         try:
             message = self._receive(Deadline(timeout_s), limit, fds)
             if isinstance(message, Failure):
-                error = from_record(message.error)
-                for key, value in self.details.items():
-                    error.details.setdefault(key, value)
-                raise error
+                raise self._told(message)
             if not isinstance(message, types):
                 wanted = " or ".join(expected.__name__ for expected in types)
                 raise WeightUpdateError(
@@ -247,6 +244,13 @@ class Connection:
             timeout_s=timeout_s,
             **self.details,
         )
+
+    def _told(self, failure: Failure) -> RLMemoryError:
+        """Made here, so that no frame that it passes names it: the two would keep each other until a collection."""
+        error = from_record(failure.error)
+        for key, value in self.details.items():
+            error.details.setdefault(key, value)
+        return error
 
     def _lost(self, error: OSError) -> WeightUpdateError:
         return _PeerLost(

@@ -239,6 +239,18 @@ def test_sessions_and_checks_while_asleep(server: Server) -> None:
         assert "asleep" in message_of(response), route
 
 
+def test_sglangs_own_reset_closes_the_engine_until_an_update(
+    server: Server, first_weights: Any, first_tokens: list[int]
+) -> None:
+    """Stock: generates with random weights. SGLang's tests of updates do so, and compare at the end, on a GPU."""
+    assert post(server, "/weights_checker", action="reset_tensors").json()["success"] is True
+    assert server.control.memory()["content"] == "failed"
+    assert server.post(PROMPT).status_code == 503
+    assert native_update(server, first_weights.state_dict().items()).json()["success"] is True
+    assert server.control.memory()["content"] == "valid"
+    assert server.generate(PROMPT) == first_tokens
+
+
 def test_a_complete_update_makes_stale_weights_valid(
     server: Server, other_weights: Any, first_tokens: list[int]
 ) -> None:

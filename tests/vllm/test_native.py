@@ -212,6 +212,16 @@ def test_vllms_own_checks_do_not_touch_weights_that_sleep(server: Server, method
     assert server.generate(PROMPT) == first_tokens
 
 
+def test_vllms_own_reset_closes_the_engine_until_an_update(
+    server: Server, model_folder: Path, other_tokens: list[int]
+) -> None:
+    """Stock vLLM: goes on generating, with weights that are zeros."""
+    assert server.http.post("/weight_checker", json={"action": "reset"}).json() == {"status": "reset"}
+    assert server.control.memory()["content"] == refusal(server) == "failed"
+    server.control.update_weights(new_model(model_folder, OTHER_SEED))
+    assert server.generate(PROMPT) == other_tokens
+
+
 def test_a_pause_outlives_an_update(server: Server, model_folder: Path, other_tokens: list[int]) -> None:
     """A trainer's own `/pause` is lifted by its own `/resume`, not by the update between them."""
     assert server.http.post("/pause?mode=keep").status_code == 200

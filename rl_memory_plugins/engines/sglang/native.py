@@ -100,9 +100,7 @@ class NativeWrites:
         """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
         now, self._now = self._now, None
         if not success:
-            self._written = None
-            self._manager.begin_writing()
-            self._manager.finish_writing(complete=False)
+            self.tear()
             return
         if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
             self._written = now
@@ -114,6 +112,12 @@ class NativeWrites:
         self._epoch = self._manager.epoch
         if complete:
             self._written = None
+
+    def tear(self) -> None:
+        """What the weights hold is undefined from now on, until every byte has been written."""
+        self._written = None
+        self._manager.begin_writing()
+        self._manager.finish_writing(complete=False)
 
 
 def _closed_for_writes(added: Any) -> RLMemoryError | None:
@@ -243,11 +247,19 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
 
 def _reading(name: str) -> Callable[..., Any]:
     def read(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
+        resets = (
+            getattr(recv_req, "action", None) == "reset_tensors" and getattr(recv_req, "selector", "all") != "draft"
+        )
         try:
+            if resets:  # SGLang's checker overwrites the weights: nothing is generated until they are sent again
+                added.writes.tear()
             return original()
         except Exception as error:
             logger.exception("%s failed", name)
             return _output(name, success=False, message=f"{type(error).__name__}: {error}")
+        finally:
+            if resets:
+                added.controller.note_foreign_changes()
 
     return _guarded(name, read)
 

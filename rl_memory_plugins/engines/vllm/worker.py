@@ -96,6 +96,8 @@ class VllmWorker:
         worker._maybe_get_memory_pool_context = self.pool
         for name in ("sleep", "wake_up", "discard"):
             setattr(worker, name, self._refuse_native(name))
+        if hasattr(worker, "reset_weights"):  # since 0.32, for tests of updates
+            worker.reset_weights = self._tear_then(worker.reset_weights)
 
     def pool(self, tag: str) -> AbstractContextManager[None]:
         """Takes the place of `Worker._maybe_get_memory_pool_context`."""
@@ -222,6 +224,16 @@ class VllmWorker:
         refresh = getattr(runner, "post_kv_cache_wake_up", None)
         if Tag.KV_CACHE in tags and refresh is not None and not hasattr(runner, "init_fp8_kv_scales"):
             refresh()
+
+    def _tear_then(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """vLLM's own reset overwrites the weights with zeros: nothing is generated until they are sent again."""
+
+        def reset_weights() -> None:
+            assert self._foreign_loads is not None
+            self._foreign_loads.tear()
+            reset()
+
+        return reset_weights
 
     @staticmethod
     def _refuse_native(name: str) -> Callable[..., None]:

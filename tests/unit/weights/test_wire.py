@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import socket
@@ -36,6 +37,20 @@ def test_messages_and_descriptors_arrive(pair):
     assert os.read(read, 1) == b"x"
     assert not os.get_inheritable(fds[0])
     wire.close_fds([read, write, *fds])
+
+
+def test_the_error_of_a_peer_ends_with_its_handling(pair):
+    """It holds the frames that it passed, and those the caller's tensors."""
+    left, right = pair
+    left.fail(UnsupportedError("not that"))
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(UnsupportedError):
+            right.receive(wire.Ack, timeout_s=1.0)
+        assert not [held for held in gc.get_objects() if type(held) is UnsupportedError]
+    finally:
+        gc.enable()
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(pair):
