@@ -28,7 +28,7 @@ from rl_memory_plugins.weights.lanes import ways
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.sender import WeightSender
-from rl_memory_plugins.weights.source import ModuleSource
+from rl_memory_plugins.weights.source import ModuleSource, spec_of
 
 
 def send(ranks, source, **options):
@@ -486,6 +486,36 @@ def test_shared_memory_takes_tensors_of_any_layout():
     staging.put(0, BucketEntry(0, 256, 48), spec, tensor.t())
     staging.publish()
     assert torch.equal(buffers.typed(staging.slot(0), 256, 48, "float32", (4, 3)), tensor.t())
+    staging.close()
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_staging_on_a_gpu_takes_tensors_of_any_layout(gpus, stable):
+    """Those that stay as they are go many to a kernel, when the bucket is published."""
+    tensors = [
+        torch.arange(12, dtype=torch.float32).view(3, 4).t(),
+        torch.arange(40, dtype=torch.bfloat16)[8:24].view(2, 8),  # not at the start of its memory
+        torch.randn(5, 3).to(torch.float8_e4m3fn),
+        torch.tensor(7, dtype=torch.int64),
+        torch.tensor([[True], [False]]),
+        torch.zeros(0, 4, dtype=torch.float16),
+        torch.ones(3, dtype=torch.bfloat16),
+    ]
+    staging = buffers.CudaStaging("GPU-0", 4096, 2, stable=stable)
+    description, _ = staging.export()
+    for slot in (1, 0):
+        entries = []
+        for number, tensor in enumerate(tensors):
+            spec = spec_of(str(number), tensor)
+            entries.append(staging.put(slot, BucketEntry(number, 512 * number, spec.nbytes), spec, tensor))
+        staging.publish()
+        attached = buffers.attach(description, [], device="GPU-0", mappings=cuda_ipc.Mappings())
+        for entry, tensor in zip(entries, tensors, strict=True):
+            memory = attached.memory(slot, entry)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            arrived = buffers.typed(memory, entry.offset, entry.nbytes, dtype, tensor.shape)
+            assert torch.equal(arrived.to(torch.float64), tensor.to(torch.float64)), entry
+        attached.close()
     staging.close()
 
 
