@@ -206,10 +206,11 @@ class Session:
                 f"the trainer sent tensor {entry.index} when {self._next} was due", rank=self._manager.rank
             )
         spec = manifest.tensors[entry.index]
+        nbytes = spec.nbytes
         if (
-            not 0 <= entry.nbytes <= spec.nbytes - entry.start
-            or (entry.nbytes == 0 and spec.nbytes > 0)
-            or (entry.nbytes != spec.nbytes and entry.nbytes % spec.row_nbytes)
+            not 0 <= entry.nbytes <= nbytes - entry.start
+            or (entry.nbytes == 0 and nbytes > 0)
+            or (entry.nbytes != nbytes and entry.nbytes % spec.row_nbytes)
             or not 0 <= entry.offset <= slot_bytes - entry.nbytes
             or entry.offset % ITEMSIZE[spec.dtype]
         ):
@@ -220,7 +221,7 @@ class Session:
             )
         self._came += entry.nbytes
         self._bytes += entry.nbytes
-        if self._came == spec.nbytes:
+        if self._came == nbytes:
             self._next += 1
             self._came = 0
         return spec
