@@ -55,7 +55,7 @@ class Content(StrEnum):
     VALID = "valid"
     STALE = "stale"  # discarded since the last complete update
     UPDATING = "updating"  # an update has written its first byte
-    FAILED = "failed"  # an update broke off
+    FAILED = "failed"  # an update broke off, or the engine's own call overwrote the weights
 
 
 def preserves(level: Level, tag: Tag) -> bool:
