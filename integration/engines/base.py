@@ -23,7 +23,7 @@ from integration.waiting import wait_until
 from rl_memory_plugins.client import EngineClient, http_client
 
 REPOSITORY = Path(__file__).parents[2]
-START_TIMEOUT_S = 600
+START_TIMEOUT_S = 400  # less than a test may take with its start
 
 
 @dataclass

@@ -65,10 +65,13 @@ def test_a_second_sleep_copies_no_weights_whatever_was_asked_meanwhile(
     server: Server, weights: Weights, first_tokens: list[int]
 ) -> None:
     """What an engine keeps beside its parameters in their region, and writes to with each request, it copies."""
+    parameters = sum(tensor.nbytes for tensor in weights.first.parameters())
     beside = copied_bytes(server.control.sleep(2), "weights")
     server.control.wake_up()
     push(server, weights.first)
-    assert copied_bytes(server.control.sleep(1), "weights") == tag_bytes(server, "weights")
+    copied = copied_bytes(server.control.sleep(1), "weights")
+    assert copied <= tag_bytes(server, "weights")  # on a GPU, not what nothing lies in
+    assert copied - beside > 0.99 * parameters  # an allocator may leave the smallest tensors where they are
     for _ in range(2):
         server.control.wake_up()
         assert server.generate(PROMPT) == first_tokens

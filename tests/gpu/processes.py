@@ -127,10 +127,10 @@ def together(*servers: AbstractContextManager[Server]) -> Iterator[list[Server]]
     """Started and stopped at the same time: a start takes most of a minute, and hardly more where there are several."""
     with ThreadPoolExecutor(len(servers)) as pool:
         starts = [pool.submit(server.__enter__) for server in servers]
-        wait(starts)
         try:
             yield [start.result() for start in starts]
         finally:
+            wait(starts)  # one of them may have failed
             running = [server for server, start in zip(servers, starts, strict=True) if start.exception() is None]
             list(pool.map(lambda server: server.__exit__(None, None, None), running))
 

@@ -47,8 +47,8 @@ def weights(big):
 
 @pytest.fixture(scope="module")
 def host_limit(weights):
-    """Bytes: too little for all that lies among the weights, enough for what is none of them."""
-    return sum(tensor.nbytes for tensor in weights.first.parameters()) * 3 // 4
+    """Bytes: too little for the weights with what lies among them (48 MiB on vLLM, 68 on SGLang), enough for that."""
+    return sum(tensor.nbytes for tensor in weights.first.parameters())
 
 
 @pytest.fixture(scope="module")

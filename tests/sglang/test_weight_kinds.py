@@ -58,15 +58,16 @@ PACKING = """
 """
 
 
-def start(folder: Path, log: Path, plugin: str = "") -> AbstractContextManager[Server]:
+def start(folder: Path, log: Path, plugin: str = "", *arguments: str, tp: int = 1) -> AbstractContextManager[Server]:
     path = [str(STAND_IN_KERNELS)]
     if plugin:
         path.append(str(install_plugin(log.with_suffix(".site"), "sglang.srt.plugins", plugin)))
     models = set(_models_but("qwen2")) - {"qwen2_moe", "qwen3", "qwen3_moe"}
     return started(
         "sglang",
-        Launch(folder, options={"poison": True}),
+        Launch(folder, tp=tp, options={"poison": True}),
         log,
+        *arguments,
         PYTHONPATH=os.pathsep.join(path),
         SGLANG_DISABLED_MODEL_ARCHS=",".join(sorted(models)),
     )
