@@ -70,8 +70,10 @@ def test_a_second_sleep_copies_no_weights_whatever_was_asked_meanwhile(
     server.control.wake_up()
     push(server, weights.first)
     copied = copied_bytes(server.control.sleep(1), "weights")
-    assert copied <= tag_bytes(server, "weights")  # on a GPU, not what nothing lies in
-    assert copied - beside > 0.99 * parameters  # an allocator may leave the smallest tensors where they are
+    if server.launch.device == "cpu":
+        assert copied == tag_bytes(server, "weights")
+    else:  # nothing of what lies unused between tensors
+        assert beside + 0.99 * parameters < copied <= tag_bytes(server, "weights")
     for _ in range(2):
         server.control.wake_up()
         assert server.generate(PROMPT) == first_tokens
