@@ -375,6 +375,15 @@ class MemoryManager:
             self._epoch += 1
             self._start_eager_backup()
 
+    def tear(self) -> None:
+        """What the weights hold is undefined from now on, until every byte has been written.
+
+        Raises:
+            StateConflictError: see `begin_writing`.
+        """
+        self.begin_writing()
+        self.finish_writing(complete=False)
+
     def note_foreign_load(self, complete: bool, *, broken_off: bool = False) -> None:
         """Somebody else wrote into the weights.
 

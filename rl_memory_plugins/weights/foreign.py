@@ -28,7 +28,7 @@ class ForeignLoads:
     """
 
     def __init__(self, manager: MemoryManager, model: torch.nn.Module) -> None:
-        self._manager = manager
+        self.manager = manager
         self._model = model
         self._written = Coverage()
         self._epoch = manager.epoch
@@ -46,8 +46,8 @@ class ForeignLoads:
         Raises:
             StateConflictError: the weights are asleep.
         """
-        self._manager.require_writable()
-        if self._epoch != self._manager.epoch:  # discarded or updated by other means since the last load
+        self.manager.require_writable()
+        if self._epoch != self.manager.epoch:  # discarded or updated by other means since the last load
             self._written = Coverage()
         written = Coverage()
         broken_off = False
@@ -60,19 +60,10 @@ class ForeignLoads:
         finally:  # what was written before an error is there too
             self._written.extend(written)
             complete = self._is_complete()
-            self._manager.note_foreign_load(complete, broken_off=broken_off)
-            self._epoch = self._manager.epoch
+            self.manager.note_foreign_load(complete, broken_off=broken_off)
+            self._epoch = self.manager.epoch
             if complete:
                 self._written = Coverage()
-
-    def tear(self) -> None:
-        """Memory is undefined from now on, until every parameter has been written.
-
-        Raises:
-            StateConflictError: the weights are asleep, or are about to be.
-        """
-        self._manager.begin_writing()
-        self._manager.finish_writing(complete=False)
 
     def _is_complete(self) -> bool:
         return all(

@@ -100,7 +100,8 @@ class NativeWrites:
         """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
         now, self._now = self._now, None
         if not success:
-            self.tear()
+            self._written = None
+            self._manager.tear()
             return
         if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
             self._written = now
@@ -112,12 +113,6 @@ class NativeWrites:
         self._epoch = self._manager.epoch
         if complete:
             self._written = None
-
-    def tear(self) -> None:
-        """What the weights hold is undefined from now on, until every byte has been written."""
-        self._written = None
-        self._manager.begin_writing()
-        self._manager.finish_writing(complete=False)
 
 
 def _closed_for_writes(added: Any) -> RLMemoryError | None:
@@ -252,7 +247,7 @@ def _reading(name: str) -> Callable[..., Any]:
         )
         try:
             if resets:  # SGLang's checker overwrites the weights: nothing is generated until they are sent again
-                added.writes.tear()
+                added.worker.manager.tear()
             return original()
         except Exception as error:
             logger.exception("%s failed", name)

@@ -229,8 +229,7 @@ class VllmWorker:
         """vLLM's own reset overwrites the weights with zeros: nothing is generated until they are sent again."""
 
         def reset_weights() -> None:
-            assert self._foreign_loads is not None
-            self._foreign_loads.tear()
+            self.manager.tear()
             reset()
 
         return reset_weights
@@ -256,7 +255,7 @@ def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]
         with loads.watch():
             original(model, *args, **kwargs)
         if torn:
-            loads.tear()
+            loads.manager.tear()
         return None
 
     return finalize_layerwise_processing
