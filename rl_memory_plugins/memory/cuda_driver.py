@@ -103,6 +103,16 @@ class Driver:
     def release(self, handle: Any) -> None:
         self._check(self._api.cuMemRelease(handle))
 
+    def reclaim(self) -> None:
+        """Have the driver take back the unmapped memory that it has scrubbed by now.
+
+        Else the next creation does, which then takes up to 30 ms after 80 GB were unmapped.
+        """
+        with self.context():
+            handle = self.create(self.granularity)
+            if handle is not None:
+                self.release(handle)
+
     def map(self, address: int, nbytes: int, handle: Any) -> None:
         """Put the handle's memory behind the address, and hand its ownership to the mapping.
 
