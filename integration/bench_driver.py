@@ -36,12 +36,12 @@ from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver
 from rl_memory_plugins.memory.fingerprint import fingerprint
 from rl_memory_plugins.memory.pinned import PinnedArena
+from rl_memory_plugins.memory.reclaim import DELAY_S
 
 MiB = 1 << 20
 TOTAL = 150 * 512 * MiB
 WEIGHTS = 30 * 512 * MiB
 PAUSE_S = 0.5
-SETTLING_S = 0.3
 
 
 class Bench:
@@ -87,9 +87,9 @@ class Bench:
 
     def reclaimed(self, blocks: list[Block]) -> None:
         self.unmap(blocks)
-        time.sleep(SETTLING_S)
+        time.sleep(DELAY_S)
         self.timed("reclaim_s", self._driver.reclaim)
-        time.sleep(PAUSE_S - SETTLING_S)
+        time.sleep(PAUSE_S - DELAY_S)
         self.map(blocks, self.timed("create_reclaimed_s", lambda: self.create(blocks)))
 
     def copies(self, blocks: list[Block], host: int) -> None:

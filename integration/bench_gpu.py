@@ -57,6 +57,7 @@ class Bench:
         self._throughput("_before")
         engine.settle()
         self.timed("sleep_l1_first_s", lambda: engine.sleep(1))
+        time.sleep(ASLEEP_S)
         self._records.add("gpu_left_mib", [gpu_used_mib() - self._idle_mib], "MiB", engine.left())
         self.add("host_held_mib", host_held_mib(), "MiB")
         self._wake()

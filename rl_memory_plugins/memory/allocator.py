@@ -59,8 +59,8 @@ class Device(Protocol):
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
-    def trim(self) -> None:
-        """Give back what this process has cached on the device outside of the regions."""
+    def trim(self, worth: int = 0) -> None:
+        """Give back what this process has cached on the device outside of the regions, if that is `worth` bytes."""
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         """Begin to copy each device block to the host address beside it.
@@ -119,6 +119,9 @@ class Allocator(Protocol):
         Returns: the bytes released. If it raises, any part of the blocks may have been released; `reserve`
         then covers exactly that part.
         """
+
+    def reclaim(self) -> None:
+        """Do what the next `reserve` would else pay for. Called some time after a `release`, in any thread."""
 
     def reserve(self, tag: Tag) -> Reservation:
         """Obtain the physical memory that `release` gave back, without using it yet.

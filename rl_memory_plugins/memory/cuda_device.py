@@ -16,9 +16,6 @@ from rl_memory_plugins.memory.fingerprint import combine, fingerprint, memory_vi
 
 logger = logging.getLogger(__name__)
 
-#: Bytes that torch caches beside the regions; emptying the cache takes some 25 ms, whatever it frees.
-WORTH_TRIMMING = 512 << 20
-
 
 class CudaDevice:
     """A GPU of this process.
@@ -45,9 +42,9 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.index)
         return int(free), int(total)
 
-    def trim(self) -> None:
+    def trim(self, worth: int = 0) -> None:
         cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
-        if cached >= WORTH_TRIMMING:
+        if cached >= worth:
             with torch.cuda.device(self.index):
                 torch.cuda.empty_cache()
 

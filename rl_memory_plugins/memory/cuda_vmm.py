@@ -277,6 +277,9 @@ class CudaVmmAllocator:
                 released += mapping.nbytes
         return released
 
+    def reclaim(self) -> None:
+        self._driver.reclaim()
+
     def reserve(self, tag: Tag) -> VmmReservation:
         self.forget_freed(tag)
         self._drop_empty_pools(tag)

@@ -39,9 +39,9 @@ class FakeDevice:
         self.capacity = capacity
         self.used = 0
         self.calls: dict[str, int] = defaultdict(int)
-        """How often each operation ran: `synchronize`, `begin_copy_to_host`, `end_copy_to_host` (where the bytes
-        are moved, as late as can be), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve` and
-        `release` (once a call), `map` and `unmap` (once a block)."""
+        """How often each operation ran: `synchronize`, `trim`, `begin_copy_to_host`, `end_copy_to_host` (where the
+        bytes are moved, as late as can be), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve`,
+        `release` and `reclaim` (once a call), `map` and `unmap` (once a block)."""
         self._failures: dict[str, tuple[int, Exception | None]] = {}
         self._ranges: dict[int, _Range] = {}
 
@@ -58,8 +58,8 @@ class FakeDevice:
     def memory_info(self) -> tuple[int, int]:
         return self.capacity - self.used, self.capacity
 
-    def trim(self) -> None:
-        return
+    def trim(self, worth: int = 0) -> None:
+        self._enter("trim")
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         self._enter("begin_copy_to_host")
@@ -177,6 +177,9 @@ class FakeAllocator:
 
     def left(self) -> dict[str, int]:
         return {}
+
+    def reclaim(self) -> None:
+        self.device._enter("reclaim")
 
     def release(self, tag: Tag) -> int:
         self.device._enter("release")

@@ -38,6 +38,9 @@ class FaultyAllocator:
     def left(self) -> dict[str, int]:
         return self._inner.left()
 
+    def reclaim(self) -> None:
+        self._inner.reclaim()
+
     def release(self, tag: Tag) -> int:
         self._fail_if_asked("release")
         return self._inner.release(tag)

@@ -57,7 +57,7 @@ class HostDevice:
     def memory_info(self) -> tuple[int, int]:
         return host_memory_info()
 
-    def trim(self) -> None:
+    def trim(self, worth: int = 0) -> None:
         return  # malloc caches nothing worth mentioning
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
@@ -144,6 +144,9 @@ class HostAllocator:
 
     def left(self) -> dict[str, int]:
         return {}  # the device is the host: what the regions are beside is the process itself
+
+    def reclaim(self) -> None:
+        return
 
     def release(self, tag: Tag) -> int:
         released = 0

@@ -15,11 +15,14 @@ from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, HostArena
 from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.ranges import intersect, subtract
+from rl_memory_plugins.memory.reclaim import Reclaim
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
 from rl_memory_plugins.timing import timed
 
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
+#: Bytes in torch's cache that a sleep's caller may need at once; to empty it takes some 25 ms, whatever it frees.
+WORTH_TRIMMING = 512 << 20
 
 
 class _PreparedSleep:
@@ -76,7 +79,8 @@ class MemoryManager:
         self._epoch = 0
         self._prepared_sleep: _PreparedSleep | None = None
         self._prepared_wake: dict[Tag, Reservation] | None = None
-        self._left: dict[str, int] = {}
+        self._reclaim: Reclaim | None = None
+        self._left: dict[str, int] | None = None  # of the latest sleep, once it is known
         self._seconds: dict[str, float] = {}
 
     def warm_up(self) -> None:
@@ -104,6 +108,7 @@ class MemoryManager:
         """A record of everything the contract lets a caller see. Cheap, and works in every state."""
         self._collect_eager_backup()
         free, total = self.device.memory_info()
+        asleep = any(state is not TagState.RESIDENT for state in self._states.values())
         tags = {
             tag.value: TagStatus(
                 state=self._states[tag],
@@ -123,8 +128,13 @@ class MemoryManager:
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
             notes=tuple(self.notes),
-            left=self._left if any(state is not TagState.RESIDENT for state in self._states.values()) else {},
+            left=self._known_left() if asleep else {},
         )
+
+    def _known_left(self) -> dict[str, int]:
+        if self._left is None:
+            self._left = self.allocator.left()
+        return self._left
 
     def seconds(self) -> dict[str, float]:
         """The seconds of each step of the latest transition; steps that did not run are absent."""
@@ -138,8 +148,7 @@ class MemoryManager:
         Raises:
             HostMemoryError: the copies do not fit; nothing was changed.
         """
-        self._require_no_transition()
-        self._seconds = {}
+        self._begin_transition()
         prepared = _PreparedSleep(level)
         try:
             if Tag.WEIGHTS in tags and level is not Level.PAUSE:
@@ -199,8 +208,9 @@ class MemoryManager:
                         changes.append(self._release_tag(prepared, tag, state, copied.get(tag, 0)))
                 if changes:
                     with self._timed("release"):
-                        self.device.trim()
-                    self._left = self.allocator.left()
+                        self.device.trim(WORTH_TRIMMING)
+                    self._left = None
+                    self._reclaim = Reclaim(self._reclaim_memory)
                 return changes
             finally:
                 self._free_new_backups(prepared)  # of tags that were not reached
@@ -213,6 +223,11 @@ class MemoryManager:
         if tag in prepared.clean:
             return backup.begin_refresh(self.device, gone, unused)
         return backup.begin_save(self.device, self._epoch, gone, unused)
+
+    def _reclaim_memory(self) -> None:
+        self.device.trim()
+        self.allocator.reclaim()
+        self._left = self.allocator.left()
 
     def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)
@@ -262,8 +277,7 @@ class MemoryManager:
         Raises:
             DeviceMemoryError: not enough; nothing was changed.
         """
-        self._require_no_transition()
-        self._seconds = {}
+        self._begin_transition()
         reservations: dict[Tag, Reservation] = {}
         try:
             with self._timed("reserve"):
@@ -445,6 +459,13 @@ class MemoryManager:
             blocks = self.allocator.blocks(tag)
             assert all(left.end <= right.address for left, right in pairwise(blocks)), f"{tag} overlaps"
         assert self._prepared_sleep is None or self._prepared_wake is None
+
+    def _begin_transition(self) -> None:
+        self._require_no_transition()
+        self._seconds = {}
+        if self._reclaim is not None:
+            self._reclaim.end()
+            self._reclaim = None
 
     def _require_no_transition(self) -> None:
         if self._prepared_sleep is not None or self._prepared_wake is not None:

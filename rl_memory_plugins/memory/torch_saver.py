@@ -120,6 +120,9 @@ class TorchSaverAllocator:
         ]
         return self._segments.of(pools)
 
+    def reclaim(self) -> None:
+        return  # torch_memory_saver creates memory only where it maps it
+
     def release(self, tag: Tag) -> int:
         resident = [name for name in self._saver_tags(tag) if name not in self._paused[tag]]
         released = 0

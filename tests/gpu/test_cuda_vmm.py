@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import gpu_memory_taken, run
+from processes import gpu_memory_taken, memory_taker, run
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory import cuda_driver, cuda_vmm
@@ -82,6 +82,20 @@ def test_what_is_reserved_cannot_be_taken_before_the_commit(vmm):
         reservation.commit()
         tensor.fill_(9)
         assert int(tensor[-1]) == 9
+
+
+def test_reclaiming_takes_nothing_and_needs_nothing(vmm):
+    tensor = filled(vmm, Tag.WEIGHTS, 512 * MiB, 7)
+    vmm.release(Tag.WEIGHTS)
+    with memory_taker() as taker:
+        taker.leave(0)  # of what there is, but for the pieces that are too small for it
+        free = torch.cuda.mem_get_info()[0]
+        vmm.reclaim()
+        assert torch.cuda.mem_get_info()[0] == free
+    vmm.reclaim()
+    vmm.reserve(Tag.WEIGHTS).commit()
+    tensor.fill_(8)
+    assert int(tensor[-1]) == 8
 
 
 def test_the_margin_stays_free():
