@@ -193,6 +193,7 @@ class MemoryManager:
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is None:
             raise StateConflictError("no sleep has been prepared on this rank", rank=self.rank)
+        self._left = None
         with self._naming_changes():
             try:
                 with self._timed("synchronize"):
@@ -209,7 +210,6 @@ class MemoryManager:
                 if changes:
                     with self._timed("release"):
                         self.device.trim(WORTH_TRIMMING)
-                    self._left = None
                     self._reclaim = Reclaim(self._reclaim_memory)
                 return changes
             finally:
