@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply
@@ -11,8 +11,8 @@ from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent, encode_call
-from rl_memory_plugins.records import EngineStatus, Reply
-from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.records import EngineStatus, Reply, TagChange
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
 
 class LocalRanks:
@@ -82,3 +82,17 @@ class FakeRank:
     def mapped_bytes(self) -> int:
         """What the states say is mapped; `device.used` says what is."""
         return sum(tag.bytes for tag in self.manager.status().tags.values() if tag.state == "resident")
+
+
+def sleep(rank: FakeRank, level: Level = Level.PRESERVE, tags: Sequence[Tag] = PUBLIC_TAGS) -> dict[str, TagChange]:
+    rank.manager.prepare_sleep(level, tags)
+    changes = rank.manager.commit_sleep()
+    rank.manager.check_integrity()
+    return {change.tag: change for change in changes}
+
+
+def wake(rank: FakeRank, tags: Sequence[Tag] = PUBLIC_TAGS) -> dict[str, TagChange]:
+    rank.manager.prepare_wake(tags)
+    changes = rank.manager.commit_wake()
+    rank.manager.check_integrity()
+    return {change.tag: change for change in changes}

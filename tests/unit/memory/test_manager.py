@@ -3,7 +3,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from helpers import FakeRank
+from helpers import FakeRank, sleep, wake
 
 from rl_memory_plugins.errors import (
     DeviceMemoryError,
@@ -22,20 +22,6 @@ RESIDENT, PRESERVED, DISCARDED = TagState.RESIDENT, TagState.PRESERVED, TagState
 @pytest.fixture
 def rank() -> FakeRank:
     return FakeRank()
-
-
-def sleep(rank, level=Level.PRESERVE, tags=PUBLIC_TAGS):
-    rank.manager.prepare_sleep(level, tags)
-    changes = rank.manager.commit_sleep()
-    rank.manager.check_integrity()
-    return {change.tag: change for change in changes}
-
-
-def wake(rank, tags=PUBLIC_TAGS):
-    rank.manager.prepare_wake(tags)
-    changes = rank.manager.commit_wake()
-    rank.manager.check_integrity()
-    return {change.tag: change for change in changes}
 
 
 def states(rank):

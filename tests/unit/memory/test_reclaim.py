@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from helpers import FakeRank
+from helpers import FakeRank, sleep, wake
 
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory import reclaim
-from rl_memory_plugins.tags import PUBLIC_TAGS, Level
+from rl_memory_plugins.tags import PUBLIC_TAGS
 
 TIMEOUT_S = 60  # of what would else hang
 
@@ -18,16 +18,6 @@ TIMEOUT_S = 60  # of what would else hang
 def rank() -> FakeRank:
     wait_for_reclaim()  # of other tests
     return FakeRank()
-
-
-def sleep(rank, tags=PUBLIC_TAGS):
-    rank.manager.prepare_sleep(Level.PRESERVE, tags)
-    rank.manager.commit_sleep()
-
-
-def wake(rank):
-    rank.manager.prepare_wake(PUBLIC_TAGS)
-    rank.manager.commit_wake()
 
 
 def reclaims():
@@ -74,7 +64,7 @@ def test_a_wake_gives_it_up(rank, monkeypatch):
 def test_a_second_sleep_takes_its_place(rank, monkeypatch):
     monkeypatch.setattr(reclaim, "DELAY_S", TIMEOUT_S)
     for tag in PUBLIC_TAGS:
-        sleep(rank, [tag])
+        sleep(rank, tags=[tag])
         assert len(reclaims()) == 1
     wake(rank)
 
