@@ -78,17 +78,22 @@ class Left:
     ) -> dict[str, int]:
         """Bytes by cause: `context`, `nccl`, `workspace`, `graphs` and `other`.
 
+        What no tensor uses of torch's cache is left out: it does not stay (`memory/reclaim.py`).
+
         Args:
             by_pool: torch's segments by pool.
             own: The pools of the regions.
             resident_bytes: What of the regions has memory now.
         """
-        named = {"workspace": 0, "graphs": 0}
-        for pool, segments in by_pool.items():
-            if pool not in own:
-                named["workspace" if pool == DEFAULT_POOL else "graphs"] += sum(s.nbytes for s in segments)
+        others = {pool: segments for pool, segments in by_pool.items() if pool not in own}
+        outside = others.pop(DEFAULT_POOL, ())
+        cached = sum(segment.nbytes for segment in outside if not segment.active_bytes)
+        named = {
+            "workspace": sum(segment.nbytes for segment in outside) - cached,
+            "graphs": sum(segment.nbytes for segments in others.values() for segment in segments),
+        }
         used = process_bytes(self._index)
         if used is not None:
             named |= self._causes
-            named["other"] = max(used - resident_bytes - sum(named.values()), 0)
+            named["other"] = max(used - resident_bytes - cached - sum(named.values()), 0)
         return {cause: nbytes for cause, nbytes in named.items() if nbytes}

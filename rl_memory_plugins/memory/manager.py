@@ -227,7 +227,6 @@ class MemoryManager:
     def _reclaim_memory(self) -> None:
         self.device.trim()
         self.allocator.reclaim()
-        self._left = self.allocator.left()
 
     def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)

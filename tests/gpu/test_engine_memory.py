@@ -11,7 +11,6 @@ from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.engines.sglang import Sglang
 from integration.models import SHAPES, write_model
-from rl_memory_plugins.memory.reclaim import DELAY_S
 from tests.conformance.conftest import PROMPT, SEED, Weights
 from tests.conformance.test_sleep_wake import copied_bytes
 from tests.conformance.trainers import push
@@ -73,8 +72,6 @@ def test_graphs_are_in_their_tag_and_replay_after_many_cycles(server, first_toke
 def test_what_is_left_asleep_is_named(server, first_tokens):
     assert rank_of(server)["left"] == {}
     server.control.sleep(level=1)
-    at_once = rank_of(server)["left"]
-    time.sleep(2 * DELAY_S)
     rank = rank_of(server)
     left = rank["left"]
     print(
@@ -82,7 +79,6 @@ def test_what_is_left_asleep_is_named(server, first_tokens):
     )
     assert left
     assert set(left) <= CAUSES
-    assert left.get("workspace", 0) <= at_once.get("workspace", 0)  # torch's cache has gone meanwhile
     assert left.get("graphs", 0) < 64 * MiB  # they are in their tag
     if "context" in left:  # the driver tells processes apart here
         assert left["context"] > 64 * MiB
