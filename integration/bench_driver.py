@@ -131,7 +131,7 @@ def main() -> None:
         "model": "driver",
         "subject": "plugin",
         "commit": arguments.commit,
-        "command": "python -m integration.bench_driver",
+        "command": "python -m integration.bench_driver --out results.json",
     }
     assert hash_kernel.usable(torch.device("cuda", 0))  # and compiled from here on
     bench = Bench(Records(arguments.out, common))

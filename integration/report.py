@@ -7,6 +7,7 @@ Rewrites what stands between the markers in README.md and docs/benchmarks.md, an
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -255,6 +256,7 @@ def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     import matplotlib
 
     matplotlib.use("Agg")

@@ -36,7 +36,6 @@ def environment(folder: Path, tp: int = 1, **extra: str) -> dict[str, str]:
     return {
         **Vllm().environment(Launch(folder, tp=tp)),
         "PYTHONPATH": os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), str(REPOSITORY)) if path),
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         **extra,
     }
 
