@@ -19,6 +19,7 @@ class Sleep(Command, frozen=True):
     tags: list[str] | None = None
     mode: str = "abort"
     hold: str = ""  # a ticket: stop after the first phase and wait for the `Decide` that names it
+    call: str = ""  # a name for `CancelDrain`
 
 
 class WakeUp(Command, frozen=True):
@@ -40,6 +41,7 @@ class UpdateWeights(Command, frozen=True):
     mode: str = "keep"
     timeout_s: float | None = None
     hold: str = ""
+    call: str = ""
 
 
 class Drain(Command, frozen=True):
@@ -51,6 +53,7 @@ class Drain(Command, frozen=True):
 
     operation: str
     ticket: str
+    call: str = ""
 
 
 class Decide(Command, frozen=True):
@@ -61,7 +64,9 @@ class Decide(Command, frozen=True):
 
 
 class CancelDrain(Command, frozen=True):
-    """Give up commands that still wait for running requests."""
+    """Give up the command of this name if it still waits for running requests; all that do, where none is named."""
+
+    call: str = ""
 
 
 class Resume(Command, frozen=True):

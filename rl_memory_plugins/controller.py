@@ -39,6 +39,9 @@ STEPS = {
     "update_weights": ("drain", "connect", "validate", "wait", "load", "finish", "total"),
 }
 
+#: What keeps an engine busy whose ranks did not say how they are; any later command asks them again.
+UNKNOWN = "status"
+
 
 class EngineHooks(Protocol):
     """What the controller asks of an engine. An adapter implements it and decides nothing."""
@@ -77,11 +80,13 @@ class _Operation:
 
     Args:
         ticket: Where data-parallel engines do it together: none of them resumes by itself after it.
+        call: Names it for `CancelDrain`.
     """
 
-    def __init__(self, name: str, ticket: str = "") -> None:
+    def __init__(self, name: str, ticket: str = "", call: str = "") -> None:
         self.name = name
         self.ticket = ticket
+        self.call = call
         self.reply: Future[bytes] = Future()
         self.seconds = dict.fromkeys(STEPS[name], 0.0)
         self.cancelled = False
@@ -168,7 +173,23 @@ class Controller:
     def refresh(self) -> None:
         """Ask all ranks for their state and show it."""
         replies = raise_failures(self._ranks.call("status"))
+        if self._busy == UNKNOWN:
+            self._busy = self._under_way()
         self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
+
+    def _refresh_or_close(self) -> None:
+        """Refresh, at the end of an operation: what the board showed meanwhile must not stay."""
+        try:
+            self.refresh()
+            return
+        except RLMemoryError:
+            logger.exception("the ranks did not say how they are; they are asked once more")
+        try:
+            self.refresh()
+        except RLMemoryError:
+            self._busy = UNKNOWN
+            self._show(self.status.ranks)
+            raise
 
     def note_foreign_changes(self, weight_version: str | None = None) -> None:
         """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if all is well.
@@ -192,7 +213,7 @@ class Controller:
         self._require_free()
         if mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
-        operation = _Operation("sleep", command.hold)
+        operation = _Operation("sleep", command.hold, command.call)
 
         def act() -> Any:
             self._require_free()
@@ -223,7 +244,14 @@ class Controller:
         def finish(agreed: bool) -> Any:
             if not agreed:
                 return abort(self._ranks, "wake")
-            replies = commit(self._ranks, "wake")
+            try:
+                replies = commit(self._ranks, "wake")
+            except RLMemoryError:
+                paused, self._paused = self._paused, True  # the engine's own work may be left: the next wake does it
+                self.refresh()
+                if self.status.asleep_tags():
+                    self._paused = paused
+                raise
             self.refresh()
             if not self.status.asleep_tags():
                 self._paused = False
@@ -241,7 +269,7 @@ class Controller:
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
                 asleep=self.status.asleep_tags(),
             )
-        operation = _Operation("update_weights", command.hold)
+        operation = _Operation("update_weights", command.hold, command.call)
         received: list[Reply[Any]] = []
 
         def act() -> Any:
@@ -284,7 +312,7 @@ class Controller:
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self._require_free()
-        operation = _Operation(command.operation, command.ticket)
+        operation = _Operation(command.operation, command.ticket, command.call)
 
         def act() -> Any:  # also while another operation is held, whose turn it is first
             self._drained[operation.ticket] = operation.name
@@ -306,14 +334,15 @@ class Controller:
         return operation.reply
 
     def _cancel_drain(self, command: commands.CancelDrain) -> Future[bytes]:
-        waiting, self._draining = self._draining, []
+        waiting = [one for one in self._draining if command.call in ("", one.call)]
+        self._draining = [one for one in self._draining if one not in waiting]
         for operation in waiting:
             operation.cancelled = True
         error: Exception = DrainTimeoutError("running requests did not finish in time; nothing was released")
         try:
             if waiting:
                 self._busy = self._under_way()
-                self.refresh()
+                self._refresh_or_close()
                 if not any(operation.ticket for operation in waiting):
                     self._resume_if_admitting(lift_pause=False)
         except Exception as failure:
@@ -365,7 +394,7 @@ class Controller:
             reply = self._failure(operation.name, error)
         self._busy = self._under_way()
         try:
-            self.refresh()
+            self._refresh_or_close()
             if not operation.ticket:
                 if reply.error is not None and self.refusal() is None:
                     # Peers of which this client knows nothing may resume in step with it, once it has the answer.
@@ -430,9 +459,9 @@ class Controller:
             busy=self._busy,
             engine_rank=self._engine_rank,
         )
-        self._engine.show(self.status.asleep_tags(), self._weight_version)
         if self._board is not None:
-            self._board.publish(self.status)
+            self._board.publish(self.status)  # first: what is refused depends on it
+        self._engine.show(self.status.asleep_tags(), self._weight_version)
 
     def _report(self, operation: _Operation, replies: list[Reply[Any]], **details: Any) -> Report:
         operation.add_seconds(replies)

@@ -170,12 +170,13 @@ async def run_within(
 
     async def within(command: AnyCommand) -> list[Reply[Any]]:
         # A question may wait for others' transitions, and ends none.
-        if not isinstance(command, Transition | commands.Drain):
+        if not isinstance(command, commands.Sleep | commands.UpdateWeights | commands.Drain):
             return await call(command)
+        command = msgspec.structs.replace(command, call=uuid.uuid4().hex)
         answering = asyncio.ensure_future(call(command))
         done, _ = await asyncio.wait([answering], timeout=drain_timeout_s)
         if not done:
-            await call(commands.CancelDrain())
+            await call(commands.CancelDrain(command.call))
         return await answering
 
     async def in_turn() -> Any:

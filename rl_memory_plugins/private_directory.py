@@ -40,7 +40,10 @@ def one_at_a_time(what: str, timeout_s: float) -> Iterator[None]:
                 logger.warning("another process holds the lock %s for more than %g s", file.name, timeout_s)
                 break
             time.sleep(POLL_S)
-        yield  # closing the file unlocks it
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have the file open too, so closing it here is not enough
 
 
 def try_lock(fd: int) -> bool:

@@ -46,7 +46,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     ranks: list[RankStatus]
     weight_version: str = INITIAL_VERSION
     paused: bool = False  # by sleep(level=0), or by the engine's own pause
-    busy: str = ""  # the operation under way: "", "sleep", "wake_up" or "update_weights"
+    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or "status"
     engine_rank: int = 0
 
     @property

@@ -27,7 +27,13 @@ MIN_LEFT_OUT = 1 << 20
 
 
 class HostArena(Protocol):
-    """Host memory for backups, kept across cycles so that no sleep but the first pays for making it."""
+    """Host memory for backups, kept across cycles so that no sleep but the first pays for making it.
+
+    Attributes:
+        notes: What it cannot do, for `memory_status`.
+    """
+
+    notes: list[str]
 
     @property
     def held_bytes(self) -> int:
@@ -105,6 +111,7 @@ class PagedArena:
     """
 
     def __init__(self, max_bytes: int = 0, margin_bytes: int = 0) -> None:
+        self.notes: list[str] = []
         self._max_bytes = max_bytes
         self._margin_bytes = margin_bytes
         self._mappings: dict[int, mmap.mmap] = {}

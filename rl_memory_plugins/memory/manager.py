@@ -6,6 +6,7 @@ Each transition has two phases, so that many ranks can agree before any of them 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -19,6 +20,8 @@ from rl_memory_plugins.memory.reclaim import Reclaim
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
 from rl_memory_plugins.timing import timed
+
+logger = logging.getLogger(__name__)
 
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
 #: Bytes in torch's cache that a sleep's caller may need at once; to empty it takes some 25 ms, whatever it frees.
@@ -80,6 +83,7 @@ class MemoryManager:
         self._prepared_sleep: _PreparedSleep | None = None
         self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
+        self._reclaimed = True  # what the latest release left for later is done
         self._left: dict[str, int] | None = None  # of the latest sleep, once it is known
         self._seconds: dict[str, float] = {}
 
@@ -127,7 +131,7 @@ class MemoryManager:
             device_free_bytes=free,
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self.arena.notes),
             left=self._known_left() if asleep else {},
         )
 
@@ -162,6 +166,7 @@ class MemoryManager:
                         self._prepare_tag(prepared, tag)
         except BaseException:
             self._free_new_backups(prepared)
+            self._reclaim_later()
             raise
         self._prepared_sleep = prepared
 
@@ -210,10 +215,10 @@ class MemoryManager:
                 if changes:
                     with self._timed("release"):
                         self.device.trim(WORTH_TRIMMING)
-                    self._reclaim = Reclaim(self._reclaim_memory)
                 return changes
             finally:
                 self._free_new_backups(prepared)  # of tags that were not reached
+                self._reclaim_later()
 
     def _begin_copy(self, prepared: _PreparedSleep, tag: Tag) -> int:
         backup = prepared.backups[tag]
@@ -224,9 +229,21 @@ class MemoryManager:
             return backup.begin_refresh(self.device, gone, unused)
         return backup.begin_save(self.device, self._epoch, gone, unused)
 
+    def _reclaim_later(self) -> None:
+        """Ends every transition: it may have given up what an earlier one had left for later."""
+        if self._reclaimed or self._reclaim is not None:
+            return
+        if all(state is TagState.RESIDENT for state in self._states.values()):
+            return
+        try:
+            self._reclaim = Reclaim(self._reclaim_memory)
+        except RuntimeError:  # no more threads
+            logger.exception("what was released is not reclaimed early; a wake does it")
+
     def _reclaim_memory(self) -> None:
         self.device.trim()
         self.allocator.reclaim()
+        self._reclaimed = True
 
     def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)
@@ -240,6 +257,7 @@ class MemoryManager:
             self._epoch += 1
             if backup is not None:
                 backup.epoch = self._epoch  # what it holds is not what was discarded
+        self._reclaimed = False
         try:
             released = self.allocator.release(tag)
         except BaseException:
@@ -260,6 +278,7 @@ class MemoryManager:
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is not None:
             self._free_new_backups(prepared)
+        self._reclaim_later()
 
     def _free_new_backups(self, prepared: _PreparedSleep) -> None:
         for tag, backup in prepared.backups.items():
@@ -286,6 +305,7 @@ class MemoryManager:
         except BaseException:
             for reservation in reservations.values():
                 reservation.drop()
+            self._reclaim_later()
             raise
         self._prepared_wake = reservations
 
@@ -321,6 +341,8 @@ class MemoryManager:
                 for tag, state in former.items():
                     self._unmap_tag(tag, state)
                 raise
+            finally:
+                self._reclaim_later()
         return changes
 
     def _map_tag(self, tag: Tag, reservation: Reservation) -> int:
@@ -346,6 +368,7 @@ class MemoryManager:
         self._states[tag] = state
         try:
             self.device.synchronize()
+            self._reclaimed = False
             self.allocator.release(tag)
         except Exception:
             return
@@ -356,6 +379,7 @@ class MemoryManager:
         reservations, self._prepared_wake = self._prepared_wake, None
         for reservation in (reservations or {}).values():
             reservation.drop()
+        self._reclaim_later()
 
     # -- content of the weights -----------------------------------------------------------------------------
 
@@ -427,7 +451,10 @@ class MemoryManager:
                 return
             self._backups.pop(Tag.WEIGHTS).free()  # out of date: its memory serves the new copy
         discardable = list(self._discardable(Tag.WEIGHTS))
-        self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self._epoch, self._eager)
+        try:
+            self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self._epoch, self._eager)
+        except RuntimeError:  # no more threads
+            logger.exception("the weights are not copied in advance; a sleep does it")
 
     def _cancel_eager_backup(self) -> None:
         if self._eager is not None:

@@ -48,7 +48,6 @@ class PinnedArena(PagedArena):
 
     def __init__(self, index: int, max_bytes: int = 0, margin_bytes: int = 0, threads: int | None = None) -> None:
         super().__init__(max_bytes, margin_bytes)
-        self.notes: list[str] = []
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
         self._index = index
         self._node = numa_node(index)
@@ -62,15 +61,20 @@ class PinnedArena(PagedArena):
         which raises in its turn.
         """
         thread = threading.Thread(target=self._make_idle, args=(list(sizes),), name="rl-memory-arena", daemon=True)
-        self._preparing = [*(one for one in self._preparing if one.is_alive()), thread]
         thread.start()
+        self._preparing = [*(one for one in self._preparing if one.is_alive()), thread]
         return thread
+
+    def acquire(self, nbytes: int) -> int:
+        for thread in self._preparing:
+            thread.join()
+        return super().acquire(nbytes)
 
     def _make_idle(self, sizes: list[int]) -> None:
         made = []
         try:
             for nbytes in sorted(sizes, reverse=True):
-                made.append(self.acquire(nbytes))  # noqa: PERF401 - those made must be known if one fails
+                made.append(super().acquire(nbytes))  # noqa: PERF401 - those made must be known if one fails
         except RLMemoryError as error:
             logger.warning("the host arena was not prepared: %s", error)
         finally:
@@ -127,7 +131,8 @@ def touch(address: int, nbytes: int, threads: int) -> None:
 def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run the calls at once, each in a thread of its own, and return what they return.
 
-    Unlike an executor's these threads still start while Python ends.
+    Unlike an executor's these threads still start while Python ends. None outlives the call, whose caller may unmap
+    what they write to.
     """
     futures: list[Future[Any]] = [Future() for _ in calls]
 
@@ -137,9 +142,29 @@ def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         except BaseException as error:
             future.set_exception(error)
 
-    for future, call in zip(futures, calls, strict=True):
-        threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True).start()
+    threads = [
+        threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True)
+        for future, call in zip(futures, calls, strict=True)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        _join(threads)
     return [future.result() for future in futures]
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    """Wait for those that were started, whatever a signal's handler raises meanwhile."""
+    interrupted: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:

@@ -375,3 +375,94 @@ def test_what_runs_ends_where_others_leave_a_mixture_of_weights(world: World) ->
     world.controller.note_foreign_changes()
     assert world.engine.calls == ["drain:abort"]
     assert world.controller.refusal() is not None
+
+
+def failing_status(world: World, monkeypatch: pytest.MonkeyPatch, times: float) -> list[None]:
+    """Have a rank's status fail so many times; one entry for each that did."""
+    failed: list[None] = []
+    memory_info = world.ranks[1].device.memory_info
+
+    def fail() -> tuple[int, int]:
+        if len(failed) >= times:
+            return memory_info()
+        failed.append(None)
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(world.ranks[1].device, "memory_info", fail)
+    return failed
+
+
+def test_a_status_that_fails_once_is_asked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = failing_status(world, monkeypatch, times=1)
+    world.run(commands.Sleep(level=2))
+    assert failed
+    assert world.reader.read().busy == ""
+    assert world.reader.read().asleep_tags() == ["cuda_graph", "kv_cache", "weights"]
+
+
+@pytest.mark.parametrize("command", [commands.Sleep(level=2), commands.UpdateWeights({"*": "/x"}, "token")])
+def test_an_engine_whose_status_fails_is_closed_until_the_next_command(
+    world: World, monkeypatch: pytest.MonkeyPatch, command: commands.AnyCommand
+) -> None:
+    with monkeypatch.context() as patch:
+        failing_status(world, patch, times=float("inf"))
+        with pytest.raises(EngineFaultError):
+            world.run(command)
+        assert world.reader.read().busy == "status"  # no client refuses commands for that
+        assert world.controller.refusal() is not None
+        assert "resume" not in world.engine.calls
+    world.run(commands.WakeUp())
+    assert world.reader.read().busy == ""
+    stale = isinstance(command, commands.Sleep)
+    assert (world.reader.read().content is Content.STALE) is stale
+    assert (world.engine.calls[-1] == "resume") is not stale
+
+
+def test_others_changes_open_an_engine_whose_status_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        failing_status(world, patch, times=float("inf"))
+        with pytest.raises(EngineFaultError):
+            world.run(commands.WakeUp())
+    world.controller.note_foreign_changes()
+    assert world.controller.refusal() is None
+
+
+def test_what_the_engine_cannot_show_is_on_the_board(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(asleep_tags: list[str], weight_version: str) -> None:
+        if weight_version == "7":
+            raise RuntimeError("the engine does not know this version")
+
+    monkeypatch.setattr(world.engine, "show", fail)
+    with pytest.raises(EngineFaultError):
+        world.run(commands.UpdateWeights({"*": "/x"}, "token", weight_version="7"))
+    assert (world.reader.read().busy, world.reader.read().weight_version) == ("", "7")
+
+
+def test_an_engine_whose_own_work_after_a_wake_failed_stays_closed(world: World) -> None:
+    failures = [RuntimeError("it cannot use its memory again")]
+
+    def work(tags: list[Any]) -> None:
+        if failures:
+            raise failures.pop()
+
+    world.ranks[1].agent._after_wake = work
+    world.run(commands.Sleep(level=1))
+    with pytest.raises(EngineFaultError):
+        world.run(commands.WakeUp())
+    assert world.controller.refusal().details["reason"] == "paused"
+    assert "resume" not in world.engine.calls
+    world.run(commands.WakeUp())
+    assert world.controller.refusal() is None
+    assert world.engine.calls[-1] == "resume"
+
+
+def test_a_call_that_waits_too_long_gives_up_no_other(world: World) -> None:
+    world.engine.hold_drain = True
+    waiting = world.controller.execute(encode_command(commands.Sleep(mode="wait", call="a")))
+    aborting = world.controller.execute(encode_command(commands.Sleep(mode="abort", call="b")))
+    assert world.run(commands.CancelDrain("a")) == {"cancelled": ["sleep"]}
+    assert decode_reply(waiting.result()).error["error"] == DrainTimeoutError.__name__
+    assert "resume" not in world.engine.calls
+    world.engine.drains[1].set_result(None)
+    assert decode_reply(aborting.result(timeout=1)).error is None
+    assert world.reader.read().asleep_tags() == ["cuda_graph", "kv_cache", "weights"]

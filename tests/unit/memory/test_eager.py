@@ -301,3 +301,15 @@ def test_the_interpreter_ends_in_the_middle_of_a_copy():
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_a_thread_that_cannot_be_had_costs_no_update(rank, monkeypatch, caplog):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        update(rank, 9)
+    assert rank.manager.content is Content.VALID
+    assert "not copied in advance" in caplog.text
+    assert_kept_by_a_sleep(rank, everything(rank))

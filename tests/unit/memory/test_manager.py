@@ -575,3 +575,9 @@ def test_status_in_every_state(rank):
         assert status.device_total_bytes - status.device_free_bytes == rank.mapped_bytes()
         assert status.host_arena_bytes == rank.arena.held_bytes
     assert (status.rank, status.device, status.allocator) == (0, "fake:0", "fake")
+
+
+def test_what_the_arena_cannot_do_is_noted() -> None:
+    rank = FakeRank(notes=["no graphs"])
+    rank.arena.notes.append("pages are not locked")
+    assert rank.manager.status().notes == ("no graphs", "pages are not locked")

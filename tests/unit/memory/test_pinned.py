@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +69,73 @@ def test_a_preferred_node_is_only_a_hint(mapping):
         pinned.prefer_node(address_of(mapping), len(mapping), node)
     mapping[-1:] = b"x"
     assert mapping[-1:] == b"x"
+
+
+@pytest.fixture
+def arena(monkeypatch):
+    """An arena whose pages are not locked."""
+    monkeypatch.setattr(pinned, "numa_node", lambda index: None)
+    monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: 0)
+    monkeypatch.setattr(pinned.PinnedArena, "_discard", pinned.PagedArena._discard)
+    arena = pinned.PinnedArena(0, threads=2)
+    yield arena
+    arena.close()
+
+
+def test_a_buffer_that_is_being_prepared_is_waited_for(arena, monkeypatch):
+    sizes = [12 * MiB, 4 * MiB]
+    made, acquire = threading.Event(), pinned.PagedArena.acquire
+
+    def acquire_slowly(self, nbytes):
+        address = acquire(self, nbytes)
+        if threading.current_thread().name == "rl-memory-arena":
+            made.set()
+            time.sleep(0.1)  # between two buffers
+        return address
+
+    monkeypatch.setattr(pinned.PagedArena, "acquire", acquire_slowly)
+    arena.prepare(sizes)
+    assert made.wait(60)
+    for nbytes in sizes:
+        arena.acquire(nbytes)
+    assert arena.held_bytes == sum(sizes)
+
+
+def slow_pages(monkeypatch):
+    """Returns what tells whether every thread that began to write has ended."""
+    begun, ended = [], []
+
+    def memset(address, value, nbytes):
+        begun.append(address)
+        time.sleep(0.2)
+        ended.append(address)
+
+    monkeypatch.setattr(ctypes, "memset", memset)
+    return lambda: bool(begun) and sorted(begun) == sorted(ended)
+
+
+def test_no_thread_outlives_one_that_cannot_be_had(mapping, monkeypatch):
+    all_ended, start, started = slow_pages(monkeypatch), threading.Thread.start, []
+
+    def refuse_the_third(thread):
+        started.append(thread)
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
+    with pytest.raises(RuntimeError, match="new thread"):
+        pinned.touch(address_of(mapping), len(mapping), threads=4)
+    assert all_ended()
+
+
+def test_no_thread_outlives_an_interruption(mapping, monkeypatch):
+    all_ended = slow_pages(monkeypatch)
+    former = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            pinned.touch(address_of(mapping), len(mapping), threads=4)
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    assert all_ended()

@@ -7,9 +7,9 @@ import threading
 import pytest
 from helpers import FakeRank, sleep, wake
 
-from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.errors import EngineFaultError, RLMemoryError
 from rl_memory_plugins.memory import reclaim
-from rl_memory_plugins.tags import PUBLIC_TAGS
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
 TIMEOUT_S = 60  # of what would else hang
 
@@ -98,3 +98,52 @@ def test_a_failure_costs_nothing(rank, monkeypatch, caplog, operation):
     assert "not reclaimed early" in caplog.text
     wake(rank)
     assert rank.contents()["parameter"] == before["parameter"]
+
+
+def asleep_again(rank):
+    sleep(rank)
+
+
+def paused(rank):
+    sleep(rank, Level.PAUSE)
+
+
+def no_memory(rank):
+    rank.device.fail("reserve")
+    with pytest.raises(RLMemoryError):
+        wake(rank)
+
+
+def not_agreed(rank):
+    rank.manager.prepare_wake(PUBLIC_TAGS)
+    rank.manager.abort_wake()
+
+
+def half_awake(rank):
+    wake(rank, [Tag.WEIGHTS])
+
+
+@pytest.mark.parametrize("then", [asleep_again, paused, no_memory, not_agreed, half_awake])
+def test_what_was_given_up_is_done_later(rank, then):
+    sleep(rank)
+    then(rank)
+    wait_for_reclaim()
+    assert rank.device.calls["reclaim"] == 1
+
+
+def test_a_sleep_that_broke_off_has_one(rank):
+    rank.device.fail("release", nth=2)
+    with pytest.raises(RLMemoryError):
+        sleep(rank)
+    wait_for_reclaim()
+    assert rank.device.calls["reclaim"] == 1
+
+
+def test_a_thread_that_cannot_be_had_costs_nothing(rank, monkeypatch, caplog):
+    def refuse(timer):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    sleep(rank)
+    assert "not reclaimed early" in caplog.text
+    wake(rank)
