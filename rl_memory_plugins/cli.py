@@ -201,8 +201,11 @@ def _reported(as_json: bool = False) -> Iterator[None]:
 def _show(answer: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
-    else:
+        return
+    try:
         show(answer)
+    except (KeyError, TypeError, msgspec.ValidationError):
+        raise RLMemoryError("the server did not answer as control routes do; --json shows what it said") from None
 
 
 def _print_json(answer: dict[str, Any]) -> None:

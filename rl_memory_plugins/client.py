@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from rl_memory_plugins.errors import RLMemoryError, UnsupportedError, from_record
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, from_record
 
 ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself has at the root
 
@@ -41,11 +42,20 @@ class EngineClient:
         api_key: The engine's admin or API key, where it has one.
         timeout_s: For a whole call; `None` waits as long as the server does. The server has its own deadlines,
             and a transition goes on without its client.
+
+    Raises:
+        RLMemoryError: the address is none.
+        InvalidRequestError: the key cannot be sent.
     """
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float | None = None) -> None:
         self.url = url.rstrip("/")
-        self._http = http_client(self.url, api_key, httpx.Timeout(timeout_s, connect=10))
+        try:
+            self._http = http_client(self.url, api_key, httpx.Timeout(timeout_s, connect=10))
+        except httpx.InvalidURL as error:
+            raise RLMemoryError(f"cannot reach {url}: {error}") from None
+        except UnicodeEncodeError:
+            raise InvalidRequestError("the API key has characters that no HTTP header can hold") from None
 
     def __enter__(self) -> EngineClient:
         return self
@@ -67,7 +77,8 @@ class EngineClient:
         return self.call("POST", "/wake_up", {"tags": tags})
 
     def is_sleeping(self) -> bool:
-        return bool(self.call("GET", "/is_sleeping")["is_sleeping"])
+        with self._expected():
+            return bool(self.call("GET", "/is_sleeping")["is_sleeping"])
 
     def memory(self) -> dict[str, Any]:
         """Every rank's memory by tag, and whether requests are admitted; never waits for a transition."""
@@ -75,10 +86,12 @@ class EngineClient:
 
     def devices(self) -> list[str]:
         """The devices of all ranks, as a weight update addresses them."""
-        return [rank["device"] for engine in self.memory()["engines"] for rank in engine["ranks"]]
+        with self._expected():
+            return [rank["device"] for engine in self.memory()["engines"] for rank in engine["ranks"]]
 
     def weight_version(self) -> str:
-        return str(self.call("GET", "/weight_version")["weight_version"])
+        with self._expected():
+            return str(self.call("GET", "/weight_version")["weight_version"])
 
     def checksums(self) -> dict[str, Any]:
         """Checksums of the weights as they are; see `weights.checksums`."""
@@ -103,6 +116,14 @@ class EngineClient:
     def post_update(self, body: dict[str, Any]) -> dict[str, Any]:
         """Have the engine connect to a sender that waits for it; blocks until the update is over."""
         return self.call("POST", "/update_weights_from_ipc", body)
+
+    @contextmanager
+    def _expected(self) -> Iterator[None]:
+        """Another server may answer anything."""
+        try:
+            yield
+        except (KeyError, TypeError):
+            raise RLMemoryError(f"{self.url} did not answer as control routes do") from None
 
     def call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Call a control route and give its answer.

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationEr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.timing import LONGEST_S
 
 __all__ = ["RLMemoryConfig"]
 
@@ -37,7 +38,7 @@ def _parse_bytes(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class RLMemoryConfig(BaseSettings):

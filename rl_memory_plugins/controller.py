@@ -27,7 +27,15 @@ from rl_memory_plugins.errors import (
     RLMemoryError,
     StateConflictError,
 )
-from rl_memory_plugins.records import INITIAL_VERSION, EngineStatus, RankStatus, Reply, Report, TagChange
+from rl_memory_plugins.records import (
+    INITIAL_VERSION,
+    LONGEST_VERSION,
+    EngineStatus,
+    RankStatus,
+    Reply,
+    Report,
+    TagChange,
+)
 from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
 
 logger = logging.getLogger(__name__)
@@ -199,7 +207,8 @@ class Controller:
         Args:
             weight_version: What they call the weights that are there now, if they said.
         """
-        self._weight_version = weight_version or self._weight_version
+        if weight_version:  # whatever others take for a name must fit
+            self._weight_version = weight_version[:LONGEST_VERSION].encode(errors="replace").decode()
         was_closed = self.refusal() is not None
         self.refresh()
         self._resume_if_admitting(lift_pause=False)

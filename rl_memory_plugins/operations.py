@@ -13,7 +13,6 @@ order.
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AsyncExitStack
@@ -25,8 +24,9 @@ from rl_memory_plugins import commands
 from rl_memory_plugins.commands import AnyCommand
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
-from rl_memory_plugins.records import EngineStatus, Reply, Report
+from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, Report
 from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
+from rl_memory_plugins.timing import LONGEST_S
 
 Operation = Generator[AnyCommand, list[Reply[Any]], Any]
 Transition = commands.Sleep | commands.WakeUp | commands.UpdateWeights
@@ -55,7 +55,8 @@ def update_weights(
     """Build the command; see `commands.UpdateWeights`.
 
     Raises:
-        InvalidRequestError: a value of the wrong type, no endpoints, no token, or no time.
+        InvalidRequestError: a value of the wrong type or that is no text, no endpoints, no token, a name that is too
+            long, or a time that is not within 0 and `LONGEST_S`.
     """
     given = {
         "endpoints": endpoints,
@@ -70,8 +71,18 @@ def update_weights(
         raise InvalidRequestError(f"bad weight update: {error}") from None
     if not command.endpoints or not command.token:
         raise InvalidRequestError("bad weight update: endpoints and token must not be empty")
-    if command.timeout_s is not None and not 0 < command.timeout_s < math.inf:
-        raise InvalidRequestError("bad weight update: timeout_s must be positive", field="timeout_s")
+    if command.timeout_s is not None and not 0 < command.timeout_s <= LONGEST_S:
+        raise InvalidRequestError(
+            f"bad weight update: timeout_s must be positive, and at most {LONGEST_S:g}", field="timeout_s"
+        )
+    if len(command.weight_version or "") > LONGEST_VERSION:
+        raise InvalidRequestError(
+            f"bad weight update: weight_version has more than {LONGEST_VERSION} characters", field="weight_version"
+        )
+    try:
+        commands.encode_command(command)
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"bad weight update: {error}") from None
     return command
 
 

@@ -15,6 +15,9 @@ from rl_memory_plugins.tags import Content, TagState
 INITIAL_VERSION = "initial"
 """Of the weights that an engine starts with."""
 
+LONGEST_VERSION = 1024
+"""Characters of a weight version: it stands in every status, for which there is so much room."""
+
 
 class TagStatus(msgspec.Struct, frozen=True):
     """One tag on one rank."""

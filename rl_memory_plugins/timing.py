@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+LONGEST_S = 7 * 24 * 3600.0
+"""The longest wait that can be asked for: the system counts the milliseconds of some in 31 bits."""
+
 
 @contextmanager
 def timed(seconds: dict[str, float], step: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError
+from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
@@ -24,6 +24,14 @@ from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
 
 Target: TypeAlias = torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
 
 
 class Moved(NamedTuple):
@@ -112,6 +120,8 @@ class Offloader:
 
         Raises:
             HostMemoryError: not enough host memory; nothing was moved.
+            UnsupportedError: a tensor of a class that keeps its memory elsewhere and has no `__tensor_flatten__`;
+                nothing was moved.
             WeightUpdateError: an engine keeps this memory open and does not answer; nothing was moved.
         """
         start = time.perf_counter()
@@ -177,6 +187,8 @@ class Offloader:
             storage = tensor.untyped_storage()
             # A storage of size zero is away already, or FSDP has freed it.
             if storage.nbytes() and storage not in storages and storage.resizable() and self._moves(tensor):
+                if not _has_memory(storage):
+                    raise UnsupportedError(f"{type(tensor).__name__} does not say where its memory is")
                 storages[storage] = None
         return list(storages)
 
@@ -188,7 +200,7 @@ class Offloader:
     def _tensors(self) -> Iterator[torch.Tensor]:
         for target in self._targets:
             for tensor in tensors_of(target, self._gradients):
-                yield _local(tensor)
+                yield from _plain(tensor)
 
     def _host_for(self, device: torch.device) -> _HostMemory:
         if self._host is None:
@@ -238,9 +250,29 @@ def _reshard(module: torch.nn.Module) -> None:
                 handle.reshard(True)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's part on this rank; other tensors as they are."""
-    return getattr(tensor, "_local_tensor", tensor)
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with storages of their own that a tensor consists of: a DTensor's part on this rank, a quantised
+    tensor's values and scales, a sparse one's indices and values; any other itself.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor names its mesh too
+                yield from _plain(part)
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in _COMPRESSED:
+        first, second = _COMPRESSED[tensor.layout]
+        yield from (getattr(tensor, first)(), getattr(tensor, second)(), tensor.values())
+    else:
+        yield tensor
+
+
+def _has_memory(storage: Any) -> bool:
+    try:
+        return bool(storage.data_ptr())
+    except RuntimeError:  # of a tensor that only wraps others
+        return False
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:

@@ -216,10 +216,14 @@ class _EngineCall:
         self._error: Exception | None = None
         self.answer: Any = None
         self._thread = threading.Thread(target=on_this_gpu(self._run), name="rl-memory-update-weights", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            self._fail(error)
 
     def finish(self, timeout_s: float) -> Exception | None:
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         if self._thread.is_alive():
             return WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled")
         error, self._error = self._error, None  # its traceback leads back here
@@ -229,9 +233,12 @@ class _EngineCall:
         try:
             self.answer = self._engine.post_update(self._body)
         except Exception as error:
-            self._error = wire.as_update_error(error)
-            for device in self._devices:
-                self._stand_in(device, self._error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = wire.as_update_error(error)
+        for device in self._devices:
+            self._stand_in(device, self._error)
 
     def _stand_in(self, device: str, error: RLMemoryError) -> None:
         """Take the place of a rank that does not come; a sender whose rank is there already refuses it."""

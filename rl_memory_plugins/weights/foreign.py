@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.weights.regions import Coverage
-from rl_memory_plugins.weights.written import recording
+from rl_memory_plugins.weights.written import Written, recording
 
 if TYPE_CHECKING:
     import torch
@@ -49,20 +49,22 @@ class ForeignLoads:
         self.manager.require_writable()
         if self._epoch != self.manager.epoch:  # discarded or updated by other means since the last load
             self._written = Coverage()
-        written = Coverage()
+        written = Written()
         broken_off = False
         try:
             with recording(written):
                 yield
         except BaseException:
-            broken_off = not written.is_empty
+            broken_off = not written.touched.is_empty
             raise
-        finally:  # what was written before an error is there too
-            self._written.extend(written)
+        finally:
+            if broken_off:  # what came before may be torn now
+                self._written = Coverage()
+            self._written.extend(written.anew)
             complete = self._is_complete()
             self.manager.note_foreign_load(complete, broken_off=broken_off)
             self._epoch = self.manager.epoch
-            if complete:
+            if complete or broken_off:  # the next load may bring other weights than one that broke off
                 self._written = Coverage()
 
     def _is_complete(self) -> bool:

@@ -11,7 +11,7 @@ from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
 from rl_memory_plugins.weights.regions import Coverage
 from rl_memory_plugins.weights.replay import Replays
-from rl_memory_plugins.weights.written import recording
+from rl_memory_plugins.weights.written import Written, recording
 
 if TYPE_CHECKING:
     import torch
@@ -117,11 +117,11 @@ class ModelLoader:
         elif not plan.unproven:
             self._load_opaque(weights)
         else:
-            written = Coverage()
+            written = Written()
             with recording(written):
                 self._load_opaque(weights)
-            written.extend(plan.traced)
-            self._require_written(plan, written)
+            written.anew.extend(plan.traced)
+            self._require_written(plan, written.anew)
 
     def _require_written(self, plan: LoadPlan, written: Coverage) -> None:
         now = self._parameters()

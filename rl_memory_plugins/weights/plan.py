@@ -23,6 +23,10 @@ Write = tuple[torch.Tensor, Any]
 SMALL_BYTES = 4 << 20
 """Up to this size copies on a GPU go many to a kernel: one kernel each costs more than the bytes."""
 
+MAX_FAILURES = 64
+"""After so many names in a row that a loader cannot take, it is asked for no more: each costs a call of it, and all of
+a wrong prefix would cost minutes."""
+
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
 
@@ -199,10 +203,15 @@ def trace(
     if problems:
         raise manifest_error(problems)
     tracer = Tracer(manifest.tensors, (expected or {}).values(), allow_cast=allow_cast)
-    failures, blind = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
+    failures, untried, blind = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
+    blind = blind or tracer.blind
     tracer.finish()
     problems = [*failures.values(), *tracer.wrong_dtype.values()]
-    used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys()
+    if untried:
+        problems.append(
+            Mismatch("loader", untried[0], f"not tried after so many failures, nor {len(untried) - 1} more")
+        )
+    used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys() | set(untried)
     unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
     if expected is not None and not manifest.partial and not blind:
         problems += _missing(tracer, expected)
@@ -221,14 +230,15 @@ def trace(
     return plan
 
 
-def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], bool]:
+def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str], bool]:
     """Feed all names to the loader, going on after each one that it cannot take.
 
-    Returns: what was wrong by name, and whether the loader broke off where it needs real values, so that what
-    it would have written is not known.
+    Returns: what was wrong by name, the names that were given up (see `MAX_FAILURES`), and whether the loader broke
+    off where it needs real values, so that what it would have written is not known.
     """
     failures: dict[str, Mismatch] = {}
     blind = False
+    in_a_row = 0
 
     def load(batch: Sequence[str]) -> Exception | None:
         tracer.current = None
@@ -242,37 +252,43 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
         return None
 
     def blame(name: str, error: Exception) -> None:
-        nonlocal blind
+        nonlocal blind, in_a_row
         tracer.forget(name)
         if name in tracer.opaque or _needs_values(error):
             tracer.mark_opaque([name], f"its loader needs values: {error}")
-            blind = True
+            blind, in_a_row = True, 0
         else:
+            in_a_row += 1
             failures[name] = _mismatch(name, error)
 
     rest = list(names)
-    while rest:
+    while rest and in_a_row < MAX_FAILURES:
         error = load(rest)
         if error is None:
-            break
+            return failures, [], blind
         name = tracer.current
         if name is None:  # it failed before it took anything
             raise manifest_error([Mismatch("loader", "", f"{type(error).__name__}: {error}")])
         position = rest.index(name)
         if position > 0:  # was it this one, or one that the loader had put off?
+            in_a_row = 0
             tracer.forget(name)
             error = load([name])
         if error is not None:
             blame(name, error)
             rest = rest[position + 1 :]
             continue
-        for each in rest:
+        for position, each in enumerate(rest):
+            if in_a_row == MAX_FAILURES:
+                return failures, rest[position:], blind
             tracer.forget(each)
             alone = load([each])
-            if alone is not None:
+            if alone is None:
+                in_a_row = 0
+            else:
                 blame(each, alone)
-        break
-    return failures, blind
+        return failures, [], blind
+    return failures, rest, blind
 
 
 def _needs_values(error: Exception) -> bool:

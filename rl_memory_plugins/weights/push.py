@@ -78,7 +78,11 @@ def push_weights(
             sender.cancel(wire.as_update_error(error))
 
     thread = threading.Thread(target=on_this_gpu(call), name="rl-memory-update-weights", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # no more threads
+        sender.close()
+        raise wire.as_update_error(error) from None
     report: dict[str, Any] = {}
     try:
         report = sender.send(tensors, partial=partial)

@@ -39,6 +39,15 @@ class Coverage:
         else:
             self._large.append((starts, starts + nbytes))
 
+    def add_where(self, tensor: torch.Tensor, mask: torch.Tensor) -> None:
+        """Add the elements at which a mask of the tensor's shape is true."""
+        places = mask.nonzero().cpu()
+        if len(places):
+            self._merged = None
+            itemsize = tensor.element_size()
+            starts = tensor.data_ptr() + (places * torch.tensor(tensor.stride())).sum(1) * itemsize
+            self._large.append((starts, starts + itemsize))
+
     @property
     def is_empty(self) -> bool:
         return not self._small and not self._large
@@ -82,6 +91,7 @@ class Coverage:
                 last = torch.cat([first[1:], torch.ones(1, dtype=torch.bool)])
                 ends = reach[last]
             self._merged = (starts, ends, (ends - starts).cumsum(0))
+            self._small, self._large = [], [(starts, ends)] if len(starts) else []
         return self._merged
 
 

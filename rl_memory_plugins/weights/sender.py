@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
-from rl_memory_plugins.timing import timed
+from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.buffers import TRANSPORTS
 from rl_memory_plugins.weights.lanes import Lane, Lanes, refuse
@@ -81,6 +81,8 @@ class WeightSender:
         count = receivers if isinstance(receivers, int) else len(receivers)
         if count < 1 or slots < 1 or bucket_bytes < 1:
             raise InvalidRequestError("an update needs at least one receiver, one slot and one byte a bucket")
+        if not 0 < timeout_s <= LONGEST_S:
+            raise InvalidRequestError(f"timeout_s must be positive, and at most {LONGEST_S:g}", field="timeout_s")
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._bucket_bytes = bucket_bytes

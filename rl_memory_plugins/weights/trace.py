@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.regions import Coverage
+from rl_memory_plugins.weights.written import overwritten_by, tensors_in, written_by
 
 aten = torch.ops.aten
 
@@ -45,7 +45,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         steps: Per name, what loading it does to real memory, in order. Not for opaque names.
         opaque: Names only the loader can load, and why.
         wrong_dtype: Names whose copy would cast; empty with `allow_cast`.
-        written: All real memory that the loader meant to write.
+        written: All real memory that the loader meant to write anew.
+        blind: Whether it meant to write more, and how much depends on values.
         derives: What the loader computes of the model's own memory, if it does: then no replay is what it does.
         current: The name that the loader took last.
     """
@@ -56,6 +57,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._memory = {_storage(tensor) for tensor in memory}
         self.derives = ""
+        self.blind = False
         self.steps: dict[str, list[Step]] = {}
         self.opaque: dict[str, str] = {}
         self.wrong_dtype: dict[str, Mismatch] = {}
@@ -144,7 +146,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._fill(args[0], args[1] if len(args) > 1 else 0)
         elif any(tensor.numel() for tensor in written):
             self.refuse(f"its loader runs {func} on the model's memory", *tensors_in((args, kwargs)))
-            for tensor in written:
+            overwritten = overwritten_by(func, args, kwargs)
+            self.blind = self.blind or len(overwritten) < len(written)
+            for tensor in overwritten:
                 self.written.add(tensor)
         returns = func._schema.returns
         if not returns:
@@ -244,23 +248,6 @@ _READS: dict[Any, Any] = {
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator's schema says it writes."""
-    if not func._schema.is_mutable:
-        return []
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value)
-    return found
 
 
 def takes_shape_only(func: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Which memory a piece of code writes: for loaders that do not say what they loaded."""
+"""Which memory a piece of code writes anew: for loaders that do not say what they loaded.
+
+Only what no longer depends on the old bytes counts: `mul_` writes all of a tensor and loads none of it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,46 @@ from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.weights.regions import Coverage
 
+aten = torch.ops.aten
+
+_OVERWRITING = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_}
+"""In place, and of every element."""
+
+
+def _put(mask: torch.Tensor, indices: Any, values: Any, accumulate: bool = False) -> None:
+    if not accumulate:
+        mask.index_put_(tuple(indices), torch.ones((), dtype=torch.bool, device=mask.device))
+
+
+def _fill_rows(mask: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> None:
+    mask.index_fill_(dim, index, True)
+
+
+_SELECTING: dict[Any, Callable[..., None]] = {
+    aten.index_put_: _put,
+    aten.index_copy_: _fill_rows,
+    aten.index_fill_: _fill_rows,
+}
+"""In place, and of the elements that are then marked in a mask of the tensor's shape."""
+
+
+class Written:
+    """What a piece of code wrote.
+
+    Attributes:
+        touched: All memory that it wrote.
+        anew: The part of it that no longer depends on what was there before.
+    """
+
+    def __init__(self) -> None:
+        self.touched = Coverage()
+        self.anew = Coverage()
+
 
 class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
-    """Adds all memory that operators write to a `Coverage`. The operators run as they are."""
+    """Adds what operators write to a `Written`. The operators run as they are."""
 
-    def __init__(self, written: Coverage) -> None:
+    def __init__(self, written: Written) -> None:
         super().__init__()
         self.written = written
 
@@ -25,17 +63,57 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[position] if position < len(args) else kwargs.get(argument.name)
-                    for tensor in tree_leaves(value):
-                        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                            self.written.add(tensor)
+            for tensor in written_by(func, args, kwargs):
+                self._add(self.written.touched, tensor)
+            for tensor in overwritten_by(func, args, kwargs):
+                self._add(self.written.anew, tensor)
+            selecting = _SELECTING.get(func._overloadpacket)
+            if selecting is not None and not args[0].is_meta:
+                mask = torch.zeros(args[0].shape, dtype=torch.bool, device=args[0].device)
+                selecting(mask, *args[1:], **kwargs)
+                self.written.anew.add_where(args[0], mask)
         return result
+
+    @staticmethod
+    def _add(coverage: Coverage, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta:
+            coverage.add(tensor)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator's schema says it writes."""
+    return _split(func, args, kwargs)[0] if func._schema.is_mutable else []
+
+
+def overwritten_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors of which an operator writes every element, and reads none first."""
+    written, read = _split(func, args, kwargs)
+    if func._overloadpacket in _OVERWRITING:
+        return written
+    if func.namespace != "aten" or not any(argument.is_out for argument in func._schema.arguments):
+        return []
+    known = {tensor.untyped_storage()._cdata for tensor in read}
+    return [tensor for tensor in written if tensor.untyped_storage()._cdata not in known]
+
+
+def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """An operator's tensors: those that its schema says it writes, and the others."""
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        (written if writes else read).extend(tensors_in(value))
+    return written, read
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager
-def recording(written: Coverage) -> Iterator[None]:
+def recording(written: Written) -> Iterator[None]:
     """Record what this thread writes, and what it has thread pools write: loaders of experts use them."""
     submit = ThreadPoolExecutor.submit
 

@@ -287,6 +287,15 @@ def test_a_server_without_the_plugin(url):
     assert "was its engine started with --rl-memory?" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["status", "sleep", "wake-up"])
+def test_another_servers_answer(command, monkeypatch):
+    monkeypatch.setattr(cli, "_call", lambda *_: {"ok": True})
+    result = run(command)
+    assert result.exit_code == 1
+    assert "did not answer as control routes do" in result.stderr
+    assert json.loads(run(command, "--json").stdout) == {"ok": True}
+
+
 def test_version():
     assert run("version").stdout.startswith("rl_memory_plugins ")
 

@@ -82,7 +82,7 @@ def test_what_was_decided_once_does_not_ask_the_environment_again(monkeypatch):
             "poison": st.booleans(),
             "eager_backup": st.booleans(),
             "host_arena_max_bytes": st.integers(0, 1 << 60),
-            "update_timeout_s": st.floats(0.001, 1e9),
+            "update_timeout_s": st.floats(0.001, 1e5),
             "fault_dir": st.none() | st.text(),
         },
     )
@@ -109,6 +109,7 @@ def test_to_dict_is_small_json_that_comes_back(options):
         ({"host_arena_max_bytes": None}, "host_arena_max_bytes"),
         ("update_timeout_s=0", "update_timeout_s"),
         ("drain_timeout_s=inf", "drain_timeout_s"),
+        ("update_timeout_s=1e300", "update_timeout_s"),
         ("drain_timeout_s=nan", "drain_timeout_s"),
         ("poisson=true", "poisson"),
         ({"allocator": ["vmm"]}, "allocator"),

@@ -466,3 +466,10 @@ def test_a_call_that_waits_too_long_gives_up_no_other(world: World) -> None:
     world.engine.drains[1].set_result(None)
     assert decode_reply(aborting.result(timeout=1)).error is None
     assert world.reader.read().asleep_tags() == ["cuda_graph", "kv_cache", "weights"]
+
+
+@pytest.mark.parametrize("name", ["v" * (2 << 20), "step \ud800"])
+def test_whatever_others_call_the_weights_fits_the_board(world: World, name: str) -> None:
+    world.controller.note_foreign_changes(name)
+    shown = world.reader.read().weight_version
+    assert shown == name[:1024].replace("\ud800", "?")

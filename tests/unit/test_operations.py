@@ -218,6 +218,9 @@ def test_an_update_without_a_time_leaves_it_to_the_engine() -> None:
         {"timeout_s": 0},
         {"timeout_s": float("inf")},
         {"timeout_s": float("nan")},
+        {"timeout_s": 1e300},
+        {"weight_version": "v" * 1025},
+        {"weight_version": "\ud800"},
         {"weight_version": 3},
     ],
 )

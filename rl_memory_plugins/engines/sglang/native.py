@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from rl_memory_plugins.weights.regions import Coverage
+    from rl_memory_plugins.weights.written import Written
 
 logger = logging.getLogger(__name__)
 
@@ -76,17 +77,16 @@ class NativeWrites:
         self._manager = manager
         self._parameters = parameters
         self._written: Coverage | None = None  # since the weights became stale
-        self._now: Coverage | None = None  # by the update under way
+        self._now: Written | None = None  # by the update under way
         self._epoch = manager.epoch
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note what the body writes, for the `settle` that follows."""
-        from rl_memory_plugins.weights.regions import Coverage
-        from rl_memory_plugins.weights.written import recording
+        from rl_memory_plugins.weights.written import Written, recording
 
         self._manager.require_writable()
-        self._now = Coverage()
+        self._now = Written()
         with recording(self._now):
             yield
 
@@ -94,7 +94,7 @@ class NativeWrites:
     def wrote(self) -> bool:
         """Whether the body that was watched last wrote into a parameter."""
         now = self._now
-        return now is not None and any(now.fraction(tensor) > 0 for tensor in self._parameters().values())
+        return now is not None and any(now.touched.fraction(tensor) > 0 for tensor in self._parameters().values())
 
     def settle(self, *, success: bool) -> None:
         """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
@@ -104,9 +104,9 @@ class NativeWrites:
             self._manager.tear()
             return
         if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
-            self._written = now
+            self._written = None if now is None else now.anew
         elif now is not None:
-            self._written.extend(now)
+            self._written.extend(now.anew)
         written = self._written
         complete = written is not None and all(written.fraction(tensor) == 1 for tensor in self._parameters().values())
         self._manager.note_foreign_load(complete)

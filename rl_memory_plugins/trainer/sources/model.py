@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -52,9 +53,10 @@ class ModelSource:
     def _named(self) -> Iterator[tuple[str, Any]]:
         model = self._model
         tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
-        seen = set()
+        seen: dict[int, weakref.ref[Any]] = {}  # by id; a mapping that makes its tensors uses one twice
         for name, tensor in tensors.items():
             sent = self._outgoing.name(name)
-            if id(tensor) not in seen and sent is not None:
-                seen.add(id(tensor))
+            known = seen.get(id(tensor))
+            if (known is None or known() is not tensor) and sent is not None:
+                seen[id(tensor)] = weakref.ref(tensor)
                 yield sent, tensor

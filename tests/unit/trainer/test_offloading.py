@@ -7,7 +7,7 @@ import torch
 from models import Tied, same, whole
 from torch import nn
 
-from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
+from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, UnsupportedError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, borrowed, host_view
@@ -286,3 +286,71 @@ def test_the_functions_keep_one_offloader_for_each_target(monkeypatch):
     del model, optimizer
     gc.collect()
     assert len(offloading._offloaders) == 0 and len(offloading._away) == 0
+
+
+def sparse(layout):
+    dense = torch.arange(16.0).view(4, 4) % 3
+    return dense.to_sparse() if layout is torch.sparse_coo else dense.to_sparse(layout=layout, blocksize=BLOCKS[layout])
+
+
+BLOCKS = {torch.sparse_csr: None, torch.sparse_csc: None, torch.sparse_bsr: (2, 2), torch.sparse_bsc: (2, 2)}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, *BLOCKS], ids=str)
+def test_sparse_tensors_move(layout):
+    tensor = sparse(layout)
+    expected = tensor.to_dense()
+    offloader = Offloader([tensor], moves=everything)
+    assert offloader.offload().bytes > 0 and offloader.offloaded_bytes > 0
+    offloader.load()
+    assert torch.equal(tensor.to_dense(), expected)
+
+
+def test_sparse_gradients_move():
+    embedding = nn.Embedding(8, 4, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    expected = embedding.weight.grad.to_dense()
+    offloader = Offloader(embedding, moves=everything)
+    offloader.offload()
+    assert set(storage_bytes(embedding.weight.grad._values(), embedding.weight)) == {0}
+    offloader.load()
+    assert torch.equal(embedding.weight.grad.to_dense(), expected)
+
+
+class Scaled(torch.Tensor):
+    """As quantised tensors are made: the memory is in other tensors."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values, scale):
+        self.values_, self.scale = values, scale
+
+    def __tensor_flatten__(self):
+        return ["values_", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+class Hidden(Scaled):
+    __tensor_flatten__ = property()  # has none
+
+
+def test_tensors_that_wrap_others_move_by_their_parts():
+    tensor = Scaled(torch.arange(8, dtype=torch.int8), torch.ones(2))
+    offloader = Offloader([tensor], moves=everything)
+    assert offloader.offload().bytes == 8 + 8
+    assert set(storage_bytes(tensor.values_, tensor.scale)) == {0}
+    offloader.load()
+    assert tensor.values_.tolist() == list(range(8))
+
+
+def test_a_tensor_that_hides_its_memory_is_refused():
+    plain = torch.ones(3)
+    offloader = Offloader([plain, Hidden(torch.ones(2), torch.ones(2))], moves=everything)
+    with pytest.raises(UnsupportedError, match="Hidden"):
+        offloader.offload()
+    assert plain.tolist() == [1, 1, 1]

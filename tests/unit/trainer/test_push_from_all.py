@@ -1,5 +1,6 @@
 """Two-rank trainers pushing through real senders and sockets to toy engines."""
 
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -263,6 +264,29 @@ def test_one_process_that_fails_leaves_its_source_and_its_error_at_once(scenario
         assert gone() is None
     push_from_all([engine], checkpoint(9), **OPTIONS)
     assert_loaded([engine], checkpoint(9))
+
+
+def has_no_thread(rank):
+    """The process that controls the engine cannot call it: the other one learns that at once."""
+    engines = engine_of(rank)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(threading.Thread, "start", refuse)
+        start = time.monotonic()
+        with pytest.raises(WeightUpdateError, match="can't start new thread"):
+            push_from_all(engines, checkpoint(9), Peers(), **OPTIONS)
+        took = time.monotonic() - start
+    push_from_all(engines, checkpoint(9), Peers(), **OPTIONS)
+    assert_loaded(engines, checkpoint(9))
+    return took < OPTIONS["timeout_s"] / 2
+
+
+def test_a_process_that_has_no_thread_keeps_no_other_waiting(pair):
+    assert pair.run(has_no_thread) == [True, True]
 
 
 def leaves_its_sources(rank):

@@ -1,6 +1,7 @@
 """Sources of one process: plain modules, checkpoints on disk, generators."""
 
 import json
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -33,6 +34,24 @@ def test_a_module_is_looked_at_anew_for_every_update():
     model.norm = nn.LayerNorm(8, bias=False)
     after = collected(source)
     assert set(before) - set(after) == {"norm.bias"}
+
+
+class Lazy(Mapping):
+    """A state dict that makes each tensor when it is asked for."""
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter(f"w{i}" for i in range(20))
+
+    def __getitem__(self, name):
+        return torch.full((2,), float(name[1:]))
+
+
+def test_a_mapping_may_make_its_tensors_when_they_are_asked_for():
+    assert [spec.name for spec in ModelSource(Lazy()).specs()] == list(Lazy())
+    same(collected(ModelSource(Lazy())), dict(Lazy()))
 
 
 def test_wrappers_leave_no_trace_in_names():

@@ -49,8 +49,67 @@ def test_a_load_that_breaks_off_half_way_leaves_no_valid_weights(model, manager,
     assert manager.content is Content.VALID
 
 
-def test_the_rest_may_come_in_another_load(model, manager):
+def test_after_a_load_that_broke_off_everything_must_come_again(model, manager):
+    manager.content = Content.STALE
+    model.load_weights([("a", torch.ones(8))])
     with pytest.raises(ConnectionError):
         model.load_weights(breaking_off_after(1))
     model.load_weights([("b", torch.ones(8))])
+    assert manager.content is Content.STALE
+    model.load_weights([("a", torch.ones(8))])
     assert manager.content is Content.VALID
+
+
+OLD = {
+    "scaled": lambda p, new: p.mul_(2),
+    "accumulated": lambda p, new: p.index_put_((torch.arange(8),), new, accumulate=True),
+    "put": lambda p, new: p.index_put_((torch.tensor([0, 3]),), new[:2]),
+    "copied by index": lambda p, new: p.index_copy_(0, torch.arange(7), new[:7]),
+    "filled by index": lambda p, new: p.index_fill_(0, torch.tensor([1]), 0.0),
+    "masked": lambda p, new: p.masked_fill_(new > 1, 0.0),
+    "scattered": lambda p, new: p.scatter_(0, torch.tensor([1]), new[:1]),
+    "selected": lambda p, new: torch.where(new > 1, new, p, out=p),
+    "added": lambda p, new: torch.add(p, new, out=p),
+}
+NEW = {
+    "copied": lambda p, new: p.copy_(new),
+    "filled": lambda p, new: p.fill_(1),
+    "put": lambda p, new: p.index_put_((torch.arange(8),), new),
+    "put by a mask": lambda p, new: p.index_put_((new > -1,), new),
+    "copied by index": lambda p, new: p.index_copy_(0, torch.arange(8), new),
+    "computed": lambda p, new: torch.add(new, new, out=p),
+    "all at once": lambda p, new: torch._foreach_copy_([p[:4], p[4:]], [new[:4], new[4:]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("write", "content"),
+    [
+        *(pytest.param(write, Content.STALE, id=f"{name}-stale") for name, write in OLD.items()),
+        *(pytest.param(write, Content.VALID, id=f"{name}-valid") for name, write in NEW.items()),
+    ],
+)
+def test_only_what_no_longer_depends_on_the_old_bytes_counts(model, manager, write, content):
+    manager.content = Content.STALE
+    loader = model.load_weights.__self__
+    loader.original = lambda weights: [write(model.get_parameter(name).data, tensor) for name, tensor in weights]
+    model.load_weights([("a", torch.ones(8)), ("b", torch.ones(8))])
+    assert manager.content is content
+
+
+def test_a_write_that_does_not_count_still_tears_what_breaks_off(model, manager):
+    def scale(weights):
+        model.a.data.mul_(2)
+        raise ConnectionError("the trainer is gone")
+
+    model.load_weights.__self__.original = scale
+    with pytest.raises(ConnectionError):
+        model.load_weights([])
+    assert manager.content is Content.FAILED
+
+
+def test_loads_of_one_tensor_again_and_again_are_not_kept(model, manager):
+    for _ in range(100):
+        model.load_weights([("a", torch.ones(8))])
+    written = model.load_weights.__self__._written
+    assert len(written._small) + sum(len(starts) for starts, _ in written._large) == 1

@@ -313,3 +313,50 @@ def test_memory_of_a_parameter_s_shape_is_nothing_computed_of_it():
             getattr(model, name).data.copy_(weight)
 
     assert not plan_for(Odd(load), {"weight": torch.zeros(4, 4), "other": torch.zeros(4, 4)}).opaque
+
+
+def put_rows(rows):
+    def load(model, weights):
+        for name, weight in weights:
+            model.get_parameter(name).data[torch.tensor(rows)] = weight[: len(rows)]
+
+    return load
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 2]])
+def test_what_an_indexed_write_covers_is_for_the_real_load_to_show(rows):
+    model = Odd(put_rows(rows))
+    specs = [TensorSpec(name, "float32", (4, 4)) for name in ("weight", "other")]
+    plan = trace(model.load_weights, Manifest(specs), expected=dict(model.named_parameters()))
+    assert plan.opaque.keys() == plan.unproven.keys() == {"weight", "other"}
+
+
+def test_names_that_all_have_a_wrong_prefix_cost_few_calls_of_the_loader():
+    experts = torch.nn.Parameter(torch.zeros(1000, 2, 2), requires_grad=False)
+    calls = []
+
+    def load(weights):
+        calls.append(len(calls))
+        for name, weight in weights:
+            {str(i): experts for i in range(1000)}[name].data[int(name)].copy_(weight)
+
+    manifest = Manifest([TensorSpec(f"model.{i}", "float32", (2, 2)) for i in range(1000)])
+    with pytest.raises(ManifestError) as error:
+        trace(load, manifest, expected={"experts": experts})
+    assert len(calls) < 200
+    assert ("unknown", "model.0") in mismatches(error) and ("missing", "experts") in mismatches(error)
+    assert any("nor 935 more" in mismatch["message"] for mismatch in error.value.details["mismatches"])
+    assert error.value.details["unused"] == []
+
+
+def test_failures_here_and_there_are_all_found():
+    experts = torch.nn.Parameter(torch.zeros(400, 2, 2), requires_grad=False)
+
+    def load(weights):
+        for name, weight in weights:
+            experts.data[int(name)].copy_(weight)
+
+    names = [f"model.{i}" if i % 2 else str(i) for i in range(400)]
+    with pytest.raises(ManifestError) as error:
+        trace(load, Manifest([TensorSpec(name, "float32", (2, 2)) for name in names]))
+    assert len(error.value.details["mismatches"]) == 200

@@ -267,6 +267,35 @@ def test_an_update_must_be_complete_also_where_the_trace_breaks_off():
     assert rank.manager.content is Content.VALID
 
 
+class Indexing(ToyModel):
+    """Its loader writes one parameter through indices."""
+
+    rows = 2
+
+    def load_weights(self, weights):
+        def others():
+            for name, weight in weights:
+                if name == "norm.weight":
+                    self.norm.data[torch.arange(self.rows)] = weight[: self.rows]
+                else:
+                    yield name, weight
+
+        super().load_weights(others())
+
+
+def test_an_update_must_be_complete_also_where_indices_say_what_is_written():
+    model = Indexing(opaque=False)
+    rank, tensors = Rank(model), checkpoint(1, opaque=False)
+    error, (thread,) = update([rank], tensors)
+    assert isinstance(error, WeightUpdateError) and error.details["reason"] == "incomplete"
+    assert thread.error.details["missing"] == ["norm"]
+    assert rank.manager.content is Content.FAILED
+    model.rows = len(model.norm)
+    update([rank], tensors)
+    rank.model.assert_unchanged(loaded(tensors, opaque=False))
+    assert rank.manager.content is Content.VALID
+
+
 def test_a_value_that_is_not_finite_is_named_when_asked_for():
     tensors = checkpoint()
     tensors["o.weight"][0, 0] = float("nan")
@@ -537,6 +566,22 @@ def test_push_weights_raises_the_more_specific_error_and_does_not_wait_it_out():
     with pytest.raises(WeightUpdateError, match="did not answer"):
         push_weights(lambda body: (engine(Rank())(body), time.sleep(5)), checkpoint(), timeout_s=2)
     assert time.monotonic() - start < 25
+
+
+def test_a_push_without_a_thread_leaves_nothing(monkeypatch, tmp_path):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(WeightUpdateError, match="can't start new thread"):
+        push_weights(engine(Rank()), checkpoint(), directory=tmp_path, timeout_s=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 1e300, float("nan")])
+def test_a_time_that_cannot_be_waited_is_refused(timeout_s):
+    with pytest.raises(InvalidRequestError, match="timeout_s"):
+        WeightSender(1, timeout_s=timeout_s)
 
 
 def failing_loader(weights):
