@@ -1,5 +1,6 @@
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import pytest
 import torch
@@ -313,6 +314,24 @@ def test_memory_of_a_parameter_s_shape_is_nothing_computed_of_it():
             getattr(model, name).data.copy_(weight)
 
     assert not plan_for(Odd(load), {"weight": torch.zeros(4, 4), "other": torch.zeros(4, 4)}).opaque
+
+
+def by_a_pool(model, weights):
+    with ThreadPoolExecutor() as pool:
+        copies = [pool.submit(model.get_parameter(name).data.copy_, weight) for name, weight in weights]
+        for copy in as_completed(copies):
+            copy.result()
+
+
+def test_a_loader_with_a_thread_pool_is_watched():
+    model = Odd(by_a_pool)
+    specs = [TensorSpec(name, "float32", (4, 4)) for name in ("weight", "other")]
+    plan = trace(model.load_weights, Manifest(specs), expected=dict(model.named_parameters()))
+    assert plan.steps.keys() == {"weight", "other"} and not plan.opaque and not plan.unused
+    assert model.weight.unique().tolist() == [7.0]
+    with pytest.raises(ManifestError) as error:
+        trace(model.load_weights, Manifest([specs[0], TensorSpec("other", "float32", (4, 5))]))
+    assert mismatches(error) == {("shape", "other")}
 
 
 def put_rows(rows):
