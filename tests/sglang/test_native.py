@@ -11,6 +11,7 @@ import io
 import time
 from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -215,6 +216,27 @@ def test_an_update_while_requests_are_paused_in_place(server: Server, first_weig
     assert len(server.kind.tokens(request.answer())) == LONG
 
 
+@pytest.mark.parametrize("mode", ["keep", "in_place"])
+def test_an_update_while_requests_are_kept_over_a_sleep(
+    server: Server, mode: str, first_weights: Any, model_folder: Path
+) -> None:
+    """Stock: on an engine that is not paused, an update waits for running requests to end; kept ones do not."""
+    with server.generating(PROMPT, LONG) as request:
+        if mode == "in_place":
+            assert post(server, "/pause_generation", mode=mode).status_code == 200
+        server.control.sleep(2, mode="keep")
+        server.control.wake_up(["weights"])
+        tensors = list(first_weights.state_dict().items())
+        assert native_update(server, tensors, flush_cache=False).status_code == 200
+        assert server.control.memory()["content"] == "valid"
+        from_disk = post(server, "/update_weights_from_disk", model_path=str(model_folder), flush_cache=False)
+        assert from_disk.json()["success"] is True, from_disk.text
+        server.control.wake_up()
+        if mode == "in_place":
+            assert post(server, "/continue_generation").status_code == 200
+    assert len(server.kind.tokens(request.answer())) == LONG
+
+
 def test_an_update_through_a_group_that_does_not_exist(server: Server, first_tokens: list[int]) -> None:
     """Stock: `AssertionError: Group … not in …`, killed in some releases."""
     response = post(
@@ -231,9 +253,14 @@ def test_an_update_through_a_group_that_does_not_exist(server: Server, first_tok
 
 
 def test_sessions_and_checks_while_asleep(server: Server) -> None:
-    """Stock: both read or process unmapped weights."""
+    """Stock: all read or process unmapped weights."""
     assert post(server, RELEASE, tags=["weights"]).status_code == 200
-    for route, body in (("/begin_weight_update", {}), ("/weights_checker", {"action": "checksum"})):
+    calls = (
+        ("/begin_weight_update", {}),
+        ("/weights_checker", {"action": "checksum"}),
+        ("/send_weights_to_remote_instance", {"master_address": "127.0.0.1", "ports": "1"}),
+    )
+    for route, body in calls:
         response = post(server, route, **body)
         assert response.json()["success"] is False, route
         assert "asleep" in message_of(response), route

@@ -18,6 +18,7 @@ ALL = ["cuda_graph", "kv_cache", "weights"]
 def found(python: Callable[..., str]) -> dict[str, Any]:
     output = python("""
         import asyncio, json, os, time
+        from pathlib import Path
         import torch
         torch.multiprocessing.set_sharing_strategy("file_system")
         from integration.models import new_model
@@ -44,6 +45,19 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             except Exception as error:
                 return [type(error).__name__, getattr(error, "details", {})]
             return None
+
+        def message_of(call):
+            try:
+                call()
+            except Exception as error:
+                return str(error)
+            return ""
+
+        saved = Path(FOLDER + "-saved")
+        saved.mkdir()
+
+        def save():
+            engine.save_sharded_model(path=str(saved), pattern=None, max_size=None)
 
         def asleep():
             return engine.memory_status()[0].asleep_tags()
@@ -94,6 +108,10 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         engine.release_memory_occupation(["kv_cache"])
         found["released"] = asleep()
         engine.resume_memory_occupation(["kv_cache"])
+        engine.sleep(1, ["weights"])
+        found["saved"] = [message_of(save), list(saved.glob("*.safetensors")) == []]
+        engine.wake_up(["weights"])
+        found["saved"] += [message_of(save), list(saved.glob("*.safetensors")) != []]
         found["resumed"] = [asleep(), tokens() == first]
         found["unknown"] = [error_of(lambda: engine.release_memory_occupation(["bogus"])),
                             error_of(lambda: engine.resume_memory_occupation(["bogus"])), asleep()]
@@ -188,6 +206,13 @@ def test_a_native_resume_of_what_was_not_released(found: dict[str, Any]) -> None
 def test_native_release_and_resume_keep_working(found: dict[str, Any]) -> None:
     assert found["released"] == ["kv_cache"]
     assert found["resumed"] == [[], True]
+
+
+def test_a_checkpoint_is_not_saved_of_weights_that_sleep(found: dict[str, Any]) -> None:
+    """Stock: a file of zeros."""
+    refused, nothing, done, something = found["saved"]
+    assert "the weights are asleep" in refused and nothing
+    assert (done, something) == ("", True)
 
 
 def test_bad_arguments_are_typed_and_change_nothing(found: dict[str, Any]) -> None:

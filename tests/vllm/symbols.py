@@ -62,6 +62,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("self", "level", "mode"),
     "vllm.v1.engine.llm_engine:LLMEngine.wake_up": ("self", "tags"),
     "vllm.v1.engine.llm_engine:LLMEngine.is_sleeping": ("self",),
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": ("self", "engine_core_outputs"),
     "vllm.v1.engine.async_llm:AsyncLLM.generate": ("self",),
     "vllm.v1.engine.async_llm:AsyncLLM.encode": ("self",),
     "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("self", "level", "mode"),
@@ -73,7 +74,12 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
 }
 #: Not in every version, and replaced where they are there.
 OPTIONAL = (
+    "vllm.v1.engine.core:EngineCore.add_lora",
+    "vllm.v1.engine.core:EngineCore.compute_weight_checksums",
+    "vllm.v1.engine.core:EngineCore.pin_lora",
     "vllm.v1.engine.core:EngineCore.release_kv_cache_memory",
+    "vllm.v1.engine.core:EngineCore.remove_lora",
+    "vllm.v1.engine.core:EngineCore.save_sharded_state",
     "vllm.v1.engine.core:EngineCore.set_weight_version",
     "vllm.v1.engine.core:EngineCoreProc.resume_scheduler",
 )

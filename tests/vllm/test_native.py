@@ -22,6 +22,7 @@ from integration.engines.base import Launch, Server
 from integration.engines.vllm import Vllm
 from integration.models import new_model
 from integration.waiting import AT_ONCE_S
+from rl_memory_plugins.engines.vllm.core import ON_WEIGHTS
 from rl_memory_plugins.errors import StateConflictError
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, VLLM_SERVE, environment
 
@@ -202,8 +203,8 @@ def test_workers_sleep_by_collective_rpc(server: Server, first_tokens: list[int]
     assert server.generate(PROMPT) == first_tokens
 
 
-@pytest.mark.parametrize("method", ["compute_weight_checksums", "reset_weights"])
-def test_vllms_own_checks_do_not_touch_weights_that_sleep(server: Server, method: str, first_tokens: list[int]) -> None:
+@pytest.mark.parametrize("method", ON_WEIGHTS)
+def test_vllms_own_calls_do_not_touch_weights_that_sleep(server: Server, method: str, first_tokens: list[int]) -> None:
     """Stock vLLM: the workers read, or write, memory that is not there."""
     server.control.sleep(1)
     response = server.http.post("/collective_rpc", json={"method": method})

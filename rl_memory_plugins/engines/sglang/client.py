@@ -11,7 +11,7 @@ from rl_memory_plugins import commands, operations
 from rl_memory_plugins.admission import first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.sglang.native import native_level
+from rl_memory_plugins.engines.sglang.native import WRITES, native_level
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
 from rl_memory_plugins.engines.sglang.switch import config_of
 from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
@@ -23,6 +23,7 @@ from rl_memory_plugins.server.gate import refuse_if_closed
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 ENGINE = "sglang.srt.entrypoints.engine:Engine"
+SESSION = "_weight_update_session_call"  # which begins or ends one; since 0.5.21
 
 
 def install(hooks: Hooks) -> None:
@@ -30,6 +31,10 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{TOKENIZER}.generate_request", _health_checks_while_paused)
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
     hooks.wrap(f"{TOKENIZER}.resume_memory_occupation", _native_resume)
+    for name in WRITES:
+        hooks.wrap(f"{TOKENIZER}.{name}", _not_behind_kept_requests)
+    if hasattr(hooks.require(TOKENIZER), SESSION):
+        hooks.wrap(f"{TOKENIZER}.{SESSION}", _not_behind_kept_requests)
     for name in ("generate", "encode"):
         hooks.wrap(f"{ENGINE}.{name}", _gated)
     for name in ("async_generate", "async_encode"):
@@ -180,6 +185,32 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return resume_memory_occupation
+
+
+class _Paused:
+    """A tokenizer manager as SGLang's own updates see one that is paused: they do not wait for running requests."""
+
+    is_pause = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.__dict__["_tokenizer"] = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._tokenizer, name, value)
+
+
+def _not_behind_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """On a closed engine no request ends, and SGLang's update would wait for those that are kept."""
+
+    async def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        face = face_of(self)
+        closed = face is not None and first_refusal(face.status_now()) is not None
+        return await original(_Paused(self) if closed else self, *args, **kwargs)
+
+    return update
 
 
 # -- hooks on Engine ----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
 #: Handlers that write weights, and whether they end in a barrier of the tensor-parallel ranks.
@@ -39,6 +40,9 @@ WRITES = {
 #: Handlers that touch weights without completing an update; since 0.5.21.
 SESSIONS = {"begin_weight_update": True, "end_weight_update": True}
 READS = ("check_weights", "get_weights_by_name")
+#: Called by name, and answered from what they raise. While the weights sleep, zeros would be saved.
+SAVES = ("save_sharded_model", "save_remote_model")
+SENDS = "send_weights_to_remote_instance"
 OUTPUTS = {
     "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
@@ -57,6 +61,9 @@ def install(hooks: Hooks) -> None:
     for name, ends_in_barrier in SESSIONS.items():
         if hasattr(updater, name):
             hooks.wrap(f"{UPDATER}.{name}", _in_agreement(name, ends_in_barrier))
+    for name in SAVES:
+        hooks.wrap(f"{UPDATER}.{name}", _saving)
+    hooks.wrap(f"{SCHEDULER}.{SENDS}", _sending)
     for name in READS:
         hooks.wrap(f"{UPDATER}.{name}", _reading(name))
     hooks.wrap(f"{UPDATER}.release_memory_occupation", _led_to("ReleaseMemoryOccupationReqOutput", _sleep))
@@ -115,14 +122,14 @@ class NativeWrites:
             self._written = None
 
 
-def _closed_for_writes(added: Any) -> RLMemoryError | None:
-    """Why SGLang's own updates cannot run now."""
+def _refusal(added: Any) -> RLMemoryError | None:
+    """Why SGLang's own calls that touch weights cannot run now."""
     status = added.controller.status
     if status.busy:
         return StateConflictError(f"{status.busy} is under way", busy=status.busy)
     if Tag.WEIGHTS.value in status.asleep_tags():
         return StateConflictError(
-            "the weights are asleep: wake_up(tags=['weights']) before an update", asleep=status.asleep_tags()
+            "the weights are asleep: wake_up(tags=['weights']) first", asleep=status.asleep_tags()
         )
     return None
 
@@ -171,7 +178,7 @@ def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any
             added = _added(self)
             if added is None:
                 return original(self, recv_req)
-            refusal = _closed_for_writes(added)
+            refusal = _refusal(added)
             if refusal is not None:
                 return _output(name, success=False, message=refusal.message)
             return handle(added, self, recv_req, lambda: original(self, recv_req))
@@ -257,6 +264,30 @@ def _reading(name: str) -> Callable[..., Any]:
                 added.controller.note_foreign_changes()
 
     return _guarded(name, read)
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: Any, params: Any) -> Any:
+        added = _added(self)
+        refusal = None if added is None else _refusal(added)
+        if refusal is not None:
+            raise refusal
+        return original(self, params)
+
+    return save
+
+
+def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
+    def send(self: Any, recv_req: Any) -> Any:
+        added = getattr(self, "rl_memory", None)
+        refusal = None if added is None else _refusal(added)
+        if refusal is None:
+            return original(self, recv_req)
+        from sglang.srt.managers import io_struct
+
+        return io_struct.SendWeightsToRemoteInstanceReqOutput(success=False, message=refusal.message)
+
+    return send
 
 
 def _obey(added: Any, command: AnyCommand) -> None:

@@ -25,6 +25,7 @@ from rl_memory_plugins.tags import parse_level
 LLM = "vllm.entrypoints.llm:LLM"
 SYNC = "vllm.v1.engine.llm_engine:LLMEngine"
 ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
+OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 CORES = "vllm.v1.engine.core_client:MPClient"
 
 #: The engines' own methods, and those added to them, with the operation of the face that each runs.
@@ -46,6 +47,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
     hooks.wrap(f"{ASYNC}.encode", _gated_stream)
     hooks.wrap(f"{ASYNC}.resume_generation", _native_resume)
+    hooks.wrap(f"{OUTPUTS}.process_outputs", _without_aborted_pooling)
     hooks.wrap(f"{LLM}.sleep", _llm_native("sleep"))
     hooks.wrap(f"{LLM}.wake_up", _llm_native("wake_up"))
     hooks.wrap(f"{CORES}.shutdown", _ends_calls)
@@ -243,18 +245,73 @@ def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _checked_stream(face: AsyncFace, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
     refuse_if_closed(face.status_now() or await face.run(face.status()))
-    async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
-        async for output in outputs:
-            reason = _refused(output)
-            if reason:  # the engine closed on the way
-                error = EngineAsleepError(
-                    "the engine closed before the request arrived",
-                    reason=reason.removeprefix(REFUSED),
-                    retry_after_s=admission.RETRY_AFTER_SECONDS,
-                )
-                report_refusal(error)
-                raise error
-            yield output
+    try:
+        async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
+            async for output in outputs:
+                reason = _refused(output)
+                if reason:  # the engine closed on the way
+                    raise _Unanswered(reason)
+                yield output
+    except Exception as error:
+        unanswered = error if isinstance(error, _Unanswered) else error.__cause__
+        if not isinstance(unanswered, _Unanswered):
+            raise
+        reason = unanswered.reason or await _reason(face)
+    else:
+        return
+    refusal = EngineAsleepError(
+        "the engine closed before the request had an answer",
+        reason=reason,
+        retry_after_s=admission.RETRY_AFTER_SECONDS,
+    )
+    report_refusal(refusal)
+    raise refusal
+
+
+async def _reason(face: AsyncFace) -> str:
+    """Why the engine is closed now; it may have opened again since it ended a request."""
+    refusal = admission.first_refusal(face.status_now() or await face.run(face.status()))
+    return "paused" if refusal is None else str(refusal.details["reason"])
+
+
+class _Unanswered(Exception):
+    """A request that the engine ended without any answer.
+
+    Args:
+        stop_reason: The core's, with the reason if it has refused the request; else empty.
+    """
+
+    def __init__(self, stop_reason: str) -> None:
+        super().__init__("the engine closed before the request had an answer")
+        self.reason = stop_reason.removeprefix(REFUSED)
+
+
+def _without_aborted_pooling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM takes an aborted pooling request for one that generates, and fails on it, which ends the server."""
+
+    def process_outputs(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        ended = [output for output in engine_core_outputs if _is_aborted_pooling(self, output)]
+        if not ended:
+            return original(self, engine_core_outputs, *args, **kwargs)
+        queues = {output.request_id: self.request_states[output.request_id].queue for output in ended}
+        self.abort_requests(queues.keys(), internal=True)
+        for output in ended:
+            queue = queues[output.request_id]
+            if queue is not None:  # over the empty answer that vLLM's abort puts there
+                queue.put(_Unanswered(output.stop_reason if isinstance(output.stop_reason, str) else ""))
+        rest = [output for output in engine_core_outputs if output.request_id not in queues]
+        return original(self, rest, *args, **kwargs)
+
+    return process_outputs
+
+
+def _is_aborted_pooling(processor: Any, output: Any) -> bool:
+    if output.finish_reason is None or output.pooling_output is not None:
+        return False
+    from vllm.v1.engine import FinishReason
+
+    state = processor.request_states.get(output.request_id)
+    return state is not None and state.detokenizer is None and output.finish_reason is FinishReason.ABORT
 
 
 def _refused(output: Any) -> str:

@@ -23,7 +23,12 @@ CORE = "vllm.v1.engine.core:EngineCore"
 PROCESS = "vllm.v1.engine.core:EngineCoreProc"
 #: A request that reaches a closed core ends with this stop reason, and `client.py` raises from it.
 REFUSED = "rl_memory:"
-READS_WEIGHTS = ("compute_weight_checksums", "reset_weights")  # vLLM's own; or writes them
+#: vLLM's own methods that read or write the weights, or the LoRA slots among them. While those sleep, a checkpoint
+#: would be saved as zeros, and an adapter be gone after the wake that brings the old slots back.
+ON_WEIGHTS = (
+    *("compute_weight_checksums", "reset_weights", "save_sharded_state", "save_tensorized_model"),
+    *("add_lora", "remove_lora", "pin_lora"),
+)
 
 
 def install(hooks: Hooks) -> None:
@@ -40,6 +45,9 @@ def install(hooks: Hooks) -> None:
     for name in ("pause_scheduler", "is_scheduler_paused", "reset_prefix_cache", "reset_encoder_cache"):
         hooks.require(f"{CORE}.{name}")
     core = hooks.require(CORE)
+    for name in ON_WEIGHTS:
+        if hasattr(core, name):
+            hooks.wrap(f"{CORE}.{name}", _native_on_weights)
     if hasattr(core, "set_weight_version"):
         hooks.wrap(f"{CORE}.set_weight_version", _native_set_weight_version)
     if hasattr(core, "release_kv_cache_memory"):
@@ -196,6 +204,21 @@ def _native_set_weight_version(original: Callable[..., Any]) -> Callable[..., An
     return set_weight_version
 
 
+def _native_on_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        controller = _controller(self)
+        if controller is not None:
+            _require_weights(controller, original.__name__)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _require_weights(controller: Controller, what: str) -> None:
+    if Tag.WEIGHTS.value in controller.status.asleep_tags():
+        raise StateConflictError(f"{what}: the weights are asleep: wake_up(tags=['weights']) first")
+
+
 def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     """Workers' own sleep and wake go through the engine; any other call may have loaded weights."""
 
@@ -207,8 +230,8 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
             outcome = _memory_rpc(self, method)(*(args or ()), **(kwargs or {}))
             nothing = [None] * len(controller.status.ranks)
             return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
-        if method in READS_WEIGHTS and Tag.WEIGHTS.value in controller.status.asleep_tags():
-            raise StateConflictError(f"{method}: the weights are asleep: wake_up(tags=['weights']) first")
+        if method in ON_WEIGHTS:
+            _require_weights(controller, method)
         epochs = [rank.content_epoch for rank in controller.status.ranks]
         try:
             if len(epochs) == 1:

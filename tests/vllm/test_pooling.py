@@ -1,0 +1,63 @@
+"""Servers of pooling models: their requests have no tokens to end with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.engines.base import Launch, Server
+from integration.engines.vllm import Vllm
+from tests.vllm.conftest import PROMPT
+
+ROUNDS = 20
+
+
+class Embedding(Vllm):
+    def command(self, launch: Launch, port: int) -> list[str]:
+        return [*super().command(launch, port), "--runner", "pooling", "--convert", "embed"]
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(Embedding(), Launch(model_folder, kv_bytes=64 << 20), log) as server:
+        yield server
+
+
+def embed(server: Server, prompt: list[int]) -> httpx.Response:
+    return server.http.post("/v1/embeddings", json={"model": "model", "input": prompt}, timeout=60)
+
+
+def embedding(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return response.json()["data"][0]["embedding"]
+
+
+def test_a_sleep_ends_running_requests_with_a_503(server: Server) -> None:
+    """Stock vLLM: the server ends, for it takes an aborted request for one that has generated tokens."""
+    prompts = [[5 + number % 7] * 900 for number in range(32)]
+    expected = embedding(embed(server, PROMPT))
+    unanswered = 0
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for number in range(ROUNDS):
+            running = [pool.submit(embed, server, prompt) for prompt in prompts]
+            time.sleep(0.05 + 0.02 * number)
+            server.control.sleep(1)
+            for response in (one.result() for one in running):
+                assert response.status_code in (200, 503), response.text
+                if response.status_code == 503:
+                    error = response.json()["error"]
+                    assert (error["code"], error["details"]["reason"]) == ("EngineAsleepError", "asleep")
+                    unanswered += "had an answer" in error["message"]
+            assert server.is_alive(), server.tail()
+            server.control.wake_up()
+            assert embedding(embed(server, PROMPT)) == expected
+            if unanswered:
+                break
+    assert unanswered, "no sleep met a running request"
