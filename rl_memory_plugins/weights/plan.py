@@ -14,8 +14,9 @@ import torch
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.pools import inline, intercepted
 from rl_memory_plugins.weights.regions import Coverage
-from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer, inline_pools
+from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]
 """A destination, and the tensor that is copied or the value that is filled there."""
@@ -243,7 +244,7 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
     def load(batch: Sequence[str]) -> Exception | None:
         tracer.current = None
         try:
-            with inline_pools(), PythonGuard(tracer), tracer:
+            with intercepted(inline), PythonGuard(tracer), tracer:
                 load_weights(tracer.feed(batch))
         except RLMemoryError:
             raise

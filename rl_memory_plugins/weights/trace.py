@@ -7,10 +7,7 @@ copies makes the name *opaque*: only the loader itself can load it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -238,28 +235,6 @@ class PythonGuard(TorchFunctionMode):  # type: ignore[misc]
             self._tracer.refuse("its loader replaces a parameter's memory", *tensors_in(args[1:]))
             return None
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def inline_pools() -> Iterator[None]:
-    """What this thread gives to thread pools runs at once and here: a pool's threads are not watched."""
-    submit, here = ThreadPoolExecutor.submit, threading.get_ident()
-
-    def run(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if threading.get_ident() != here:
-            return submit(pool, call, *args, **kwargs)
-        done: Future[Any] = Future()
-        try:
-            done.set_result(call(*args, **kwargs))
-        except Exception as error:
-            done.set_exception(error)
-        return done
-
-    ThreadPoolExecutor.submit = run  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
 
 _SET_DATA = torch.Tensor.data.__set__

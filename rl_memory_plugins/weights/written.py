@@ -6,7 +6,7 @@ Only what no longer depends on the old bytes counts: `mul_` writes all of a tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl_memory_plugins.weights.pools import Call, Submit, intercepted
 from rl_memory_plugins.weights.regions import Coverage
 
 aten = torch.ops.aten
@@ -115,20 +116,13 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 @contextmanager
 def recording(written: Written) -> Iterator[None]:
     """Record what this thread writes, and what it has thread pools write: loaders of experts use them."""
-    submit = ThreadPoolExecutor.submit
 
-    def recorded_submit(
-        pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
-        def recorded() -> Any:
-            with WriteRecorder(written):
-                return call(*args, **kwargs)
+    def recorded(submit: Submit, call: Call) -> Future[Any]:
+        def run() -> Any:
+            with recording(written):
+                return call()
 
-        return submit(pool, recorded)
+        return submit(run)
 
-    ThreadPoolExecutor.submit = recorded_submit  # type: ignore[method-assign, assignment]
-    try:
-        with WriteRecorder(written):
-            yield
-    finally:
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+    with intercepted(recorded), WriteRecorder(written):
+        yield

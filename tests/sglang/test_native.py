@@ -10,6 +10,7 @@ import base64
 import io
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,15 @@ def test_an_update_while_requests_are_kept_over_a_sleep(
         if mode == "in_place":
             assert post(server, "/continue_generation").status_code == 200
     assert len(server.kind.tokens(request.answer())) == LONG
+
+
+def test_two_updates_from_disk_at_once_while_closed(server: Server, model_folder: Path) -> None:
+    """Stock, while paused: both answers go to the second, `InvalidStateError`, killed."""
+    server.control.sleep(2)
+    server.control.wake_up(["weights"])
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(post, server, "/update_weights_from_disk", model_path=str(model_folder)) for _ in range(2)]
+        assert [job.result(timeout=60).json()["success"] for job in jobs] == [True, True]
 
 
 def test_an_update_through_a_group_that_does_not_exist(server: Server, first_tokens: list[int]) -> None:

@@ -68,6 +68,7 @@ class SglangFace(Face):
         self._tokenizer = tokenizer
         self._drain_timeout_s = config.drain_timeout_s
         self._turns = asyncio.Lock()
+        self.native_updates = asyncio.Lock()  # held by those that pass by SGLang's own lock
         self._calls: dict[str, _Call] = {}
 
     # -- transport --------------------------------------------------------------------------------------------
@@ -203,12 +204,17 @@ class _Paused:
 
 
 def _not_behind_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On a closed engine no request ends, and SGLang's update would wait for those that are kept."""
+    """On a closed engine no request ends, and SGLang's update would wait for those that are kept.
+
+    Updates still wait for one another: SGLang mixes up the answers of two from disk, and ends the server.
+    """
 
     async def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         face = face_of(self)
-        closed = face is not None and first_refusal(face.status_now()) is not None
-        return await original(_Paused(self) if closed else self, *args, **kwargs)
+        if face is None or first_refusal(face.status_now()) is None:
+            return await original(self, *args, **kwargs)
+        async with face.native_updates:
+            return await original(_Paused(self), *args, **kwargs)
 
     return update
 

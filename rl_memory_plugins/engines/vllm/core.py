@@ -24,10 +24,12 @@ PROCESS = "vllm.v1.engine.core:EngineCoreProc"
 #: A request that reaches a closed core ends with this stop reason, and `client.py` raises from it.
 REFUSED = "rl_memory:"
 #: vLLM's own methods that read or write the weights, or the LoRA slots among them. While those sleep, a checkpoint
-#: would be saved as zeros, and an adapter be gone after the wake that brings the old slots back.
+#: would be saved as zeros, and an adapter be gone after the wake that brings the old slots back. A reload moves the
+#: parameters to the meta device before the first of them is written, and leaves them there if that is refused.
 ON_WEIGHTS = (
     *("compute_weight_checksums", "reset_weights", "save_sharded_state", "save_tensorized_model"),
     *("add_lora", "remove_lora", "pin_lora"),
+    *("reload_weights", "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
 )
 
 

@@ -1,0 +1,56 @@
+"""Several threads that watch their loaders' thread pools at once, as the ranks of an engine in one process do."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rl_memory_plugins.weights.pools import inline, intercepted
+from rl_memory_plugins.weights.written import Written, recording
+
+SUBMIT = ThreadPoolExecutor.submit
+
+
+def test_threads_that_watch_at_once_leave_no_trace():
+    entered, left = threading.Event(), threading.Event()
+    ran_on = []
+
+    def second():
+        with intercepted(inline):
+            entered.set()
+            left.wait(10)
+            with ThreadPoolExecutor() as pool:
+                ran_on.append(pool.submit(threading.get_ident).result() == threading.get_ident())
+
+    with intercepted(inline):
+        thread = threading.Thread(target=second)
+        thread.start()
+        entered.wait(10)
+    with ThreadPoolExecutor() as pool:  # the other still watches its own
+        assert pool.submit(threading.get_ident).result() != threading.get_ident()
+    left.set()
+    thread.join()
+    assert ran_on == [True]
+    assert ThreadPoolExecutor.submit is SUBMIT
+
+
+def test_an_error_comes_with_the_result():
+    with intercepted(inline), ThreadPoolExecutor() as pool:
+        future = pool.submit(divmod, 1, 0)
+    with pytest.raises(ZeroDivisionError):
+        future.result()
+
+
+def test_what_pools_of_pools_write_is_recorded():
+    memory, written = torch.zeros(8), Written()
+
+    def outer():
+        with ThreadPoolExecutor() as pool:
+            pool.submit(memory[4:].fill_, 1).result()
+
+    with recording(written), ThreadPoolExecutor() as pool:
+        pool.submit(memory[:4].fill_, 1).result()
+        pool.submit(outer).result()
+    assert written.anew.fraction(memory) == 1
+    assert ThreadPoolExecutor.submit is SUBMIT
