@@ -375,9 +375,14 @@ class Controller:
     # -- how an operation runs --------------------------------------------------------------------------------
 
     def _drain_then(self, operation: _Operation, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
-        drained = self._engine.drain(mode)
+        self._begin(operation.name)  # first: whoever answers a request that the drain ends, looks up why
+        try:
+            drained = self._engine.drain(mode)
+        except BaseException:
+            self._busy = self._under_way()
+            self._show(self.status.ranks)
+            raise
         self._draining.append(operation)
-        self._begin(operation.name)
 
         def when_drained(done: Future[None]) -> None:
             if operation.cancelled:

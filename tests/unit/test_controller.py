@@ -18,6 +18,7 @@ from rl_memory_plugins.errors import (
     HostMemoryError,
     InvalidRequestError,
     StateConflictError,
+    UnsupportedError,
     from_record,
 )
 from rl_memory_plugins.tags import Content, PauseMode
@@ -101,6 +102,31 @@ def test_the_board_shows_the_state_before_the_reply_is_sent(world: World) -> Non
     reply = world.controller.execute(encode_command(commands.Sleep(level=1)))
     reply.add_done_callback(lambda _: seen.append(world.reader.read().busy))
     assert seen == [""]
+
+
+def test_admission_is_closed_before_the_drain_ends_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    drain, shown = world.engine.drain, []
+
+    def looked_at(mode: PauseMode) -> Future[None]:
+        shown.append(world.reader.read().busy)
+        return drain(mode)
+
+    monkeypatch.setattr(world.engine, "drain", looked_at)
+    world.run(commands.Sleep(level=1))
+    assert shown == ["sleep"]
+
+
+def test_a_drain_that_cannot_begin_is_an_error_and_leaves_it_open(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(mode: PauseMode) -> Future[None]:
+        raise UnsupportedError("this engine cannot wait")
+
+    monkeypatch.setattr(world.engine, "drain", refuse)
+    with pytest.raises(UnsupportedError):
+        world.run(commands.Sleep(mode="wait"))
+    assert world.controller.refusal() is None
+    assert world.reader.read().busy == ""
 
 
 def test_admission_is_closed_while_a_sleep_waits(world: World) -> None:
