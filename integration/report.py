@@ -72,6 +72,7 @@ BY_BYTES = {
 COPY_BYTES_S = 55.5e9  # pinned host memory to an H200 and back, measured alone
 
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
+DRIVER = "driver"  # those of the driver; files of other hosts are named `driver-*.json`
 
 
 def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
@@ -85,7 +86,8 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
                 test_runs[path.name] = content
             continue
         for record in content:
-            run = (record["engine"], record["engine_version"], record["model"])
+            model = path.stem if record["model"] == DRIVER else record["model"]
+            run = (record["engine"], record["engine_version"], model)
             runs[run][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
 
@@ -185,7 +187,9 @@ def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
             continue
         records = [subjects["plugin"] for subjects in metrics.values() if subjects["plugin"]["unit"] == "s"]
         first = records[0]
-        alone = "The driver alone" if model == "driver" else f"The weight stream alone, {model} shape"
+        subject, _, host = model.partition("-")
+        driver = ", ".join(["The driver alone", *filter(None, [host.replace("-", " ")])])
+        alone = driver if subject == DRIVER else f"The weight stream alone, {model} shape"
         title = f"### {alone} ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
         pages += [title, "", "| | median | best | worst |", "|---|---:|---:|---:|"]
         for record in records:
