@@ -123,6 +123,8 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "ray engine": refusal(engine=type("RayEngine", (), {})),
             "rust": refusal({"SGLANG_RUST_SERVER": "1"}),
             "cache": refusal(weight_cache_mode="auto"),
+            "eplb": refusal(enable_eplb=True),
+            "elastic": refusal(elastic_ep_backend="mooncake"),
             "saver": refusal(device="cuda", enable_memory_saver=False),
         }
         before = list(launched)
@@ -202,6 +204,8 @@ def test_a_bad_option_is_refused_while_the_arguments_are_parsed(found: dict[str,
         ("ray engine", "Ray", "load no plugins"),
         ("rust", "SGLANG_RUST_SERVER", "no Python server"),
         ("cache", "--weight-cache-mode", "shared"),
+        ("eplb", "--enable-eplb", "change places"),
+        ("elastic", "--elastic-ep-backend", "cannot agree"),
         ("saver", "enable_memory_saver", "pass True"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm import switch
+from rl_memory_plugins.errors import UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,19 @@ from rl_memory_plugins.engines.vllm import switch
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, variable: str, additional: Any, asked_for: Any) -> None:
     monkeypatch.setenv(switch.FLAG_VARIABLE, variable)
     assert switch._requested(types.SimpleNamespace(additional_config=additional)) == asked_for
+
+
+def test_experts_that_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock loaders write experts where they were at the start: after a rearrangement an update is garbage."""
+    from vllm import EngineArgs
+
+    monkeypatch.setattr(switch, "install", lambda: None)
+    started = []
+    create = switch._create_engine_config(started.append)
+    asked = EngineArgs(model="none", enable_eplb=True, additional_config={"rl_memory": {}})
+    with pytest.raises(UnsupportedError, match="--enable-eplb"):
+        create(asked)
+    assert started == []
+    plain = EngineArgs(model="none", enable_eplb=True)
+    create(plain)
+    assert started == [plain]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 
 CONFIG_KEY = "rl_memory"
@@ -88,6 +89,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             self.additional_config = {k: v for k, v in self.additional_config.items() if k != CONFIG_KEY}
         if value is None:
             return original(self, *args, **kwargs)
+        _refuse_modes(self)
         self.additional_config = dict(self.additional_config or {})
         self.additional_config[CONFIG_KEY] = RLMemoryConfig.parse(value).to_dict()
         global _made_here
@@ -98,6 +100,20 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return create_engine_config
+
+
+def _refuse_modes(engine_args: Any) -> None:
+    """Modes in which the package's promises cannot be kept.
+
+    Raises:
+        UnsupportedError: names the mode and why.
+    """
+    if engine_args.enable_eplb:
+        raise UnsupportedError(
+            "rl_memory does not work with --enable-eplb: experts change places between updates, which vLLM's loaders "
+            "do not follow, and a thread of its own may read the weights while they sleep",
+            mode="--enable-eplb",
+        )
 
 
 def _requested(engine_args: Any) -> Any:
