@@ -205,7 +205,7 @@ def _refuse_modes(engine_class: type, server_args: Any) -> None:
     if server_args.disaggregation_mode not in (None, "null"):
         raise refuse("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
     if server_args.enable_eplb:
-        raise refuse("--enable-eplb", "experts move between updates, and what is known of their places does not")
+        raise refuse("--enable-eplb", "experts change places between updates, which is not followed here")
     if server_args.elastic_ep_backend is not None:
         raise refuse("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
     if not server_args.enable_memory_saver and server_args.device != "cpu":
