@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +15,17 @@ from rl_memory_plugins.tags import PauseMode, Tag
 
 originals: dict[str, Callable[..., Any]] = {}
 """SGLang's own `pause_generation` and `continue_generation`, which `scheduler.py` has wrapped."""
+
+#: Where SGLang keeps what the towers of a multimodal model made of an image, by release.
+EMBEDDINGS = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
+
+
+def forget_embeddings() -> None:
+    """Drop what older weights made of images: SGLang finds it by the image alone, and flushes it never."""
+    for name in EMBEDDINGS:
+        cache = getattr(sys.modules.get(name), "embedding_cache", None)
+        if cache is not None:
+            cache.clear()
 
 
 class RankedGroup:
@@ -131,6 +143,7 @@ class SglangEngine:
         self._paused_here = self._paused_here or self._scheduler._engine_paused
 
     def reset_caches(self) -> None:
+        forget_embeddings()
         if Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags:
             return  # it was flushed when it went to sleep, and its memory is not there to be touched
         # Emptying torch's cache takes longer than a weight update; a sleep does it itself, where it is worth it.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.coordination import raise_engine_failures
+from rl_memory_plugins.engines.sglang.engine import forget_embeddings
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -196,6 +197,7 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
                 return _output(name, success=False, message=refusal.message)
 
         def call() -> Any:
+            forget_embeddings()  # nothing is computed before the handler returns
             with added.writes.watch():
                 return original()
 
@@ -239,6 +241,7 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
 
     def session(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         def call() -> Any:
+            forget_embeddings()  # what no handler writes may be there by now: sent past SGLang, by RDMA
             with added.worker.region():
                 return original()
 
