@@ -126,9 +126,23 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "eplb": refusal(enable_eplb=True),
             "elastic": refusal(elastic_ep_backend="mooncake"),
             "saver": refusal(device="cuda", enable_memory_saver=False),
+            "pdmux": refusal(enable_pdmux=True),
+            "hicache storage": refusal(hicache_storage_backend="file"),
+            "lmcache": refusal(enable_lmcache=True),
+            "flexkv": refusal(enable_flexkv=True),
+            "linker": refusal(enable_unified_cache_external_linker=True),
+            "cache backend": refusal(radix_cache_backend="flexkv"),
+            "grpc launched": refusal(smg_grpc_mode=True),
+            "encoder": error_of(lambda: parsed("--rl-memory", "poison=true", "--encoder-only")),
+            "smg grpc": error_of(lambda: parsed("--rl-memory", "poison=true", "--smg-grpc-mode")),
+            "grpc": error_of(lambda: parsed("--rl-memory", "poison=true", "--grpc-mode")),
         }
+        bare = switch._enable(ServerArgs(**KEYWORDS), switch.RLMemoryConfig())
+        bare.pp_size = 2
+        refused["scheduler"] = error_of(lambda: Scheduler(bare))
+        plain_grpc = error_of(lambda: parsed("--smg-grpc-mode"))
         before = list(launched)
-        fine = refusal()
+        fine = refusal(enable_hierarchical_cache=True)
         real = error_of(lambda: Engine(**KEYWORDS, rl_memory=True, tokenizer_worker_num=2))
         print(json.dumps({
             "early": early, "disabled": disabled, "missing": missing, "missing_in_plugin": missing_in_plugin,
@@ -136,7 +150,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "by_framework": by_framework, "over_variable": over_variable, "keyword_no": keyword_no,
             "balance_check": sorted(inspect.signature(original).parameters),
             "refused": refused, "before": before, "fine": fine, "launched": launched, "real": real,
-            "child": CHILD_VARIABLE in os.environ, "enabled": ours(), "hooks": sorted(hooks.table),
+            "plain_grpc": plain_grpc, "child": CHILD_VARIABLE in os.environ, "enabled": ours(), "hooks": sorted(hooks.table),
         }))
     """)
     return json.loads(output.splitlines()[-1])
@@ -207,6 +221,17 @@ def test_a_bad_option_is_refused_while_the_arguments_are_parsed(found: dict[str,
         ("eplb", "--enable-eplb", "change places"),
         ("elastic", "--elastic-ep-backend", "cannot agree"),
         ("saver", "enable_memory_saver", "pass True"),
+        ("pdmux", "--enable-pdmux", "no notice of a pause"),
+        ("hicache storage", "--hicache-storage-backend", "of its time"),
+        ("lmcache", "--enable-lmcache", "of its time"),
+        ("flexkv", "--enable-flexkv", "of its time"),
+        ("linker", "--enable-unified-cache-external-linker", "of its time"),
+        ("cache backend", "--radix-cache-backend", "of its time"),
+        ("grpc launched", "--smg-grpc-mode", "no plugin reaches"),
+        ("encoder", "--encoder-only", "no plugin reaches"),
+        ("smg grpc", "--smg-grpc-mode", "no plugin reaches"),
+        ("grpc", "--grpc-mode", "no plugin reaches"),
+        ("scheduler", "--pp-size", "cannot agree"),
     ],
 )
 def test_a_mode_that_cannot_work_is_refused_with_the_reason(
@@ -221,7 +246,8 @@ def test_a_mode_that_cannot_work_is_refused_with_the_reason(
 
 def test_a_refused_engine_launches_nothing(found: dict[str, Any]) -> None:
     assert found["before"] == []
-    assert found["fine"] is None
+    assert found["fine"] is None  # host memory alone: what is stored there goes with a flush
+    assert found["plain_grpc"] is None
     assert found["launched"] == ["{}"]  # the options, as the children read them
     assert found["child"] is False  # afterwards they are out of the environment again
 

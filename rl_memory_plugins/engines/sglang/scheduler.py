@@ -16,7 +16,7 @@ from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.engine import RankedGroup, SglangEngine, originals
 from rl_memory_plugins.engines.sglang.native import NativeWrites
-from rl_memory_plugins.engines.sglang.switch import config_of
+from rl_memory_plugins.engines.sglang.switch import config_of, refuse_modes
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -178,6 +178,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         if config is None:
             original(self, server_args, *args, **kwargs)
             return
+        refuse_modes(server_args)  # whoever started it may know nothing of the plugin
         memory = Memory(config, lambda: _device_and_rank(self), server_args)
         worker.prepare(memory)
         original(self, server_args, *args, **kwargs)

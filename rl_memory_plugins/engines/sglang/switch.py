@@ -140,6 +140,7 @@ def _requested(value: Any) -> RLMemoryConfig | None:
 def _enable(server_args: Any, config: RLMemoryConfig | None) -> Any:
     setattr(server_args, ATTRIBUTE, None if config is None else config.to_dict())
     if config is not None:
+        _refuse_servers(server_args)
         install()
     return server_args
 
@@ -162,7 +163,9 @@ def _launch_subprocesses(original: Callable[..., Any]) -> Callable[..., Any]:
         config = config_of(server_args)
         if config is None:
             return original(cls, server_args, *args, **kwargs)
-        _refuse_modes(cls, server_args)
+        if cls.__name__ == "RayEngine":
+            raise refusal(*RAY)
+        refuse_modes(server_args)
         os.environ[CHILD_VARIABLE] = json.dumps(config.to_dict())
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # registrations do not survive an unmapped address
         run_scheduler = kwargs["run_scheduler_process_func"]
@@ -180,7 +183,26 @@ def launching() -> bool:
     return CHILD_VARIABLE in os.environ or RLMemoryConfig.from_environment() is not None
 
 
-def _refuse_modes(engine_class: type, server_args: Any) -> None:
+RAY = ("Ray schedulers", "their actors load no plugins")
+STORED = "what it stores is of the weights of its time, and is found again after an update"
+
+
+def refusal(mode: str, why: str) -> UnsupportedError:
+    return UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)
+
+
+def _refuse_servers(server_args: Any) -> None:
+    """Servers that start their processes by themselves: no launch is seen there, and no hook put in.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    for option in ("encoder_only", "smg_grpc_mode", "grpc_mode"):
+        if getattr(server_args, option, False):
+            raise refusal(f"--{option.replace('_', '-')}", "that server starts processes that no plugin reaches")
+
+
+def refuse_modes(server_args: Any) -> None:
     """Modes in which processes exist that no plugin reaches, or that no call can be kept safe in.
 
     Raises:
@@ -188,25 +210,32 @@ def _refuse_modes(engine_class: type, server_args: Any) -> None:
     """
     from sglang.srt.environ import envs
 
-    def refuse(mode: str, why: str) -> UnsupportedError:
-        return UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)
-
+    _refuse_servers(server_args)
     if server_args.tokenizer_worker_num > 1:
-        raise refuse("--tokenizer-worker-num > 1", "its workers load no plugins")
+        raise refusal("--tokenizer-worker-num > 1", "its workers load no plugins")
     rust = getattr(envs, "SGLANG_RUST_SERVER", None)
     if rust is not None and rust.get():
-        raise refuse("SGLANG_RUST_SERVER", "it has no Python server to put the routes and the gate in")
-    if getattr(server_args, "use_ray", False) or engine_class.__name__ == "RayEngine":
-        raise refuse("Ray schedulers", "their actors load no plugins")
+        raise refusal("SGLANG_RUST_SERVER", "it has no Python server to put the routes and the gate in")
+    if getattr(server_args, "use_ray", False):
+        raise refusal(*RAY)
     if getattr(server_args, "weight_cache_mode", "off") != "off":
-        raise refuse("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
+        raise refusal("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
     if server_args.pp_size > 1:
-        raise refuse("--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree")
+        raise refusal("--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree")
     if server_args.disaggregation_mode not in (None, "null"):
-        raise refuse("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
+        raise refusal("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
     if server_args.enable_eplb:
-        raise refuse("--enable-eplb", "experts change places between updates, which is not followed here")
+        raise refusal("--enable-eplb", "experts change places between updates, which is not followed here")
     if server_args.elastic_ep_backend is not None:
-        raise refuse("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
+        raise refusal("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
+    if getattr(server_args, "enable_pdmux", False):
+        raise refusal("--enable-pdmux", "its loop takes no notice of a pause")
+    if server_args.hicache_storage_backend is not None:
+        raise refusal("--hicache-storage-backend", STORED)
+    for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
+        if getattr(server_args, option, False):
+            raise refusal(f"--{option.replace('_', '-')}", STORED)
+    if getattr(server_args, "radix_cache_backend", None) == "flexkv":
+        raise refusal("--radix-cache-backend=flexkv", STORED)
     if not server_args.enable_memory_saver and server_args.device != "cpu":
-        raise refuse("enable_memory_saver=False", "SGLang sizes and registers memory by it; pass True")
+        raise refusal("enable_memory_saver=False", "SGLang sizes and registers memory by it; pass True")
