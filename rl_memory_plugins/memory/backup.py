@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import psutil
 
@@ -62,24 +62,38 @@ def host_memory_info() -> tuple[int, int]:
     """Free and total bytes of host memory, each the least of the machine's and its cgroups'."""
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
-    for directory, (limit_file, usage_file, inactive_key) in _memory_cgroups():
+    for directory, files in _memory_cgroups():
         try:
-            limit = int((directory / limit_file).read_text())
-            usage = int((directory / usage_file).read_text())
+            usage = int((directory / files.usage).read_text())
             statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such file, or "max": no limit
+        except (OSError, ValueError):  # no such file
             continue
-        # Pages of files read once, such as a checkpoint, count as usage; the kernel drops them at need.
-        free = min(free, limit - usage + int(statistics.get(inactive_key, 0)))
-        total = min(total, limit)
+        # Pages of files that were read, such as a checkpoint, count as usage; the kernel drops them at need.
+        cached = sum(int(statistics.get(key, 0)) for key in files.cached)
+        for name in files.limits:
+            try:
+                limit = int((directory / name).read_text())
+            except (OSError, ValueError):  # no such file, or "max": no limit
+                continue
+            free = min(free, limit - usage + cached)
+            total = min(total, limit)
     return max(free, 0), total
 
 
-_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
-_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+class _Files(NamedTuple):
+    """Of a memory cgroup: what its limits and its usage stand in, and what its statistics call cached files."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cached: tuple[str, ...]
 
 
-def _memory_cgroups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+#: Beyond `memory.high` a process goes on, so slowly that it seems to hang.
+_CGROUP_V2 = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+_CGROUP_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, _Files]]:
     """The directories of this process's memory cgroup and all its parents, with the names of their files.
 
     In a container `/proc/self/cgroup` may show the host's path, which does not exist inside: then only the

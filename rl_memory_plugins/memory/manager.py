@@ -225,8 +225,11 @@ class MemoryManager:
         gone = subtract(backup.blocks, self.allocator.blocks(tag))
         # A graph's temporaries count as unused, and its replays need them.
         unused = self.allocator.unused(tag) if tag is not Tag.CUDA_GRAPH else []
-        if tag in prepared.clean:
+        if tag in prepared.clean and backup.epoch == self._epoch:
             return backup.begin_refresh(self.device, gone, unused)
+        if tag in prepared.clean:  # somebody has written since the sleep was prepared
+            prepared.clean.discard(tag)
+            self._backups.pop(tag, None)
         return backup.begin_save(self.device, self._epoch, gone, unused)
 
     def _reclaim_later(self) -> None:
@@ -384,11 +387,12 @@ class MemoryManager:
     # -- content of the weights -----------------------------------------------------------------------------
 
     def require_writable(self) -> None:
-        """Check that an update may write: the weights' memory must be there.
+        """Check that an update may write: the weights' memory must be there, and no copy of it be taken for whole.
 
         Raises:
-            StateConflictError: the weights are asleep.
+            StateConflictError: the weights are asleep, or a transition that is prepared would be out of date.
         """
+        self._require_no_transition()
         if self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
             raise StateConflictError(
                 "the weights are asleep: wake_up(tags=['weights']) first", rank=self.rank, tag="weights"
@@ -398,10 +402,9 @@ class MemoryManager:
         """An update is about to write its first byte; until `finish_writing` the content is `updating`.
 
         Raises:
-            StateConflictError: the weights are asleep, or a prepared sleep's backup would be out of date.
+            StateConflictError: see `require_writable`.
         """
         self.require_writable()
-        self._require_no_transition()
         self._cancel_eager_backup()
         self.content = Content.UPDATING
 

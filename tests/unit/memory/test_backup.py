@@ -92,11 +92,12 @@ def test_the_memory_is_the_process_own():
     arena.close()
 
 
-def cgroup(directory: Path, limit: str, usage: int, inactive: int) -> None:
+def cgroup(directory: Path, limit: str, usage: int, inactive: int, active: int = 0, high: str = "max") -> None:
     directory.mkdir(parents=True)
     (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.high").write_text(f"{high}\n")
     (directory / "memory.current").write_text(f"{usage}\n")
-    (directory / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    (directory / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\nactive_file {active}\n")
 
 
 def test_the_tightest_cgroup_counts_and_cached_files_do_not(tmp_path, monkeypatch):
@@ -109,6 +110,19 @@ def test_the_tightest_cgroup_counts_and_cached_files_do_not(tmp_path, monkeypatc
     assert host_memory_info() == (40 * MiB, 50 * MiB)
     assert free_host_bytes() == 40 * MiB
     assert machine[0] > 40 * MiB
+
+
+def test_a_checkpoint_that_was_read_twice_does_not_count_either(tmp_path, monkeypatch):
+    cgroup(tmp_path / "job", str(50 * MiB), 45 * MiB, 5 * MiB, active=30 * MiB)
+    monkeypatch.setattr(backup, "_memory_cgroups", lambda: [(tmp_path / "job", backup._CGROUP_V2)])
+    assert host_memory_info() == (40 * MiB, 50 * MiB)
+
+
+@pytest.mark.parametrize("limit", ["max", str(60 * MiB)])
+def test_where_the_kernel_begins_to_slow_a_process_down_is_a_limit(tmp_path, monkeypatch, limit):
+    cgroup(tmp_path / "job", limit, 45 * MiB, 0, high=str(50 * MiB))
+    monkeypatch.setattr(backup, "_memory_cgroups", lambda: [(tmp_path / "job", backup._CGROUP_V2)])
+    assert host_memory_info() == (5 * MiB, 50 * MiB)
 
 
 def test_the_cgroups_of_this_process_start_with_its_own():

@@ -521,9 +521,23 @@ def test_an_update_that_wrote_nothing_changes_nothing(rank, complete):
 def test_no_update_starts_between_the_phases_of_a_sleep(rank):
     """The backup has been made: what the update wrote would be lost at the wake."""
     rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
-    with pytest.raises(StateConflictError):
-        rank.manager.begin_writing()
+    for start in (rank.manager.begin_writing, rank.manager.require_writable):  # ours, and what others load
+        with pytest.raises(StateConflictError):
+            start()
     assert rank.manager.content is Content.VALID
+
+
+def test_what_is_written_between_the_phases_all_the_same_is_not_lost(rank):
+    """A backup that was clean when the sleep was prepared holds what was there then."""
+    sleep(rank)
+    wake(rank)
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.allocator.write(rank.parameter, b"\7" * rank.parameter.nbytes)
+    rank.manager.note_foreign_load(True)
+    rank.manager.commit_sleep()
+    wake(rank)
+    assert rank.contents()["parameter"] == b"\7" * rank.parameter.nbytes
+    rank.manager.check_integrity()
 
 
 # -- phases and reports -------------------------------------------------------------------------------------
