@@ -14,6 +14,7 @@ from rl_memory_plugins.errors import HostMemoryError, UnsupportedError, WeightUp
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.buffers.protocols import typed
+from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 
@@ -40,7 +41,7 @@ class ShmStaging:
         self._pinned = pinned
         self._written = False
         self._registered: list[cuda_ipc.Gpu] = []
-        self._streams: dict[int, Any] = {}
+        self._streams = Streams()
         self._fd = os.memfd_create("rl-memory-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, self.nbytes)
@@ -75,8 +76,7 @@ class ShmStaging:
 
     def publish(self) -> None:
         self._copier.run()
-        for stream in self._streams.values():
-            stream.synchronize()
+        self._streams.synchronize()
 
     def close(self) -> None:
         self._copier.close()
@@ -105,7 +105,7 @@ class ShmStaging:
                 return False
             self._registered = [gpu]
         if self._pinned:
-            self._streams[index] = torch.cuda.current_stream(index)
+            self._streams.current(index)
         return self._pinned
 
 

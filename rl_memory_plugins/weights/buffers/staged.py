@@ -9,6 +9,7 @@ import torch
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.buffers.protocols import typed
+from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
@@ -38,7 +39,7 @@ class CudaStaging:
         self._bounce: _Bounce | None = None
         self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets, and what goes there
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # a slot's memory as elements
-        self._streams: set[Any] = set()  # on which copies may be under way
+        self._streams = Streams()
         self.nbytes = slot_bytes * slots
         self._address = self._gpu.allocate(self.nbytes)
         allocation = self._gpu.find(self._address)
@@ -95,9 +96,7 @@ class CudaStaging:
         memory = self._slots[0]
         if not memory.is_cuda:
             return None
-        stream = torch.cuda.current_stream(memory.device)
-        self._streams.add(stream)
-        return stream
+        return self._streams.current(memory.device)
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
         return self._description, []
@@ -111,17 +110,12 @@ class CudaStaging:
             self._small = [], []
         if self._bounce is not None:
             self._bounce.flush()
-        self._await_copies()
-
-    def _await_copies(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
-        self._streams.clear()
+        self._streams.synchronize()
 
     def close(self) -> None:
         if self._address:
             self._small = [], []
-            self._await_copies()
+            self._streams.synchronize()
             self._slots = []
             self._flat = {}
             if self._bounce is not None:
@@ -140,9 +134,13 @@ class _Bounce:
         self._copier = HostCopier()
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._current, self._used = 0, 0
+        self._stream: Any = None  # of the last copy
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Begin a copy; `source` must not change before the next `flush`."""
+        if self._stream not in (None, stream):  # a buffer's event, recorded on one, must stand for both
+            stream.wait_stream(self._stream)
+        self._stream = stream
         source = source.reshape(-1).view(torch.uint8)
         start = 0
         while start < len(source):

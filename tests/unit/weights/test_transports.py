@@ -23,6 +23,7 @@ from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import buffers, cuda_ipc, lanes, push, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
+from rl_memory_plugins.weights.buffers.staged import _Bounce
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.lanes import ways
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
@@ -526,11 +527,22 @@ class OnGpu(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
+class FakeStream:
+    def __init__(self):
+        self.waits = []  # for itself, or for other streams
+
+    def synchronize(self):
+        self.waits.append(self)
+
+    def wait_stream(self, other):
+        self.waits.append(other)
+
+
 @pytest.mark.parametrize("denied", [set(), {"register"}])
 def test_locking_pages_destroys_nothing_that_was_put(gpus, monkeypatch, denied):
     gpus["GPU-0"].denied = denied
     monkeypatch.setattr(buffers.host, "gpu_name", lambda index: f"GPU-{index}")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: torch.Stream(device="cpu"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: FakeStream())
     staging = ShmStaging(4096, 2, pinned=True)
     spec = TensorSpec("a", "float32", (4,))
     staging.put(0, BucketEntry(0, 0, 16), spec, torch.ones(4))
@@ -538,8 +550,41 @@ def test_locking_pages_destroys_nothing_that_was_put(gpus, monkeypatch, denied):
     assert staging.slot(0)[:16].view(torch.float32).tolist() == [1] * 4
     assert staging.slot(1)[:16].view(torch.float32).tolist() == [2] * 4
     assert len(gpus["GPU-0"].registered) == (not denied)
-    monkeypatch.setattr(staging, "_streams", {})
     staging.close()
+
+
+@pytest.mark.parametrize("end", ["publish", "close"])
+@pytest.mark.parametrize("kind", ["host", "gpu"])
+def test_every_stream_that_a_source_gave_a_tensor_on_is_waited_for(gpus, monkeypatch, kind, end):
+    monkeypatch.setattr(buffers.host, "gpu_name", lambda index: f"GPU-{index}")
+    current = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    if kind == "host":
+        staging = ShmStaging(4096, 1, pinned=True)
+    else:
+        staging = buffers.CudaStaging("GPU-0", 4096, 1)
+        staging._slots = [slot.as_subclass(OnGpu) for slot in staging._slots]
+    streams = [FakeStream(), FakeStream()]
+    for number, stream in enumerate(streams):  # as a source that yields inside of `with torch.cuda.stream(...)`
+        current.append(stream)
+        tensor = torch.full((4,), float(number)).as_subclass(OnGpu)
+        staging.put(0, BucketEntry(number, 256 * number, 16), TensorSpec(str(number), "float32", (4,)), tensor)
+    current.append(FakeStream())
+    getattr(staging, end)()
+    assert all(stream.waits for stream in streams)
+    waits = [list(stream.waits) for stream in streams]
+    staging.close()
+    assert [stream.waits for stream in streams] == waits  # of a later bucket they are not
+
+
+def test_a_bounce_buffer_is_read_on_all_streams_before_it_is_filled_again():
+    bounce = _Bounce.__new__(_Bounce)  # which would pin memory
+    bounce._buffers, bounce._current, bounce._used = [torch.zeros(256, dtype=torch.uint8)] * 2, 0, 0
+    bounce._copier, bounce._filled, bounce._stream = HostCopier(1), [], None
+    first, second = FakeStream(), FakeStream()
+    for stream in (first, first, second):
+        bounce.copy(torch.zeros(16), torch.ones(16), stream)
+    assert first.waits == [] and second.waits == [first]  # so an event on the second stands for both
 
 
 def test_an_update_whose_end_does_not_arrive_keeps_nothing_open(gpus, monkeypatch):
