@@ -24,7 +24,13 @@ class TensorSource(Protocol):
         """All tensors, in the order in which `tensors()` gives them."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, each once. One is no longer used when the next is asked for."""
+        """The tensors, each once.
+
+        A tensor in host memory has been read when the next is asked for. A GPU's may not have been: it is copied in
+        the order of the stream of its GPU that was current when it was given. So what the source writes into it
+        must be ordered before that stream, and what it writes into a tensor that it gave before, after it. Memory
+        that was allocated on another stream needs `record_stream`, as for any copy.
+        """
 
 
 @runtime_checkable
