@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
+from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.tags import Level, Tag
 
 ELEMENTS = 1 << 16  # whole pages, which is what a sleep on a CPU releases
@@ -48,3 +50,26 @@ def test_buffers_plain_tensors_and_draft_models_survive(level: Level) -> None:
     assert torch.equal(draft.weight, torch.full((ELEMENTS,), 10.0))
     kept = bool(torch.equal(target.weight, torch.full((ELEMENTS,), 1.0)))
     assert kept == (level is Level.PRESERVE)
+
+
+@pytest.mark.parametrize("takes_the_model", [True, False])
+def test_what_sglang_refuses_to_update_is_refused_here(takes_the_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks before its own updates whether something derived from the weights would go on being used."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    why = "a derived cache would keep serving the old weights"
+    ask = (lambda model=None: why) if takes_the_model else (lambda: why)
+    monkeypatch.setattr(weight_updater, "_unsupported_derived_weight_cache_error", ask, raising=False)
+    memory = Memory(RLMemoryConfig(), lambda: ("cpu", 0), types.SimpleNamespace())
+    with RegionAdapter(memory, True).region("weights"):
+        model = Model(1.0)
+    made = SglangWorker(model, memory, RLMemoryConfig(), rank=0)
+    with pytest.raises(UnsupportedError, match=why):
+        made._refuse_transformed()
+
+
+def test_an_older_sglang_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    monkeypatch.delattr(weight_updater, "_unsupported_derived_weight_cache_error", raising=False)
+    assert worker.derived_weights_error(Model(1.0)) is None

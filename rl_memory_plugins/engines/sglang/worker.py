@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -175,6 +176,17 @@ class RegionAdapter:
     resume = pause
 
 
+def derived_weights_error(model: torch.nn.Module) -> str | None:
+    """SGLang's own words on why the model cannot be updated, which its updates begin with; since 0.5.17."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    ask = getattr(weight_updater, "_unsupported_derived_weight_cache_error", None)
+    if ask is None:
+        return None
+    message: str | None = ask(model) if inspect.signature(ask).parameters else ask()
+    return message
+
+
 class SglangWorker:
     """One rank's manager, receiver and agent.
 
@@ -221,8 +233,12 @@ class SglangWorker:
         """SGLang's restore before loading covers few methods and may move what CUDA graphs have captured.
 
         Raises:
-            UnsupportedError: SGLang has transformed weights after loading them, or may have.
+            UnsupportedError: SGLang has transformed weights after loading them, or may have, or keeps what it has
+                derived from them where no update reaches.
         """
+        derived = derived_weights_error(self._model)
+        if derived is not None:
+            raise UnsupportedError(derived)
         watch = post_load.of(self._model)
         if watch is None:
             raise UnsupportedError("what this load format does to weights after loading is not known")
