@@ -19,7 +19,7 @@ from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation
 from rl_memory_plugins.records import INITIAL_VERSION, Reply, Report
-from rl_memory_plugins.server.gate import refuse_if_closed
+from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 ENGINE = "sglang.srt.entrypoints.engine:Engine"
@@ -28,20 +28,20 @@ SESSION = "_weight_update_session_call"  # which begins or ends one; since 0.5.2
 
 def install(hooks: Hooks) -> None:
     hooks.wrap(f"{TOKENIZER}.init_request_dispatcher", _add_face)
-    hooks.wrap(f"{TOKENIZER}.generate_request", _health_checks_while_paused)
+    hooks.wrap(f"{TOKENIZER}.generate_request", _not_behind_a_pause)
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
     hooks.wrap(f"{TOKENIZER}.resume_memory_occupation", _native_resume)
     for name in WRITES:
         hooks.wrap(f"{TOKENIZER}.{name}", _not_behind_kept_requests)
     if hasattr(hooks.require(TOKENIZER), SESSION):
         hooks.wrap(f"{TOKENIZER}.{SESSION}", _not_behind_kept_requests)
-    for name in ("generate", "encode"):
+    engine = hooks.require(ENGINE)
+    for name in ("generate", "encode", *(name for name in ("rerank", "score") if hasattr(engine, name))):
         hooks.wrap(f"{ENGINE}.{name}", _gated)
-    for name in ("async_generate", "async_encode"):
+    for name in ("async_generate", "async_encode", *(name for name in ("async_score",) if hasattr(engine, name))):
         hooks.wrap(f"{ENGINE}.{name}", _gated_async)
     hooks.wrap(f"{ENGINE}.update_weights_from_ipc", _update_weights_from_ipc)
     hooks.require("sglang.srt.managers.io_struct:hook_custom_types")
-    engine = hooks.require(ENGINE)
     for name in ("sleep", "wake_up", "is_sleeping", "memory_status", "weight_version", "weight_checksums"):
         setattr(engine, name, _engine_method(name))
 
@@ -149,16 +149,33 @@ def _add_face(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_request_dispatcher
 
 
-def _health_checks_while_paused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang holds back all requests while paused, health checks too, and so calls itself unhealthy."""
+def _not_behind_a_pause(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang holds back all requests while paused. Health checks too, and so calls itself unhealthy.
+
+    On an engine that is closed besides, what passed by our gates would wait for two others to open it. A request
+    that already waits when the engine closes goes on waiting: that is what its caller has paused for.
+    """
 
     def generate_request(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         face = face_of(self)
-        if face is not None and self.is_pause and _is_health_check(obj.rid):
-            return _ask_schedulers(face)
+        if face is not None and self.is_pause:
+            if _is_health_check(obj.rid):
+                return _ask_schedulers(face)
+            refusal = first_refusal(face.status_now())
+            if refusal is not None:
+                return _refuse(refusal)
         return original(self, obj, *args, **kwargs)
 
     return generate_request
+
+
+async def _refuse(refusal: EngineAsleepError) -> AsyncIterator[Any]:
+    """In the place of a request's outputs: what SGLang itself raises for a request that its scheduler refuses."""
+    from fastapi import HTTPException
+
+    report_refusal(refusal)
+    raise HTTPException(status_code=refusal.status, detail=refusal.message)
+    yield  # makes it a generator
 
 
 async def _ask_schedulers(face: SglangFace) -> AsyncIterator[Any]:
@@ -251,7 +268,7 @@ def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` and `encode`: refused at once while closed."""
+    """Calls that run the model: refused at once while closed."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         face = face_of(self.tokenizer_manager)
