@@ -123,18 +123,23 @@ class MegatronSource:
     Made on all ranks together, and iterated by all in step. At any moment there exist one parameter's shards
     and what is made of them.
 
+    Expert-parallel ranks must be other ranks than the tensor-parallel ones, as where Megatron's
+    `expert_tensor_parallel_size` is its `tensor_model_parallel_size`. Experts that are spread over the
+    tensor-parallel ranks cannot be sent by this source.
+
     Args:
         parameters: This rank's shards by their local names, or their module. They may be offloaded.
         name_map: See `NameMap`. It translates a stage's own layer numbers to the checkpoint's.
         tp_group: The process group of tensor-parallel ranks; `None` where there is one only.
         pp_group: The group of the ranks that hold other parameters: pipeline stages, and expert-parallel ranks
-            where there are any. A name that several hold is taken from the first. `None` where all hold all.
+            where there are any. A name that several hold is taken from the first. This rank is the only one that
+            it shares with `tp_group`. `None` where all hold all.
         dtype: What floating-point tensors are sent as. Shards are cast before they are gathered.
         device: Where shards are gathered; by default the current GPU if the process uses one.
 
     Raises:
-        InvalidRequestError: a layout does not give as many tensors as it has names. Here and for whatever else fails
-            on one rank, e.g. in `name_map`, all ranks get the error.
+        InvalidRequestError: a layout does not give as many tensors as it has names, or the groups have more than one
+            rank in common. Here and for whatever else fails on one rank, e.g. in `name_map`, all ranks get the error.
     """
 
     def __init__(
@@ -205,6 +210,7 @@ class MegatronSource:
         own: list[_Entry] = []
         error: Exception | None = None
         try:
+            self._check_groups()
             own = list(self._own(name_map))
         except Exception as failure:
             error = failure
@@ -217,6 +223,19 @@ class MegatronSource:
             for entry in stage:
                 planned.setdefault(entry.names, entry)
         return list(planned.values())
+
+    def _check_groups(self) -> None:
+        """Ranks that both groups share would gather one's parameter while they wait for the broadcast of the other's."""
+        if self._tp_group is None or self._pp_group is None:
+            return
+        tensor, pipeline = (set(self._dist.get_process_group_ranks(one)) for one in (self._tp_group, self._pp_group))
+        common = sorted(tensor & pipeline)
+        if len(common) > 1:
+            raise InvalidRequestError(
+                f"tp_group and pp_group share the ranks {common}: experts must lie on other ranks than tensor-parallel "
+                "shards (expert_tensor_parallel_size equal to tensor_model_parallel_size)",
+                ranks=common,
+            )
 
     def _own(self, name_map: NameMap) -> Iterator[_Entry]:
         for local, tensor in self._named().items():

@@ -446,3 +446,25 @@ def test_a_plan_that_fails_on_one_rank_fails_on_all(pair):
     zero, one = pair.run(megatron_plan_fails_on_one_rank)
     assert zero == ["RLMemoryError: KeyError: 'w'"] * 2
     assert one == ["KeyError: 'w'"] * 2
+
+
+def megatron_groups_that_share_ranks(rank):
+    """As where experts are spread over the tensor-parallel ranks; a group of this rank alone is one too."""
+    alone = [dist.new_group([one]) for one in (0, 1)][rank]
+    everyone = dist.new_group([0, 1])
+    w = {"w": torch.full((2,), float(rank))}
+    refused = []
+    for number, groups in enumerate([(dist.group.WORLD, everyone), (alone, everyone), (everyone, alone)]):
+        try:
+            source = MegatronSource(
+                w, lambda name: ([f"{name}.{rank}"], Replicated()), tp_group=groups[0], pp_group=groups[1]
+            )
+        except InvalidRequestError as error:
+            refused.append((number, error.details["ranks"]))
+        else:
+            collected(source)
+    return refused
+
+
+def test_groups_that_share_more_than_one_rank_are_refused_on_all(pair):
+    assert pair.run(megatron_groups_that_share_ranks) == [[(0, [0, 1])]] * 2
