@@ -225,7 +225,7 @@ class MegatronSource:
         return list(planned.values())
 
     def _check_groups(self) -> None:
-        """Ranks that both groups share would gather one's parameter while they wait for the broadcast of the other's."""
+        """Ranks in both groups would wait in different collectives: one in a gather, another in a broadcast."""
         if self._tp_group is None or self._pp_group is None:
             return
         tensor, pipeline = (set(self._dist.get_process_group_ranks(one)) for one in (self._tp_group, self._pp_group))
