@@ -85,8 +85,9 @@ class RolloutHandoff:
     failed process ended, one that says that the connection is gone. Processes that call different things raise a
     `StateConflictError`.
 
-    What is away (`weights` and `others`, from `sync` on until the next `release`) cannot be saved: `torch.save` of its
-    `state_dict()` writes a file that cannot be read, without an error. Save in the body of `training`.
+    What is away (`weights` and `others`, from `sync` on until the next `release`) can be neither saved nor restored:
+    `torch.save` of its `state_dict()` writes a file that cannot be read, without an error, and `load_state_dict` may end
+    the process. Save and load checkpoints in the body of `training`.
 
     Args:
         engines: Those that this process controls: `EngineClient`s or engines' own objects. Each engine is given

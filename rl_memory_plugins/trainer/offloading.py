@@ -3,8 +3,9 @@
 A tensor is moved by its storage: the bytes are copied out and the storage is resized to nothing; loading
 resizes it again and copies the bytes in. Tensor objects, views and all that refers to them stay as they are:
 FSDP's flat parameters and their shards, DTensors, tied weights, Megatron's buffers, the optimiser's references.
-Until it is loaded again such a tensor must not be computed with; `host_view` reads it where it is. Nor can it be
-saved: `torch.save` writes the empty storage without an error, and `torch.load` of that file fails.
+Until it is loaded again such a tensor must not be computed with; `host_view` reads it where it is. Save and load
+checkpoints while it is loaded: `torch.save` writes the empty storage without an error, and `torch.load` of that file
+fails; `load_state_dict` writes to memory that is not there, which may end the process.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
 
-Target: TypeAlias = torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-
+Target: TypeAlias = (
+    torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
+)
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -84,13 +86,17 @@ class Offloader:
     """Moves the tensors of some modules and optimisers, together.
 
     Every call looks at what the targets hold then: state that an optimiser made since is moved too.
-    Save checkpoints while everything is loaded; see the module.
+    Save and load checkpoints while everything is loaded; see the module.
 
     Args:
         *targets: Modules (parameters, gradients, buffers; plain, FSDP1 or FSDP2), optimisers (their state), or
-            tensors.
+            tensors: one, or mappings, lists and tuples of them. What only an optimiser's `param_groups` hold (FP32
+            master weights), their gradients, and Megatron's `main_grad` buffers are given as lists.
         moves: Which tensors to move; by default those that are not in host memory anyway.
         gradients: Of modules, move their gradients only (`True`) or all but them (`False`); by default both.
+
+    Raises:
+        InvalidRequestError: a target of another kind, of which nothing would be moved.
     """
 
     def __init__(
@@ -99,6 +105,8 @@ class Offloader:
         moves: Callable[[torch.Tensor], bool] = on_accelerator,
         gradients: bool | None = None,
     ) -> None:
+        for target in targets:
+            _check(target)
         self._targets = targets
         self._moves = moves
         self._gradients = gradients
@@ -212,14 +220,29 @@ class Offloader:
         return self._host
 
 
+def _check(target: Any) -> None:
+    """Refuse what holds no tensors that are found, and would be left where it is without a word."""
+    found = isinstance(target, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, torch.Tensor))
+    items = target if isinstance(target, (list, tuple)) else ()
+    if not found or any(isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) for item in items):
+        raise InvalidRequestError(
+            f"a {type(target).__name__} like this cannot be offloaded: give each module and each torch.optim.Optimizer "
+            "by itself, and tensors by themselves or in mappings, lists and tuples",
+            field="targets",
+            got=type(target).__name__,
+        )
+
+
 def tensors_of(target: Target, gradients: bool | None = None) -> Iterator[torch.Tensor]:
     """All tensors that a target keeps; see `Offloader` for `gradients`."""
     if isinstance(target, torch.nn.Module):
+        # Not the methods of the target itself: Megatron's DDP has a list under the name `buffers`.
+        parameters = list(torch.nn.Module.parameters(target))
         if gradients is not True:
-            yield from target.parameters()
-            yield from target.buffers()
+            yield from parameters
+            yield from torch.nn.Module.buffers(target)
         if gradients is not False:
-            yield from (parameter.grad for parameter in target.parameters() if parameter.grad is not None)
+            yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
     elif isinstance(target, torch.optim.Optimizer):
         for state in target.state.values():
             yield from _nested(state)
@@ -289,9 +312,14 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or, where its storage is offloaded, the same tensor over the host copy.
 
     The view is good until the storage is loaded.
+
+    Raises:
+        UnsupportedError: an offloaded tensor that consists of others, as quantised ones do.
     """
     away = _away.get(tensor.untyped_storage())
     if away is None:
+        if hasattr(tensor, "__tensor_flatten__") and any(part.untyped_storage() in _away for part in _plain(tensor)):
+            raise UnsupportedError(f"an offloaded {type(tensor).__name__} cannot be read: load it first")
         return tensor
     host = away.host
     whole = host[: len(host) // tensor.element_size() * tensor.element_size()].view(tensor.dtype)

@@ -1,13 +1,15 @@
 """Moving tensors to host memory and back. `everything` makes a CPU's tensors move as a GPU's do."""
 
 import gc
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models import Tied, same, whole
 from torch import nn
 
-from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, InvalidRequestError, UnsupportedError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, borrowed, host_view
@@ -335,6 +337,17 @@ class Scaled(torch.Tensor):
         raise NotImplementedError(func)
 
 
+def test_an_offloaded_tensor_that_wraps_others_is_not_read(arenas):
+    tensor = Scaled(torch.arange(8, dtype=torch.int8), torch.ones(2))
+    assert host_view(tensor) is tensor
+    offloader = Offloader(tensor, moves=everything)
+    offloader.offload()
+    with pytest.raises(UnsupportedError, match="offloaded Scaled cannot be read: load it first"):
+        host_view(tensor)
+    offloader.load()
+    assert host_view(tensor) is tensor
+
+
 class Hidden(Scaled):
     __tensor_flatten__ = property()  # has none
 
@@ -354,3 +367,43 @@ def test_a_tensor_that_hides_its_memory_is_refused():
     with pytest.raises(UnsupportedError, match="Hidden"):
         offloader.offload()
     assert plain.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("attribute", ["buffers", "parameters"])
+def test_a_module_may_have_attributes_of_its_own_under_the_names_of_methods(attribute):
+    model = Tied()
+    total = sum(tensor.nbytes for tensor in whole(model).values())
+    setattr(model, attribute, [object()])  # as Megatron's DDP has `buffers`
+    for target in (model, weakref.proxy(model)):
+        offloader = Offloader(target, moves=everything)
+        assert offloader.offload().bytes == offloader.load().bytes == total
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: model.parameters(),
+        lambda model: model.state_dict().values(),
+        lambda model: [model],
+        lambda model: (torch.optim.SGD(model.parameters()),),
+        lambda model: SimpleNamespace(optimizer=torch.optim.SGD(model.parameters())),
+        lambda model: None,
+        lambda model: 3,
+    ],
+)
+def test_what_would_not_be_moved_is_refused(make):
+    with pytest.raises(InvalidRequestError, match="in mappings, lists and tuples") as caught:
+        Offloader({}, make(Tied()))
+    assert caught.value.details["field"] == "targets"
+
+
+def test_master_weights_and_their_gradients_are_moved_as_lists():
+    masters = [nn.Parameter(torch.ones(4))]
+    masters[0].grad = torch.ones(4)
+    optimizer = torch.optim.AdamW(masters)
+    optimizer.step()
+    state = Offloader(optimizer, moves=everything)
+    state.offload()
+    assert storage_bytes(masters[0], masters[0].grad) == [16, 16]
+    Offloader(masters, [masters[0].grad], moves=everything).offload()
+    assert storage_bytes(masters[0], masters[0].grad) == [0, 0]
