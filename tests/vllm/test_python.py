@@ -295,6 +295,13 @@ def running_request(llm: Any, mode: str) -> str:
     return "gone"
 
 
+def test_sleep_that_aborts_a_running_request(llm: Child, first_tokens: list[int]) -> None:
+    """In the caller's process stock vLLM forgets to say that it has ended: whoever waits for it steps for ever."""
+    reason, tokens = llm(running_request, "abort").split()
+    assert reason == "abort" and int(tokens) < 60
+    assert llm(generate) == first_tokens
+
+
 def test_sleep_that_keeps_a_running_request(llm: Child, first_tokens: list[int]) -> None:
     assert llm(running_request, "keep") == "length 60"
     assert llm(generate) == first_tokens
@@ -445,6 +452,48 @@ async def wake_during_wait(engine: Any) -> int:
 
 def test_a_wake_while_a_sleep_waits_is_refused(engine: Child, first_tokens: list[int]) -> None:
     assert engine(wake_during_wait) == 900
+    assert engine(ask) == first_tokens
+
+
+async def session_in_between(engine: Any, folder: Path, act: str) -> list[str]:
+    """A request that streams its input and waits for more of it, while the engine sleeps or gets new weights."""
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    more = asyncio.Event()
+
+    async def inputs() -> Any:
+        yield StreamingInput(prompt={"prompt_token_ids": PROMPT}, sampling_params=params)
+        await more.wait()
+        yield StreamingInput(prompt={"prompt_token_ids": PROMPT}, sampling_params=params)
+
+    reasons: list[str] = []
+    asking = asyncio.create_task(_reasons(engine.generate(inputs(), params, f"s{next(NUMBERS)}"), reasons))
+    while "length" not in reasons:
+        await asyncio.sleep(0.05)
+    if act == "update":
+        await push_async(engine, new_model(folder, SEED))
+    else:
+        await engine.sleep(1, mode=act)
+        await engine.wake_up()
+    await asyncio.wait_for(asking, 10)  # it is over, without the second part
+    more.set()
+    return reasons
+
+
+async def _reasons(outputs: Any, reasons: list[str]) -> None:
+    async for output in outputs:
+        reasons.append(output.outputs[0].finish_reason)  # noqa: PERF401 - it is read meanwhile
+
+
+@pytest.mark.parametrize("act", ["update", "keep", "wait", "abort"])
+def test_a_session_that_waits_for_input_stands_in_nobody_s_way(
+    engine: Child, model_folder: Path, first_tokens: list[int], act: str
+) -> None:
+    """Its part of the KV cache cannot be computed again. Stock vLLM fails then to reset its prefix cache."""
+    assert engine(session_in_between, model_folder, act)[-1] == "abort"
     assert engine(ask) == first_tokens
 
 

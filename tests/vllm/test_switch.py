@@ -30,17 +30,32 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, variable: str, addit
     assert switch._requested(types.SimpleNamespace(additional_config=additional)) == asked_for
 
 
-def test_experts_that_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock loaders write experts where they were at the start: after a rearrangement an update is garbage."""
+@pytest.mark.parametrize(
+    ("mode", "arguments"),
+    [
+        ("--enable-eplb", {"enable_eplb": True}),
+        ("--kv-transfer-config", {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}),
+        ("--kv-offloading-size", {"kv_offloading_size": 1.0}),
+        ("--ec-transfer-config", {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}}),
+        ("--load-format ipc_cache", {"load_format": "ipc_cache"}),
+        ("VLLM_USE_RUST_FRONTEND", {}),
+    ],
+)
+def test_modes_that_break_a_promise_are_refused(
+    monkeypatch: pytest.MonkeyPatch, mode: str, arguments: dict[str, Any]
+) -> None:
     from vllm import EngineArgs
 
     monkeypatch.setattr(switch, "install", lambda: None)
+    if mode == "VLLM_USE_RUST_FRONTEND":
+        monkeypatch.setenv(mode, "1")
     started = []
     create = switch._create_engine_config(started.append)
-    asked = EngineArgs(model="none", enable_eplb=True, additional_config={"rl_memory": {}})
-    with pytest.raises(UnsupportedError, match="--enable-eplb"):
+    asked = EngineArgs(model="none", **arguments, additional_config={"rl_memory": {}})
+    with pytest.raises(UnsupportedError, match=f"{mode}: ") as caught:
         create(asked)
+    assert caught.value.details["mode"] == mode
     assert started == []
-    plain = EngineArgs(model="none", enable_eplb=True)
+    plain = EngineArgs(model="none", **arguments)
     create(plain)
     assert started == [plain]

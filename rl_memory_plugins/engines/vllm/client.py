@@ -225,10 +225,21 @@ def _gated_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
         face = face_of(self, SyncFace)
         if face is not None:
-            refuse_if_closed(face.run(face.status()))
+            try:
+                refuse_if_closed(face.run(face.status()))
+            except EngineAsleepError:
+                if _has_images(self):  # this side counts those of the request among what the core has
+                    self.reset_mm_cache()
+                raise
         return original(self, *args, **kwargs)
 
     return add_request
+
+
+def _has_images(engine: Any) -> bool:
+    """Whether its requests may hold images, audio or video. vLLM sends each of them to the core once, and remembers
+    it before the request is added: one that is refused here must not leave the two sides of that cache apart."""
+    return bool(engine.vllm_config.model_config.is_multimodal_model)
 
 
 def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,13 +249,36 @@ def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
         face = face_of(self, AsyncFace)
         if face is None:
             return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-        return _checked_stream(face, original(self, *args, **kwargs))
+        outputs = original(self, *args, **kwargs)
+        prompt = args[0] if args else kwargs.get("prompt")
+        if isinstance(prompt, AsyncGenerator):
+            outputs = _ending_when_aborted(outputs)
+        return _checked_stream(face, outputs, sent_on=_has_images(self))
 
     return stream
 
 
-async def _checked_stream(face: AsyncFace, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
-    refuse_if_closed(face.status_now() or await face.run(face.status()))
+async def _ending_when_aborted(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """A request that streams its input: for vLLM it goes on after the core has ended it, and what comes next would
+    be computed without what came before."""
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            output.finished = output.finished or any(one.finish_reason == "abort" for one in output.outputs)
+            yield output
+            if output.finished:
+                return
+
+
+async def _checked_stream(
+    face: AsyncFace, outputs: AsyncGenerator[Any, None], *, sent_on: bool = False
+) -> AsyncIterator[Any]:
+    """
+    Args:
+        sent_on: Leave it to the core to refuse the request, see `_has_images`.
+    """
+    engines = face.status_now() or await face.run(face.status())
+    if not sent_on:
+        refuse_if_closed(engines)
     try:
         async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
             async for output in outputs:

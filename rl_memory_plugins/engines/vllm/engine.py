@@ -47,8 +47,11 @@ class VllmEngine:
         return self._when_idle() if mode is PauseMode.WAIT else self._pause(mode)
 
     def _pause(self, mode: PauseMode) -> Future[None]:
+        running = [request for request in self._core.scheduler.requests.values() if not request.is_finished()]
         with self._without_agreement():
             paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
+        if mode is PauseMode.ABORT and not hasattr(self._core, "output_queue"):
+            _hand_out_aborts(self._core, running)
         if paused is not None:
             return paused  # type: ignore[no-any-return]
         done: Future[None] = Future()
@@ -129,9 +132,41 @@ def _wake_loop(core: Any) -> None:
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
+def _hand_out_aborts(core: Any, requests: list[Any]) -> None:
+    """A core in the caller's process tells nobody of the requests that its pause aborts: the next step does."""
+    if not requests:
+        return
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    step = core.step_fn
+
+    def hand_out() -> tuple[dict[int, Any], bool]:
+        core.step_fn = step
+        ended = [EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT) for request in requests]
+        return {0: EngineCoreOutputs(outputs=ended)}, False
+
+    core.step_fn = hand_out
+
+
+def _end_idle_sessions(core: Any) -> None:
+    """Requests that stream their input and wait for more of it run nowhere, keep their part of the KV cache, and
+    cannot be computed again."""
+    from vllm.v1.request import RequestStatus
+
+    waiting = RequestStatus.WAITING_FOR_STREAMING_REQ
+    idle = [number for number, request in core.scheduler.requests.items() if request.status is waiting]
+    if idle:
+        ended = core.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
+        if hasattr(core, "output_queue"):
+            core._send_abort_outputs(ended)
+        else:
+            _hand_out_aborts(core, ended)
+
+
 def reset_caches(core: Any) -> None:
     """Forget what was computed with the weights. Multimodal inputs were not, and clients hold the other half of
     that cache: dropped on one side only, their next requests would fail."""
+    _end_idle_sessions(core)
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineFaultError("vLLM could not reset its prefix cache, e.g. that of a KV connector")
     core.reset_encoder_cache()

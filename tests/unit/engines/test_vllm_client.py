@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 from fake_control import rank_status
 
-from rl_memory_plugins.engines.vllm.client import _checked_stream
+from rl_memory_plugins.engines.vllm import client
+from rl_memory_plugins.engines.vllm.client import SyncFace, _checked_stream, _ending_when_aborted
 from rl_memory_plugins.engines.vllm.core import REFUSED
 from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.tags import TagState
 
 FACE = SimpleNamespace(status_now=lambda: [EngineStatus([rank_status()])])
 
@@ -51,3 +53,65 @@ def test_other_answers_pass():
     pooled = SimpleNamespace(finished=True, outputs=SimpleNamespace(data=1))
     passing = [output(None, "stop word", 3), output(finished=False), pooled]
     assert asyncio.run(answers(*passing)) == passing
+
+
+# -- requests with images: the client's half of the cache -------------------------------------------------------
+
+ASLEEP = EngineStatus([rank_status(weights=TagState.PRESERVED)])
+
+
+def engine_of(model_is_multimodal):
+    resets = []
+    config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=model_is_multimodal))
+    return SimpleNamespace(vllm_config=config, reset_mm_cache=lambda: resets.append(True), resets=resets)
+
+
+@pytest.mark.parametrize("with_images", [True, False])
+def test_a_refused_llm_forgets_images_that_the_core_never_got(monkeypatch, with_images):
+    face = SimpleNamespace(status=lambda: None, run=lambda operation: [ASLEEP])
+    monkeypatch.setattr(client, "face_of", lambda engine, make: face if make is SyncFace else None)
+    engine = engine_of(with_images)
+    add = client._gated_add(lambda *args: pytest.fail("it was added"))
+    with pytest.raises(EngineAsleepError):
+        add(engine, "request")
+    assert bool(engine.resets) is with_images
+
+
+def test_a_request_that_may_hold_images_is_refused_by_the_core():
+    """It has got them then, as this side's half of the cache says."""
+    face = SimpleNamespace(status_now=lambda: [ASLEEP])
+
+    async def ask(sent_on, *outputs):
+        async def stream():
+            for one in outputs:
+                yield one
+
+        return [one async for one in _checked_stream(face, stream(), sent_on=sent_on)]
+
+    with pytest.raises(EngineAsleepError) as caught:
+        asyncio.run(ask(True, output(REFUSED + "asleep")))
+    assert caught.value.message == "the engine closed before the request had an answer"  # it came from there
+    with pytest.raises(EngineAsleepError, match="asleep"):
+        asyncio.run(ask(False))
+
+
+# -- requests that stream their input --------------------------------------------------------------------------
+
+
+def test_a_session_that_the_engine_has_ended_is_over():
+    """For vLLM it goes on, and what comes next would be computed without what came before."""
+
+    def piece(finish_reason):
+        return SimpleNamespace(finished=False, outputs=[SimpleNamespace(finish_reason=finish_reason)])
+
+    pieces = [piece(None), piece("length"), piece("abort"), piece(None)]
+
+    async def stream():
+        for one in pieces:
+            yield one
+
+    async def ask():
+        return [one async for one in _ending_when_aborted(stream())]
+
+    assert asyncio.run(ask()) == pieces[:3]
+    assert [one.finished for one in pieces] == [False, False, True, False]
