@@ -23,7 +23,7 @@ import msgspec
 from rl_memory_plugins import commands
 from rl_memory_plugins.commands import AnyCommand
 from rl_memory_plugins.coordination import raise_engine_failures
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
 from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, Report
 from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
@@ -105,7 +105,7 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
             waited = raise_engine_failures((yield commands.Drain(name, ticket)))
             drained_s = max(reply.result["drained"] for reply in waited)
         raise_engine_failures((yield msgspec.structs.replace(command, hold=ticket)))
-    except RLMemoryError:
+    except Exception:  # a refusal, or the way to an engine broke off; another may hold the operation
         # An engine that refused holds nothing of ours and answers 409 here, which is as good as an undo.
         yield commands.Decide(ticket, commit=False)
         raise
@@ -145,21 +145,31 @@ def _merge(replies: list[Reply[Any]]) -> Report:
 
 
 def run(operation: Operation, call: Callable[[AnyCommand], list[Reply[Any]]]) -> Any:
-    """Drive an operation over a transport that blocks."""
+    """Drive an operation over a transport that blocks. It is told of errors of the transport, to undo what it began."""
     try:
         command = next(operation)
         while True:
-            command = operation.send(call(command))
+            try:
+                replies = call(command)
+            except Exception as error:
+                command = operation.throw(error)
+            else:
+                command = operation.send(replies)
     except StopIteration as end:
         return end.value
 
 
 async def run_async(operation: Operation, call: Callable[[AnyCommand], Awaitable[list[Reply[Any]]]]) -> Any:
-    """Drive an operation over an asyncio transport."""
+    """Drive an operation over an asyncio transport; see `run`."""
     try:
         command = next(operation)
         while True:
-            command = operation.send(await call(command))
+            try:
+                replies = await call(command)
+            except Exception as error:
+                command = operation.throw(error)
+            else:
+                command = operation.send(replies)
     except StopIteration as end:
         return end.value
 

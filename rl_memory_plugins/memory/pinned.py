@@ -53,15 +53,20 @@ class PinnedArena(PagedArena):
         self._node = numa_node(index)
         self._registered: set[int] = set()
         self._preparing: list[threading.Thread] = []
+        self._kept: list[mmap.mmap] = []  # still page-locked: the GPU may go on reading them
 
-    def prepare(self, sizes: Sequence[int]) -> threading.Thread:
+    def prepare(self, sizes: Sequence[int]) -> threading.Thread | None:
         """Make idle buffers of these sizes in the background, so that no `acquire` of the sizes has to.
 
         An `acquire` meanwhile waits and then finds its buffer. What cannot be made is left to that `acquire`,
         which raises in its turn.
         """
         thread = threading.Thread(target=self._make_idle, args=(list(sizes),), name="rl-memory-arena", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            logger.exception("host memory is not made in advance; the first sleep does it")
+            return None
         self._preparing = [*(one for one in self._preparing if one.is_alive()), thread]
         return thread
 
@@ -92,7 +97,6 @@ class PinnedArena(PagedArena):
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
         prefer_node(address, nbytes, self._node)
         touch(address, nbytes, self._threads)
-        # A refusal stays behind as the thread's last error, which torch would raise where it next launches a kernel.
         (code,) = _in_threads([partial(self._register, address, nbytes)])
         if code == 0:
             self._registered.add(address)
@@ -102,9 +106,16 @@ class PinnedArena(PagedArena):
             if note not in self.notes:
                 self.notes.append(note)
 
+    # A refusal stays behind as the thread's last error, which torch would raise where it next launches a kernel: so
+    # both of these run in a thread of their own.
+
     def _register(self, address: int, nbytes: int) -> int:
         with torch.cuda.device(self._index):  # a new thread's is GPU 0, where this would make a context
             return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def _unregister(self, address: int) -> int:
+        with torch.cuda.device(self._index):
+            return int(torch.cuda.cudart().cudaHostUnregister(address))
 
     def _taking_turns(self) -> AbstractContextManager[None]:
         return one_at_a_time("host-memory", TURN_S)
@@ -112,8 +123,12 @@ class PinnedArena(PagedArena):
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         if address in self._registered:
             self._registered.remove(address)
-            with torch.cuda.device(self._index):
-                torch.cuda.cudart().cudaHostUnregister(address)
+            self._kept.append(mapping)
+            (code,) = _in_threads([partial(self._unregister, address)])
+            if code != 0:
+                logger.error("host memory stays page-locked (CUDA error %d) and is not given back", code)
+                return
+            self._kept.remove(mapping)
         super()._discard(address, mapping)
 
 

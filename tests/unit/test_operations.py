@@ -58,6 +58,28 @@ def test_one_engine_that_cannot_makes_all_undo() -> None:
     assert caught.value.details == {"engine_rank": 1, "failed_engine_ranks": [1]}
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_engines_hold_is_undone_where_the_way_to_them_broke_off(asynchronous: bool) -> None:
+    asked: list[commands.AnyCommand] = []
+
+    def call(command: commands.AnyCommand) -> list[Reply[Any]]:
+        asked.append(command)
+        if isinstance(command, commands.Decide):
+            return [Reply(rank=rank) for rank in range(2)]
+        raise ConnectionError("half of the answers are missing")
+
+    async def call_later(command: commands.AnyCommand) -> list[Reply[Any]]:
+        return call(command)
+
+    operation = operations.transition(operations.sleep(1), status(2))
+    with pytest.raises(ConnectionError):
+        if asynchronous:
+            asyncio.run(operations.run_async(operation, call_later))
+        else:
+            operations.run(operation, call)
+    assert asked[1:] == [commands.Decide(asked[0].hold, commit=False)]  # type: ignore[union-attr]
+
+
 def test_nothing_is_sent_while_an_update_runs() -> None:
     engines = Engines()
     with pytest.raises(StateConflictError):

@@ -76,7 +76,7 @@ def arena(monkeypatch):
     """An arena whose pages are not locked."""
     monkeypatch.setattr(pinned, "numa_node", lambda index: None)
     monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: 0)
-    monkeypatch.setattr(pinned.PinnedArena, "_discard", pinned.PagedArena._discard)
+    monkeypatch.setattr(pinned.PinnedArena, "_unregister", lambda self, address: 0)
     arena = pinned.PinnedArena(0, threads=2)
     yield arena
     arena.close()
@@ -99,6 +99,27 @@ def test_a_buffer_that_is_being_prepared_is_waited_for(arena, monkeypatch):
     for nbytes in sizes:
         arena.acquire(nbytes)
     assert arena.held_bytes == sum(sizes)
+
+
+def test_memory_that_stays_page_locked_stays_mapped(arena, monkeypatch):
+    address = arena.acquire(4 * MiB)
+    arena.release(address)
+    monkeypatch.setattr(arena, "_unregister", lambda address: 700)
+    arena.close()
+    assert ctypes.c_char.from_address(address).value == b"\0"  # a fault if it were gone
+    assert arena.held_bytes == 0
+
+
+def test_without_a_thread_to_be_had_memory_is_made_when_it_is_needed(arena, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        arena.prepare([4 * MiB])
+    assert arena.held_bytes == 0
+    arena.acquire(4 * MiB)
+    assert arena.held_bytes == 4 * MiB
 
 
 def slow_pages(monkeypatch):
