@@ -24,12 +24,24 @@ Write = tuple[torch.Tensor, Any]
 SMALL_BYTES = 4 << 20
 """Up to this size copies on a GPU go many to a kernel: one kernel each costs more than the bytes."""
 
+_ALONE = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
+"""Dtypes of which `torch._foreach_copy_` refuses tensors on a GPU."""
+
 MAX_FAILURES = 64
 """After so many names in a row that a loader cannot take, it is asked for no more: each costs a call of it, and all of
 a wrong prefix would cost minutes."""
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
+
+
+def goes_with_others(source: torch.Tensor, destination: torch.dtype) -> bool:
+    """Whether a copy on a GPU may be one of `torch._foreach_copy_`'s.
+
+    No casts: releases of torch take one kernel for all destinations, that of the first one's dtype, and write wrong
+    bytes to those of another (pytorch/pytorch#173383).
+    """
+    return source.nbytes <= SMALL_BYTES and source.dtype == destination and destination not in _ALONE
 
 
 class LoadPlan:
@@ -129,7 +141,8 @@ class Batch:
         self._destinations: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         for destination, value in writes:
-            if group and isinstance(value, torch.Tensor) and value.is_cuda and value.nbytes <= SMALL_BYTES:
+            together = group and isinstance(value, torch.Tensor) and value.is_cuda
+            if together and goes_with_others(value, destination.dtype):
                 self._destinations.append(destination)
                 self._sources.append(value)
             else:

@@ -13,7 +13,7 @@ from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
-from rl_memory_plugins.weights.plan import SMALL_BYTES
+from rl_memory_plugins.weights.plan import goes_with_others
 
 _BOUNCE_BYTES = 64 << 20
 
@@ -58,7 +58,7 @@ class CudaStaging:
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
-        if self._stable and tensor.nbytes <= SMALL_BYTES and tensor.device == memory.device:
+        if self._stable and tensor.device == memory.device and goes_with_others(tensor, tensor.dtype):
             targets, tensors = self._small
             targets.append(self._target(slot, entry, spec, tensor))
             tensors.append(tensor)

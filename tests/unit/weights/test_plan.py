@@ -8,7 +8,7 @@ from toys import ToyModel, checkpoint, loaded
 
 from rl_memory_plugins.errors import ManifestError
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
-from rl_memory_plugins.weights.plan import signature, trace
+from rl_memory_plugins.weights.plan import Batch, signature, trace
 from rl_memory_plugins.weights.source import ModuleSource
 
 
@@ -379,3 +379,27 @@ def test_failures_here_and_there_are_all_found():
     with pytest.raises(ManifestError) as error:
         trace(load, Manifest([TensorSpec(name, "float32", (2, 2)) for name in names]))
     assert len(error.value.details["mismatches"]) == 200
+
+
+class OnGpu(torch.Tensor):
+    """A host tensor that says it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_copies_that_one_kernel_cannot_do_are_done_one_by_one(monkeypatch):
+    """Those of dtypes that it lacks, and casts, for which it takes the first destination's dtype."""
+    together, foreach_copy = [], torch._foreach_copy_
+
+    def kernel(targets, tensors, **options):
+        together.extend(tensors)
+        foreach_copy(targets, tensors, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", kernel)
+    dtypes = {"float8_e8m0fnu", "uint16", "uint32", "uint64", "bfloat16", "float8_e4m3fn"}
+    sources = [torch.ones(4).to(getattr(torch, name)).as_subclass(OnGpu) for name in sorted(dtypes)]
+    sources.append(torch.ones(4, dtype=torch.bfloat16).as_subclass(OnGpu))
+    targets = [torch.zeros(4).to(source.dtype) for source in sources[:-1]] + [torch.zeros(4)]
+    Batch(zip(targets, sources, strict=True), group=True).run()
+    assert {source.dtype for source in together} == {torch.bfloat16, torch.float8_e4m3fn} and len(together) == 2
+    assert all(torch.equal(target.float(), torch.ones(4)) for target in targets)

@@ -491,18 +491,27 @@ def test_shared_memory_takes_tensors_of_any_layout():
 
 
 @pytest.mark.parametrize("stable", [True, False])
-def test_staging_on_a_gpu_takes_tensors_of_any_layout(gpus, stable):
+def test_staging_on_a_gpu_takes_tensors_of_any_layout(gpus, monkeypatch, stable):
     """Those that stay as they are go many to a kernel, when the bucket is published."""
+    foreach_copy = torch._foreach_copy_
+
+    def kernel(targets, tensors, **options):
+        assert not {tensor.dtype for tensor in tensors} & {torch.float8_e8m0fnu, torch.uint16}, "not on a GPU"
+        foreach_copy(targets, tensors, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", kernel)
     tensors = [
         torch.arange(12, dtype=torch.float32).view(3, 4).t(),
         torch.arange(40, dtype=torch.bfloat16)[8:24].view(2, 8),  # not at the start of its memory
         torch.randn(5, 3).to(torch.float8_e4m3fn),
+        torch.ones(3).to(torch.float8_e8m0fnu),
+        torch.ones(3, dtype=torch.uint16),
         torch.tensor(7, dtype=torch.int64),
         torch.tensor([[True], [False]]),
         torch.zeros(0, 4, dtype=torch.float16),
         torch.ones(3, dtype=torch.bfloat16),
     ]
-    staging = buffers.CudaStaging("GPU-0", 4096, 2, stable=stable)
+    staging = buffers.CudaStaging("GPU-0", 8192, 2, stable=stable)
     description, _ = staging.export()
     for slot in (1, 0):
         entries = []
