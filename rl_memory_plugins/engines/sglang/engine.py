@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
@@ -92,17 +93,17 @@ class SglangEngine:
                 "the engine is paused, so its requests never finish: continue_generation(), abort or keep"
             )
         if mode is PauseMode.ABORT:
-            from sglang.srt.managers.io_struct import AbortReq
-
             if self._scheduler._engine_paused:  # nothing runs that could notice it is aborted: queue it first
                 self._retract()
-            self._scheduler.abort_request(AbortReq(abort_all=True))
+            self._abort_all()
         drain = _Drain(mode)
         self._drains.append(drain)
         return drain.done
 
     def poll(self) -> None:
         """Complete drains that have ended, in the order they began. All ranks call it at the same point."""
+        if self._drains and self._scheduler._engine_paused:
+            self._settle_while_paused()
         while self._drains:
             drain = self._drains[0]
             if drain.mode is PauseMode.KEEP and not self._paused_here:
@@ -124,7 +125,35 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._paused_here = True
-        originals["pause_generation"](self._scheduler, PauseGenerationReqInput(mode="retract"))
+        with self._unlimited_queue():
+            originals["pause_generation"](self._scheduler, PauseGenerationReqInput(mode="retract"))
+
+    @contextmanager
+    def _unlimited_queue(self) -> Iterator[None]:
+        """`--max-queued-requests` is for those that arrive; who is put back into the queue would be aborted by it."""
+        limit, self._scheduler.max_queued_requests = self._scheduler.max_queued_requests, None
+        try:
+            yield
+        finally:
+            self._scheduler.max_queued_requests = limit
+
+    def _settle_while_paused(self) -> None:
+        """What a paused loop leaves undone, and a drain waits for. All ranks call it at the same point."""
+        scheduler = self._scheduler
+        if scheduler.enable_hierarchical_cache:  # copies to host memory have ended, and nobody has looked
+            scheduler.tree_cache.check_hicache_events()
+        if not scheduler.grammar_manager.grammar_queue:
+            return
+        with self._unlimited_queue():
+            for request in scheduler.grammar_manager.get_ready_grammar_requests():
+                scheduler._add_request_to_queue(request)
+        if any(drain.mode is PauseMode.ABORT for drain in self._drains):
+            self._abort_all()  # in SGLang such a request ends by a forward pass, once it is in the queue
+
+    def _abort_all(self) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._scheduler.abort_request(AbortReq(abort_all=True))
 
     def resume(self, *, lift_pause: bool) -> None:
         # SGLang's own resume does not lift a pause made by pause_generation, so `lift_pause` changes nothing.
@@ -142,9 +171,13 @@ class SglangEngine:
         """The pause is lifted while closed: generation continues when the engine opens."""
         self._paused_here = self._paused_here or self._scheduler._engine_paused
 
+    @property
+    def kv_cache_sleeps(self) -> bool:
+        return Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags
+
     def reset_caches(self) -> None:
         forget_embeddings()
-        if Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags:
+        if self.kv_cache_sleeps:
             return  # it was flushed when it went to sleep, and its memory is not there to be touched
         # Emptying torch's cache takes longer than a weight update; a sleep does it itself, where it is worth it.
         if not self._ranks.all(self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False))):
