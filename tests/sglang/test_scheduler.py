@@ -7,6 +7,8 @@ import types
 import pytest
 
 from rl_memory_plugins.engines.sglang import scheduler
+from rl_memory_plugins.engines.sglang.engine import SglangEngine
+from rl_memory_plugins.errors import EngineAsleepError
 
 
 @pytest.mark.parametrize(("draining", "naps"), [(True, 0), (False, 1)])
@@ -17,3 +19,32 @@ def test_a_drain_ends_when_the_last_request_does(draining: bool, naps: int) -> N
     added = types.SimpleNamespace(engine=types.SimpleNamespace(draining=draining))
     maybe_sleep_on_idle(types.SimpleNamespace(rl_memory=added))
     assert len(napped) == naps
+
+
+@pytest.mark.parametrize("tags", [set(), {"kv_cache"}])
+def test_a_flush_touches_no_kv_cache_that_sleeps(tags: set[str]) -> None:
+    """Stock: models with state besides the KV cache set it to zero, and it lies in the same memory."""
+    flushed: list[object] = []
+
+    def original(scheduler: object, empty_cache: bool = True) -> bool:
+        flushed.append(empty_cache)
+        return True
+
+    engine = SglangEngine(types.SimpleNamespace(weight_updater=types.SimpleNamespace(offload_tags=tags)), None)  # type: ignore[arg-type]
+    added = types.SimpleNamespace(engine=engine)
+    assert scheduler._flush_what_is_there(original)(types.SimpleNamespace(rl_memory=added), empty_cache=False)
+    assert flushed == ([] if tags else [False])
+
+
+def test_a_refused_request_gives_back_the_memory_of_its_images() -> None:
+    """SGLang's own early answers do; what is not given back is missing to later requests."""
+    given_back: list[str] = []
+    sent: list[object] = []
+    output = types.SimpleNamespace(send_output=lambda answer, request: sent.append(answer))
+    added = object.__new__(scheduler.SglangScheduler)
+    added._scheduler = types.SimpleNamespace(ipc_channels=types.SimpleNamespace(send_to_tokenizer=output))
+    lent = types.SimpleNamespace(release_transport_proxies=lambda: given_back.append("an image"))
+    for inputs in (None, types.SimpleNamespace(mm_items=[lent, types.SimpleNamespace()])):
+        added.refuse(types.SimpleNamespace(rid="one", mm_inputs=inputs), EngineAsleepError("it sleeps"))
+    assert given_back == ["an image"]
+    assert len(sent) == 2

@@ -39,7 +39,8 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{SCHEDULER}.continue_generation", _native_continue)
     if hasattr(hooks.require(SCHEDULER), "handle_update_weight_version"):
         hooks.wrap(f"{SCHEDULER}.handle_update_weight_version", _native_weight_version)
-    for name in ("is_fully_idle", "flush_cache", "abort_request"):
+    hooks.wrap(f"{SCHEDULER}.flush_cache", _flush_what_is_there)
+    for name in ("is_fully_idle", "abort_request", "_add_request_to_queue"):
         hooks.require(f"{SCHEDULER}.{name}")
     hooks.require("sglang.srt.runtime_context:get_parallel")
 
@@ -97,6 +98,8 @@ class SglangScheduler:
 
     def cannot_flush(self) -> RLMemoryError | None:
         """Why SGLang would fail to flush its caches after an update, or `None` if it would not."""
+        if self.engine.kv_cache_sleeps:
+            return None
         is_idle = self._scheduler.is_fully_idle
         options = {}
         if "ignore_waiting" in inspect.signature(is_idle).parameters:
@@ -114,6 +117,10 @@ class SglangScheduler:
         """Answer a request that arrived while closed."""
         from sglang.srt.managers.io_struct import AbortReq
 
+        for item in getattr(getattr(request, "mm_inputs", None), "mm_items", None) or ():
+            release = getattr(item, "release_transport_proxies", None)
+            if release is not None:  # the sender's memory, which it lends until each rank has given it back
+                release()
         reason = {
             "type": "abort",
             "status_code": refusal.status,
@@ -251,6 +258,18 @@ def _refuse_while_closed(original: Callable[..., Any]) -> Callable[..., Any]:
         return added.refuse(recv_req, refusal)
 
     return handle
+
+
+def _flush_what_is_there(original: Callable[..., bool]) -> Callable[..., bool]:
+    """A KV cache was emptied when it went to sleep; some models' caches have state there that a flush sets to zero."""
+
+    def flush_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
+        added = of(self)
+        if added is not None and added.engine.kv_cache_sleeps:
+            return True
+        return original(self, *args, **kwargs)
+
+    return flush_cache
 
 
 def _native_pause(original: Callable[..., Any]) -> Callable[..., Any]:
