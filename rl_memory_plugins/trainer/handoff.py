@@ -86,8 +86,8 @@ class RolloutHandoff:
     `StateConflictError`.
 
     What is away (`weights` and `others`, from `sync` on until the next `release`) can be neither saved nor restored:
-    `torch.save` of its `state_dict()` writes a file that cannot be read, without an error, and `load_state_dict` may end
-    the process. Save and load checkpoints in the body of `training`.
+    `torch.save` of its `state_dict()` writes a file that cannot be read, without an error, and `load_state_dict` may
+    end the process. Save and load checkpoints in the body of `training`.
 
     Args:
         engines: Those that this process controls: `EngineClient`s or engines' own objects. Each engine is given
