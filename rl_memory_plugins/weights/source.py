@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -41,12 +42,43 @@ class ResidentSource(TensorSource, Protocol):
         """The very tensors that `tensors()` gives, in its order; None if some are made on the way."""
 
 
+def named_tensors(
+    module: torch.nn.Module | Mapping[str, torch.Tensor], rename: Callable[[str], str | None] = str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's parameters and persistent buffers, or a mapping's entries.
+
+    Tensors that are the same object under two names (tied weights) come once, under the first that is sent. Modules'
+    extra state is left out where it is no tensor. Not detached: those would stay on the old memory where a parameter's
+    `data` is replaced.
+
+    Args:
+        rename: Gives the name that is sent; None leaves an entry out.
+
+    Raises:
+        InvalidRequestError: another entry is no tensor, or a tensor has no content (the meta device).
+    """
+    entries = module.state_dict(keep_vars=True) if isinstance(module, torch.nn.Module) else module
+    seen: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a mapping that makes its tensors uses one twice
+    for name, tensor in entries.items():
+        is_tensor = isinstance(tensor, torch.Tensor)
+        if not is_tensor and name.endswith("_extra_state"):
+            continue
+        sent = rename(name)
+        if sent is None:
+            continue
+        if not is_tensor or tensor.is_meta:
+            what = "is on the meta device" if is_tensor else f"is no tensor but a {type(tensor).__name__}"
+            raise InvalidRequestError(f"{name} {what}: it cannot be sent", name=name)
+        known = seen.get(id(tensor))
+        if known is None or known() is not tensor:
+            seen[id(tensor)] = weakref.ref(tensor)
+            yield sent, tensor
+
+
 class ModuleSource:
     """A plain module's parameters and persistent buffers, or a mapping such as a state dict.
 
-    Tensors that are the same object under two names (tied weights) are sent once, under the first.
-
-    Offloaded and sharded tensors cannot be read; `trainer.ModelSource` reads them.
+    See `named_tensors`. Offloaded and sharded tensors cannot be read; `trainer.ModelSource` reads them.
 
     Args:
         module: The module, or its names and tensors. It is looked at anew for every update.
@@ -63,7 +95,7 @@ class ModuleSource:
         """See `TensorSource`.
 
         Raises:
-            InvalidRequestError: a tensor is offloaded or sharded.
+            InvalidRequestError: a tensor is offloaded or sharded; see also `named_tensors`.
         """
         named = self._named()
         for name, tensor in named.items():
@@ -85,16 +117,7 @@ class ModuleSource:
         return tensors if unchanged else None
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """Not detached: those would stay on the old memory where a parameter's `data` is replaced."""
-        module = self._module
-        tensors = module.state_dict(keep_vars=True) if isinstance(module, torch.nn.Module) else module
-        seen: set[int] = set()
-        named: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                named[name] = tensor
-        return named
+        return dict(named_tensors(self._module))
 
     def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype

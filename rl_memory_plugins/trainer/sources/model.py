@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.gather import whole
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.source import named_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ModelSource:
-    """A module's parameters and persistent buffers, or a mapping such as a state dict.
+    """A module's parameters and persistent buffers, or a mapping such as a state dict; see `named_tensors`.
 
     DTensors are gathered when their turn comes, a few at a time: all ranks of their mesh must iterate, in step. Each
     casts its parts first, so that the gather moves and holds the dtype that is sent. Offloaded tensors, by
-    `offload` or by `.cpu()`, are read where they are. Tied weights are sent once, under the first name.
+    `offload` or by `.cpu()`, are read where they are.
 
     Args:
         model: The module, or names and tensors. It is looked at anew for every update.
@@ -51,12 +52,4 @@ class ModelSource:
         return [host_view(one) for one in tensors]
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        model = self._model
-        tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
-        seen: dict[int, weakref.ref[Any]] = {}  # by id; a mapping that makes its tensors uses one twice
-        for name, tensor in tensors.items():
-            sent = self._outgoing.name(name)
-            known = seen.get(id(tensor))
-            if (known is None or known() is not tensor) and sent is not None:
-                seen[id(tensor)] = weakref.ref(tensor)
-                yield sent, tensor
+        return named_tensors(self._model, self._outgoing.name)

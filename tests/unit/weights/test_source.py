@@ -8,6 +8,7 @@ import torch
 from toys import Rank, ToyModel, checkpoint, loaded, update
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights.source import ModuleSource
 
 
@@ -96,3 +97,40 @@ def test_a_sharded_tensor_is_refused_with_the_source_that_gathers_it():
     with pytest.raises(InvalidRequestError, match="sharded: send a trainer.ModelSource") as caught:
         ModuleSource(tensors).specs()
     assert caught.value.details["name"] == "b"
+
+
+class Stateful(torch.nn.Linear):
+    """As Transformer Engine's modules are."""
+
+    def __init__(self, state):
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("source", [ModuleSource, ModelSource])
+def test_extra_state_is_sent_only_where_it_is_a_tensor(source):
+    for state in (None, b"scales", {"scale": torch.ones(1)}):
+        module = Stateful(state)
+        for one in (module, module.state_dict()):
+            assert [spec.name for spec in source(one).specs()] == ["weight", "bias"]
+            assert [name for name, _ in source(one).tensors()] == ["weight", "bias"]
+    assert [spec.name for spec in source(Stateful(torch.ones(1))).specs()] == ["weight", "bias", "_extra_state"]
+
+
+@pytest.mark.parametrize("source", [ModuleSource, ModelSource])
+@pytest.mark.parametrize("value", [None, 3, torch.empty(2, device="meta")], ids=["none", "number", "meta"])
+def test_what_has_no_content_to_send_is_refused_by_its_name(source, value):
+    with pytest.raises(InvalidRequestError, match="step .*cannot be sent") as caught:
+        source({"a": torch.ones(2), "step": value}).specs()
+    assert caught.value.details["name"] == "step"
+
+
+def test_what_a_rename_leaves_out_need_be_no_tensor():
+    source = ModelSource({"a": torch.ones(2), "step": 3}, rename=lambda name: None if name == "step" else name)
+    assert [spec.name for spec in source.specs()] == ["a"]
