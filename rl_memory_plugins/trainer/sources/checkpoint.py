@@ -26,7 +26,10 @@ _DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),  # since torch 2.7
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,

@@ -70,15 +70,10 @@ def cast_to(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy to a contiguous tensor of the same shape; what is cast is cast by the target's device."""
+    """Copy to a contiguous tensor of the same shape; what is cast is cast by the target's device, in pieces."""
     if source.dtype == target.dtype or source.device == target.device:
         target.copy_(source)
-    else:
-        copy_in_pieces(target, source)
-
-
-def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """The same by way of copies on the target's device, each of one piece."""
+        return
     flat, given = target.view(-1), source.reshape(-1)
     for start in range(0, given.numel(), PIECE):
         flat[start : start + PIECE].copy_(given[start : start + PIECE].to(target.device))

@@ -88,13 +88,18 @@ def test_casting_holds_one_tensor_at_a_time():
     assert live.peak == 2000
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says it lies on another device."""
+
+    device = torch.device("meta")
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 4)])
 def test_a_cast_piece_by_piece_is_the_same(monkeypatch, shape):
     monkeypatch.setattr(outgoing, "PIECE", 4)
     tensor = torch.randn(shape).mT if len(shape) == 2 else torch.randn(shape)
-    pieces = torch.empty(tensor.shape, dtype=torch.bfloat16)
-    outgoing.copy_in_pieces(pieces, tensor)
-    for made in (pieces, outgoing.cast_to(tensor, torch.bfloat16, torch.device("cpu"))):
+    for given in (tensor, tensor.as_subclass(Elsewhere)):
+        made = outgoing.cast_to(given, torch.bfloat16, torch.device("cpu"))
         assert made.shape == tensor.shape and torch.equal(made, tensor.bfloat16())
 
 
@@ -140,6 +145,14 @@ def test_a_folder_without_an_index_gives_all_its_files(tmp_path):
     for name in "xy":
         save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
     assert list(collected(CheckpointSource(tmp_path))) == ["x", "y"]
+
+
+@pytest.mark.parametrize("kind", ["e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"])
+def test_a_checkpoint_may_hold_floats_of_eight_bits(tmp_path, kind):
+    tensor = torch.tensor([0.5, 1, 2]).to(getattr(torch, f"float8_{kind}"))
+    save_file({"scale": tensor}, tmp_path / "model.safetensors")
+    got = collected(CheckpointSource(tmp_path))["scale"]
+    assert got.dtype == tensor.dtype and torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_missing_files_are_found_before_anything_is_sent(checkpoint, tmp_path_factory):
