@@ -340,16 +340,15 @@ class _Leases:
 
     def release(self, timeout_s: float) -> None:
         with self._lock:
-            connections = list(self._connections.values())
-            self._connections.clear()
-        for connection in connections:
+            connections = dict(self._connections)
+        for connection in connections.values():
             connection.finish()
-        try:
-            for connection in connections:
-                connection.await_end(timeout_s)
-        finally:
-            for connection in connections:
-                connection.close()
+        for receiver, connection in connections.items():
+            connection.await_end(timeout_s)
+            with self._lock:  # not before: whoever tries again must wait for those that have not answered
+                if self._connections.get(receiver) is connection:
+                    del self._connections[receiver]
+            connection.close()
 
 
 leases = _Leases()
@@ -361,7 +360,7 @@ def release_mapped(timeout_s: float = 10.0) -> None:
     To be called before such memory is freed, moved or paused: it stays in use otherwise.
 
     Raises:
-        WeightUpdateError: an engine did not do so in time.
+        WeightUpdateError: an engine did not do so in time. The next call waits for it again.
     """
     leases.release(timeout_s)
 

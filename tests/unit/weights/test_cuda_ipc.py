@@ -1,9 +1,14 @@
-"""What the driver is asked of an allocation that is exported again; the rest needs a GPU (`tests/gpu`)."""
+"""What the driver is asked of an allocation that is exported again, and leases; the rest needs a GPU (`tests/gpu`)."""
 
 import ctypes
+import socket
 
+import pytest
+
+from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu
+from rl_memory_plugins.weights.wire import Connection
 
 SIZE = 1 << 21
 
@@ -81,3 +86,20 @@ def test_what_is_known_is_bounded(monkeypatch):
         driver.allocations[number * SIZE] = number
         assert gpu.find(number * SIZE).serial == number
         assert len(gpu._found) <= 3
+
+
+def test_what_was_not_given_back_in_time_is_waited_for_by_the_next_call_too():
+    pairs = [socket.socketpair() for _ in range(3)]
+    leases = cuda_ipc._Leases()
+    for number, (own, _) in enumerate(pairs):
+        leases.hold(str(number), Connection(own, f"rank {number}"))
+    engines = [theirs for _, theirs in pairs]
+    engines[0].close()
+    for _ in range(2):
+        with pytest.raises(WeightUpdateError, match="rank 1 stalled"):
+            leases.release(0.01)
+    assert [engine.recv(1) for engine in engines[1:]] == [b"", b""]  # all have been asked
+    for engine in engines[1:]:
+        engine.close()
+    leases.release(10)
+    assert leases._connections == {} and all(own.fileno() == -1 for own, _ in pairs)
