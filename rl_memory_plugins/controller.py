@@ -71,6 +71,9 @@ class EngineHooks(Protocol):
     def reset_caches(self) -> None:
         """Forget everything that was computed with the old weights or lies in the KV cache."""
 
+    def afterwards(self, act: Callable[[], None]) -> None:
+        """Call `act`, which does not raise, once the reply that is being made has been sent. Nobody waits for it."""
+
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
         """Mirror the state into the engine's own fields, for its own code that looks at them."""
 
@@ -183,7 +186,7 @@ class Controller:
         replies = raise_failures(self._ranks.call("status"))
         if self._busy == UNKNOWN:
             self._busy = self._under_way()
-        self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
+        self._show_ranks(replies)
 
     def _refresh_or_close(self) -> None:
         """Refresh, at the end of an operation: what the board showed meanwhile must not stay."""
@@ -198,6 +201,13 @@ class Controller:
             self._busy = UNKNOWN
             self._show(self.status.ranks)
             raise
+
+    def _account(self) -> None:
+        """Show what is left on the devices, which takes too long to be found out within a sleep."""
+        try:
+            self._show_ranks(raise_failures(self._ranks.call("account")))
+        except Exception:
+            logger.exception("what is left on the devices is not known")
 
     def note_foreign_changes(self, weight_version: str | None = None) -> None:
         """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if all is well.
@@ -413,6 +423,8 @@ class Controller:
             reply = self._failure(operation.name, error)
         if not operation.reply.done():
             operation.reply.set_result(self._encoded(reply))
+        if self.status.asleep_tags():
+            self._engine.afterwards(self._account)
 
     def _decided(self, operation: _Operation, finish: Callable[[bool], Any]) -> Any:
         """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""
@@ -459,6 +471,9 @@ class Controller:
             raise StateConflictError(f"{self._held.name} waits for the decision of its second phase")
 
     # -- what is shown ----------------------------------------------------------------------------------------
+
+    def _show_ranks(self, replies: list[Reply[Any]]) -> None:
+        self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
 
     def _show(self, ranks: list[RankStatus]) -> None:
         self.status = EngineStatus(

@@ -16,17 +16,12 @@ class RankGroup(Protocol):
         """Run a method of `RankAgent` on every rank; one reply each, in the order of ranks. Never raises."""
 
 
-def two_phase(ranks: RankGroup, operation: str, **arguments: Any) -> list[Reply[Any]]:
-    """Prepare `operation` on all ranks, then commit it on all; if one cannot, abort it on all.
+def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
+    """The first phase of `operation` on all ranks; if one cannot, it is aborted on all.
 
     Raises:
         RLMemoryError: the first failing rank's, with `rank` and `failed_ranks` in its details.
     """
-    prepare(ranks, operation, **arguments)
-    return commit(ranks, operation)
-
-
-def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
     try:
         raise_failures(ranks.call(f"prepare_{operation}", **arguments))
     except RLMemoryError:
@@ -35,6 +30,7 @@ def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
 
 
 def commit(ranks: RankGroup, operation: str) -> list[Reply[Any]]:
+    """The second phase; raises as `prepare` does, and undoes nothing."""
     return raise_failures(ranks.call(f"commit_{operation}"))
 
 

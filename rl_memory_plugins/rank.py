@@ -59,6 +59,7 @@ class RankAgent:
                 self.finish_update,
                 self.checksums,
                 self.status,
+                self.account,
             )
         }
 
@@ -119,6 +120,9 @@ class RankAgent:
 
     def status(self) -> Any:
         return self.manager.status()
+
+    def account(self) -> Any:
+        return self.manager.account()
 
 
 def encode_call(method: str, arguments: dict[str, Any]) -> bytes:

@@ -87,8 +87,10 @@ class CudaVmmAllocator:
         self._holds = dict.fromkeys(Tag, 0)
         self._segments = Segments(index)
         self._regions = RegionStack()
-        self._region_lock = threading.Lock()  # guards the count below
+        self._region_lock = threading.Lock()  # guards the three below
         self._open_regions = 0
+        self._regions_entered = 0
+        self._known_unused: dict[Tag, list[Block]] = {}
         self._left = Left(index)
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
         self._torch_allocators = {
@@ -109,6 +111,8 @@ class CudaVmmAllocator:
         """
         with self._region_lock:
             self._open_regions += 1
+            self._regions_entered += 1
+            self._known_unused.clear()
         try:
             pool = self._take_pool(tag)
             try:
@@ -235,9 +239,20 @@ class CudaVmmAllocator:
         return [Block(mapping.address, mapping.nbytes) for mapping in self._live(tag)]
 
     def unused(self, tag: Tag) -> list[Block]:
+        """What is unused stays so until a region is entered, for only there do tensors come into these pools: torch,
+        which takes some milliseconds to say it, is not asked at every sleep."""
+        with self._region_lock:
+            entered, known = self._regions_entered, self._known_unused.get(tag)
+            none_open = not self._open_regions
+        if known is not None:
+            return known
         with self._lock:
             pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not those of regions that are open
-        return [block for segment in self._segments.of(pools) for block in segment.unused]
+        unused = [block for segment in self._segments.of(pools) for block in segment.unused]
+        with self._region_lock:
+            if none_open and entered == self._regions_entered:
+                self._known_unused[tag] = unused
+        return unused
 
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
@@ -279,6 +294,7 @@ class CudaVmmAllocator:
 
     def reclaim(self) -> None:
         self._driver.reclaim()
+        self._segments.by_pool()  # the next wake finds it read
 
     def reserve(self, tag: Tag) -> VmmReservation:
         self.forget_freed(tag)

@@ -84,7 +84,8 @@ class MemoryManager:
         self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # what the latest release left for later is done
-        self._left: dict[str, int] | None = None  # of the latest sleep, once it is known
+        self._left: dict[str, int] = {}  # of the latest sleep, once it is accounted for
+        self._accounted = False
         self._seconds: dict[str, float] = {}
 
     def warm_up(self) -> None:
@@ -132,13 +133,14 @@ class MemoryManager:
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
             notes=(*self.notes, *self.arena.notes),
-            left=self._known_left() if asleep else {},
+            left=self._left if asleep else {},
         )
 
-    def _known_left(self) -> dict[str, int]:
-        if self._left is None:
-            self._left = self.allocator.left()
-        return self._left
+    def account(self) -> RankStatus:
+        """The status with what is left on the device while a tag sleeps. Takes some milliseconds after a sleep."""
+        if not self._accounted and any(state is not TagState.RESIDENT for state in self._states.values()):
+            self._left, self._accounted = self.allocator.left(), True
+        return self.status()
 
     def seconds(self) -> dict[str, float]:
         """The seconds of each step of the latest transition; steps that did not run are absent."""
@@ -198,7 +200,7 @@ class MemoryManager:
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is None:
             raise StateConflictError("no sleep has been prepared on this rank", rank=self.rank)
-        self._left = None
+        self._left, self._accounted = {}, False
         with self._naming_changes():
             try:
                 with self._timed("synchronize"):

@@ -98,6 +98,20 @@ def test_reclaiming_takes_nothing_and_needs_nothing(vmm):
     assert int(tensor[-1]) == 8
 
 
+def test_what_is_unused_is_asked_of_torch_again_once_a_region_was_entered(vmm):
+    """A tensor that came into what was unused must not be left out of a copy."""
+    first = filled(vmm, Tag.WEIGHTS, 3 * MiB, 1)
+    unused = vmm.unused(Tag.WEIGHTS)
+    assert sum(block.nbytes for block in unused) > 10 * MiB
+    torch.zeros(1, device="cuda:0")
+    assert vmm.unused(Tag.WEIGHTS) is unused
+    second = filled(vmm, Tag.WEIGHTS, 3 * MiB, 2)
+    assert any(block.address <= second.data_ptr() < block.end for block in unused), "it should have come there"
+    start, end = second.data_ptr(), second.data_ptr() + second.numel()
+    assert all(block.end <= start or end <= block.address for block in vmm.unused(Tag.WEIGHTS))
+    assert int(first[0]) == 1
+
+
 def test_the_margin_stays_free():
     free, _ = torch.cuda.mem_get_info(0)
     vmm = CudaVmmAllocator(0, margin_bytes=free)

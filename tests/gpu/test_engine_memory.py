@@ -11,6 +11,7 @@ from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.engines.sglang import Sglang
 from integration.models import SHAPES, write_model
+from integration.waiting import wait_until
 from tests.conformance.conftest import PROMPT, SEED, Weights
 from tests.conformance.test_sleep_wake import copied_bytes
 from tests.conformance.trainers import push
@@ -72,6 +73,7 @@ def test_graphs_are_in_their_tag_and_replay_after_many_cycles(server, first_toke
 def test_what_is_left_asleep_is_named(server, first_tokens):
     assert rank_of(server)["left"] == {}
     server.control.sleep(level=1)
+    wait_until(lambda: rank_of(server)["left"] != {}, "an account of what is left")  # it follows the reply
     rank = rank_of(server)
     left = rank["left"]
     print(

@@ -30,6 +30,7 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.hold_drain = False
+        self.later: list[Any] = []
         self.drains: list[Future[None]] = []
 
     def drain(self, mode: PauseMode) -> Future[None]:
@@ -45,6 +46,9 @@ class Engine:
 
     def reset_caches(self) -> None:
         self.calls.append("reset_caches")
+
+    def afterwards(self, act: Any) -> None:
+        self.later.append(act)
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
         self.shown = (asleep_tags, weight_version)
@@ -102,6 +106,29 @@ def test_the_board_shows_the_state_before_the_reply_is_sent(world: World) -> Non
     reply = world.controller.execute(encode_command(commands.Sleep(level=1)))
     reply.add_done_callback(lambda _: seen.append(world.reader.read().busy))
     assert seen == [""]
+
+
+def test_what_is_left_on_the_devices_is_shown_after_the_reply(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in world.ranks:
+        monkeypatch.setattr(rank.allocator, "left", lambda: {"context": 5})
+    world.run(commands.Sleep(level=1))
+    assert [rank.left for rank in world.reader.read().ranks] == [{}, {}]
+    world.engine.later.pop()()
+    assert [rank.left for rank in world.reader.read().ranks] == [{"context": 5}] * 2
+    world.run(commands.WakeUp())
+    assert world.engine.later == []
+    assert [rank.left for rank in world.reader.read().ranks] == [{}, {}]
+
+
+def test_what_is_left_may_stay_unknown(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> dict[str, int]:
+        raise RuntimeError("no account")
+
+    monkeypatch.setattr(world.ranks[1].allocator, "left", fail)
+    world.run(commands.Sleep(level=1))
+    world.engine.later.pop()()
+    world.run(commands.WakeUp())
+    assert world.controller.refusal() is None
 
 
 def test_admission_is_closed_before_the_drain_ends_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,17 @@ from __future__ import annotations
 import pytest
 from helpers import FakeRank, LocalRanks
 
-from rl_memory_plugins.coordination import two_phase
+from rl_memory_plugins.coordination import commit, prepare
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, HostMemoryError
 from rl_memory_plugins.records import Reply
 from rl_memory_plugins.tags import Content, Tag, TagState
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
+
+
+def two_phase(ranks, operation, **arguments):
+    prepare(ranks, operation, **arguments)
+    return commit(ranks, operation)
 
 
 class NotingRanks:

@@ -82,6 +82,7 @@ class SglangEngine:
         self._scheduler = scheduler
         self._ranks = ranks
         self._drains: list[_Drain] = []
+        self._afterwards: list[Callable[[], None]] = []
         self._paused_here = False
         self.paused_natively = False
         self._shown_version: str | None = None
@@ -100,8 +101,13 @@ class SglangEngine:
         self._drains.append(drain)
         return drain.done
 
+    def afterwards(self, act: Callable[[], None]) -> None:
+        self._afterwards.append(act)
+
     def poll(self) -> None:
         """Complete drains that have ended, in the order they began. All ranks call it at the same point."""
+        while self._afterwards:
+            self._afterwards.pop()()
         if self._drains and self._scheduler._engine_paused:
             self._settle_while_paused()
         while self._drains:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -111,6 +111,13 @@ class VllmEngine:
 
     def reset_caches(self) -> None:
         reset_caches(self._core)
+
+    def afterwards(self, act: Callable[[], None]) -> None:
+        callbacks = getattr(self._core, "_idle_state_callbacks", None)
+        if callbacks is None:  # the core is in the caller's process
+            act()
+        else:
+            callbacks.append(lambda core: act())
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
         # The data-parallel dummy batch looks at the executor, so it must know which tags are asleep.
