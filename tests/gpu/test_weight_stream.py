@@ -20,8 +20,12 @@ from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator, set_torch_option
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights import buffers, checksums
+from rl_memory_plugins.weights.buffers.staged import CudaStaging
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu, release_mapped
+from rl_memory_plugins.weights.manifest import BucketEntry
+from rl_memory_plugins.weights.plan import Batch
 from rl_memory_plugins.weights.sender import WeightSender
+from rl_memory_plugins.weights.source import spec_of
 
 MiB = 1 << 20
 MODEL = "demo"
@@ -111,6 +115,53 @@ def test_a_source_may_use_its_memory_again(engine, place):
         report = updated(engine, OneByOne(tensors), transport=transport)
         assert report["transport"] == transport
         assert_arrived(engine, tensors)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm_pinned"])
+def test_a_source_may_give_each_tensor_on_another_stream(engine, transport):
+    tensors = randomised(seed=6)
+    source = OneByOne(tensors)
+
+    def made_on_two_streams():
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        for number, (name, tensor) in enumerate(tensors.items()):
+            with torch.cuda.stream(streams[number % 2]):
+                torch.cuda._sleep(20_000_000)
+                yield name, tensor + 0
+
+    source.tensors = made_on_two_streams
+    updated(engine, source, transport=transport)
+    assert_arrived(engine, tensors)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bool", "float8_e4m3fn", "float8_e8m0fnu", "uint16", "uint32", "uint64"])
+def test_small_tensors_of_every_dtype_are_packed_and_written(name):
+    """Not all of them by one kernel: that takes only some dtypes."""
+    given = torch.arange(64, dtype=torch.uint8, device="cuda") % 2
+    source = given.view(getattr(torch, name))
+    staging = CudaStaging(gpu_name(0), MiB, 1, stable=True)
+    try:
+        spec = spec_of("tensor", source)
+        staging.put(0, BucketEntry(0, 512, 64), spec, source)
+        staging.put(0, BucketEntry(0, 1024, 64), spec, source)
+        staging.publish()
+        for offset in (512, 1024):
+            assert torch.equal(staging._slots[0][offset : offset + 64], given)
+    finally:
+        staging.close()
+    written = [torch.zeros_like(given).view(source.dtype) for _ in range(2)]
+    Batch([(destination, source) for destination in written], group=True).run()
+    for destination in written:
+        assert torch.equal(destination.view(torch.uint8), given)
+
+
+def test_small_tensors_that_are_cast_are_cast_each_to_its_own_dtype():
+    """torch's one kernel for many takes the first one's dtype for all."""
+    sources = [torch.arange(8, device="cuda", dtype=torch.float32) for _ in range(2)]
+    written = [torch.zeros(8, dtype=dtype, device="cuda") for dtype in (torch.bfloat16, torch.float16)]
+    Batch(zip(written, sources, strict=True), group=True).run()
+    for destination in written:
+        assert destination.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("place", ["cuda", "pinned", "cpu"])
