@@ -204,6 +204,33 @@ def test_an_update_while_the_weights_are_asleep(server: Server, first_weights: A
     assert asleep(server) == ["weights"]
 
 
+@pytest.mark.parametrize("tag", ["kv_cache", "cuda_graph"])
+def test_an_update_that_captures_graphs_anew_while_something_sleeps(
+    server: Server, tag: str, model_folder: Path, first_tokens: list[int]
+) -> None:
+    """Stock: the capture runs the model on memory that is not there."""
+    server.control.sleep(1, [tag])
+    disk = {"model_path": str(model_folder)}
+    response = post(server, "/update_weights_from_disk", **disk, recapture_cuda_graph=True)
+    assert response.json()["success"] is False
+    assert f"{tag} asleep" in message_of(response)
+    assert post(server, "/update_weights_from_disk", **disk).json()["success"] is True
+    server.control.wake_up()
+    assert server.generate(PROMPT) == first_tokens
+
+
+def test_a_flush_while_the_kv_cache_is_asleep(server: Server, first_weights: Any, first_tokens: list[int]) -> None:
+    """Stock: it sets parts of it to zero. What is kept meanwhile is no reason against it."""
+    with server.generating(PROMPT, LONG) as request:
+        server.control.sleep(1, ["kv_cache"], mode="keep")
+        assert server.http.post("/flush_cache").status_code == 200
+        tensors = [(NAME, first_weights.state_dict()[NAME])]
+        assert native_update(server, tensors, flush_cache=True).json()["success"] is True
+        server.control.wake_up()
+    assert len(server.kind.tokens(request.answer())) == LONG
+    assert server.generate(PROMPT) == first_tokens
+
+
 def test_an_update_while_requests_are_paused_in_place(server: Server, first_weights: Any) -> None:
     """Stock: `AssertionError: Cache flush failed after updating weights`, killed."""
     tensors = [(NAME, first_weights.state_dict()[NAME])]
@@ -319,6 +346,41 @@ def test_a_failed_update_leaves_no_mixture_behind(server: Server, other_weights:
     assert response.status_code == 400
     assert server.control.memory()["content"] == "failed"
     assert server.post(PROMPT).status_code == 503
+
+
+def test_a_session_is_one_update_from_its_first_write_to_its_end(server: Server, first_weights: Any) -> None:
+    """Stock: between its calls, and if the trainer dies then, half of the new weights answer."""
+    items = list(first_weights.state_dict().items())
+    with server.generating(PROMPT, LONG) as request:
+        assert post(server, "/pause_generation", mode="retract").status_code == 200
+        assert post(server, "/begin_weight_update").json()["success"] is True
+        assert server.control.memory()["content"] == "valid"  # nothing was written
+        assert native_update(server, items[:5]).json()["success"] is True
+        assert server.control.memory()["content"] == "updating"
+        assert post(server, "/continue_generation").status_code == 200
+        assert server.post(PROMPT).json()["error"]["details"]["reason"] == "updating"
+        assert native_update(server, items[5:9]).json()["success"] is True
+        assert server.control.memory()["content"] == "updating"
+        request.assert_running()
+        assert post(server, "/end_weight_update").json()["success"] is True
+        assert server.control.memory()["content"] == "valid"  # some weights of valid ones were replaced
+    assert len(server.kind.tokens(request.answer())) == LONG
+
+
+def test_a_session_with_a_failed_update_ends_in_a_complete_one(server: Server, first_weights: Any) -> None:
+    items = list(first_weights.state_dict().items())
+    assert post(server, "/begin_weight_update").json()["success"] is True
+    assert native_update(server, items[:5]).json()["success"] is True
+    assert native_update(server, [*items[5:9], (NAME, torch.zeros(7))]).json()["success"] is False
+    assert server.control.memory()["content"] == "failed"
+    assert native_update(server, items[:5]).json()["success"] is True
+    assert post(server, "/end_weight_update").json()["success"] is True
+    assert server.control.memory()["content"] == "failed"
+    assert post(server, "/begin_weight_update").json()["success"] is True
+    assert native_update(server, items).json()["success"] is True
+    assert server.control.memory()["content"] == "updating"
+    assert post(server, "/end_weight_update").json()["success"] is True
+    assert server.control.memory()["content"] == "valid"
 
 
 # -- pause and continue -------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         import asyncio, json, os, time
         from pathlib import Path
         import torch
+        from sglang.srt.managers import io_struct
         torch.multiprocessing.set_sharing_strategy("file_system")
         from integration.models import new_model
         from rl_memory_plugins.sglang import Engine
@@ -127,6 +128,27 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         engine.end_weight_update()
         found["after native update"] = tokens() == other
 
+        attached = engine.loop.run_until_complete(engine.tokenizer_manager.attach_hicache_storage("file"))
+        found["attached"] = [attached.success, attached.message]
+
+        # -- paused and asleep
+        def score():
+            return engine.score(query=[5, 6], items=[[7], [8]], label_token_ids=[1, 2])
+
+        tokenizer = engine.tokenizer_manager
+        in_place = io_struct.PauseGenerationReqInput(mode="in_place")
+        engine.loop.run_until_complete(tokenizer.pause_generation(in_place))
+        engine.sleep(1, ["kv_cache"])
+        direct = io_struct.GenerateReqInput(input_ids=[5], sampling_params=SAMPLING)
+        found["paused and asleep"] = [
+            error_of(score),
+            error_of(lambda: engine.loop.run_until_complete(
+                asyncio.wait_for(tokenizer.generate_request(direct).__anext__(), 20))),
+        ]
+        engine.wake_up()
+        engine.loop.run_until_complete(tokenizer.continue_generation(io_struct.ContinueGenerationReqInput()))
+        found["scores"] = error_of(score)
+
         # -- a call that is cancelled after it was sent
         async def cancelled(call):
             task = asyncio.ensure_future(call)
@@ -232,6 +254,20 @@ def test_native_updates(found: dict[str, Any]) -> None:
     assert found["bad name"] is False and found["bad shape"] is False
     assert found["native update"][0] is True, found["native update"]
     assert found["after native update"]
+
+
+def test_a_store_that_outlives_updates_is_not_attached(found: dict[str, Any]) -> None:
+    """Stock: the KV cache of older weights is found in it after an update."""
+    attached, why = found["attached"]
+    assert not attached and "of its time" in why
+
+
+def test_a_request_does_not_wait_for_the_end_of_a_pause_and_a_sleep(found: dict[str, Any]) -> None:
+    """Stock: it waits for `continue_generation`, and then runs on memory that is not there."""
+    score, direct = found["paused and asleep"]
+    assert score[0] == "EngineAsleepError" and score[1]["reason"] == "asleep"
+    assert direct[0] == "HTTPException"  # what SGLang's own servers make a 503 of
+    assert found["scores"] is None
 
 
 def test_a_cancelled_call_does_not_shift_replies(found: dict[str, Any]) -> None:

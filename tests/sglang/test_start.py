@@ -150,7 +150,8 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "by_framework": by_framework, "over_variable": over_variable, "keyword_no": keyword_no,
             "balance_check": sorted(inspect.signature(original).parameters),
             "refused": refused, "before": before, "fine": fine, "launched": launched, "real": real,
-            "plain_grpc": plain_grpc, "child": CHILD_VARIABLE in os.environ, "enabled": ours(), "hooks": sorted(hooks.table),
+            "plain_grpc": plain_grpc,
+            "child": CHILD_VARIABLE in os.environ, "enabled": ours(), "hooks": sorted(hooks.table),
         }))
     """)
     return json.loads(output.splitlines()[-1])

@@ -15,10 +15,11 @@ from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.engines.sglang.engine import forget_embeddings
+from rl_memory_plugins.engines.sglang.switch import STORED, unsupported
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.manager import MemoryManager
-from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.tags import Content, Tag
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ READS = ("check_weights", "get_weights_by_name")
 #: Called by name, and answered from what they raise. While the weights sleep, zeros would be saved.
 SAVES = ("save_sharded_model", "save_remote_model")
 SENDS = "send_weights_to_remote_instance"
+ATTACHES = "attach_hicache_storage_wrapped"
 OUTPUTS = {
     "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
@@ -65,6 +67,8 @@ def install(hooks: Hooks) -> None:
     for name in SAVES:
         hooks.wrap(f"{UPDATER}.{name}", _saving)
     hooks.wrap(f"{SCHEDULER}.{SENDS}", _sending)
+    if hasattr(hooks.require(SCHEDULER), ATTACHES):
+        hooks.wrap(f"{SCHEDULER}.{ATTACHES}", _attaching)
     for name in READS:
         hooks.wrap(f"{UPDATER}.{name}", _reading(name))
     hooks.wrap(f"{UPDATER}.release_memory_occupation", _led_to("ReleaseMemoryOccupationReqOutput", _sleep))
@@ -75,7 +79,8 @@ class NativeWrites:
     """What SGLang's own updates write. They announce nothing, and loaders do not say what they took.
 
     Such updates are complete once every byte of every parameter has been written since the weights became
-    stale; then the content is valid again, as after one of our own updates.
+    stale; then the content is valid again, as after one of our own updates. Within a session, which SGLang has
+    since 0.5.21, it is `updating` from the first write to the end: what was valid is valid again then.
 
     Args:
         parameters: The parameters that a complete update must cover.
@@ -87,6 +92,7 @@ class NativeWrites:
         self._written: Coverage | None = None  # since the weights became stale
         self._now: Written | None = None  # by the update under way
         self._epoch = manager.epoch
+        self._before: Content | None = None  # a session has written: what the weights were worth before, or are by now
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -104,23 +110,43 @@ class NativeWrites:
         now = self._now
         return now is not None and any(now.touched.fraction(tensor) > 0 for tensor in self._parameters().values())
 
-    def settle(self, *, success: bool) -> None:
+    def settle(self, *, success: bool, in_session: bool = False) -> None:
         """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
         now, self._now = self._now, None
         if not success:
-            self._written = None
-            self._manager.tear()
+            self.tear()
             return
+        before = self._manager.content
         if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
             self._written = None if now is None else now.anew
         elif now is not None:
             self._written.extend(now.anew)
         written = self._written
         complete = written is not None and all(written.fraction(tensor) == 1 for tensor in self._parameters().values())
-        self._manager.note_foreign_load(complete)
+        self._manager.note_foreign_load(complete and not in_session)
         self._epoch = self._manager.epoch
         if complete:
             self._written = None
+        if in_session:
+            if before is not Content.UPDATING or complete:
+                self._before = Content.VALID if complete else before
+            self._manager.content = Content.UPDATING
+
+    def tear(self) -> None:
+        """What the weights hold is undefined."""
+        self._written = self._before = None
+        self._manager.tear()
+
+    def end_session(self) -> bool:
+        """The session ended well on all ranks. Tells whether that has changed what the weights are worth."""
+        before, self._before = self._before, None
+        if before is None or self._manager.content is not Content.UPDATING:
+            return False
+        if before is Content.VALID:
+            self._manager.note_foreign_load(True)
+        else:
+            self._manager.content = before
+        return True
 
 
 def _refusal(added: Any) -> RLMemoryError | None:
@@ -191,6 +217,9 @@ def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any
 
 def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
     def update(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
+        asleep = added.controller.status.asleep_tags()
+        if getattr(recv_req, "recapture_cuda_graph", False) and asleep:  # the model runs, to be captured
+            return _output(name, success=False, message=f"{', '.join(asleep)} asleep: wake_up() before a recapture")
         if getattr(recv_req, "flush_cache", False):
             refusal = added.cannot_flush()
             if refusal is not None:
@@ -201,10 +230,14 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
             with added.writes.watch():
                 return original()
 
-        with _implicit_session(updater, name, recv_req, added) as refused:
-            output = refused or _agree(added, name, ends_in_barrier, call)
+        in_session = _session(updater) is not None
+        with _implicit_session(updater, name, recv_req, added) as session:
+            output = session.refused or _agree(added, name, ends_in_barrier, call)
+        output = session.refused or output
         if any(added.ranks.gather(added.writes.wrote)):
-            added.writes.settle(success=output.success)
+            added.writes.settle(success=output.success, in_session=in_session)
+            if in_session and output.success:
+                added.controller.refresh()  # what is paused in its middle is kept, as over the whole session
         elif output.success and getattr(recv_req, "selector", "all") != "draft":
             # The models' loaders only log names that they do not know.
             output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
@@ -215,29 +248,40 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
     return _guarded(name, update)
 
 
-@contextmanager
-def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Iterator[Any]:
-    """Begin and end a session around an update that needs one and whose caller opens none, where asked for.
+def _session(updater: Any) -> Any:
+    """SGLang's session that is open; `None` also where SGLang has none."""
+    return getattr(updater, "_session", None)
 
-    Yields: SGLang's answer if the session could not be opened.
-    """
+
+class _Session:
+    """`refused`: SGLang's answer, if an update's own session could not be opened or ended."""
+
+    refused: Any = None
+
+
+@contextmanager
+def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Iterator[_Session]:
+    """Begin and end a session around an update that needs one and whose caller opens none, where asked for."""
+    session = _Session()
     needed = name in ("update_weights_from_tensor", "update_weights_from_distributed")
-    open_one = needed and added.config.implicit_update_session and getattr(updater, "_session", ...) is None
-    if not open_one:
-        yield None
+    if not needed or not added.config.implicit_update_session or getattr(updater, "_session", ...) is not None:
+        yield session
         return
     from sglang.srt.managers import io_struct
 
     begun = updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=recv_req.selector))
-    yield None if begun.success else _output(name, success=False, message=begun.message)
+    if not begun.success:
+        session.refused = _output(name, success=False, message=begun.message)
+    yield session
     if begun.success:
         ended = updater.end_weight_update(io_struct.EndWeightUpdateReqInput())
         if not ended.success:
-            logger.error("the update's session could not be ended: %s", ended.message)
+            session.refused = _output(name, success=False, message=ended.message)
 
 
 def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
     """Begin and end of a session: they process weights."""
+    ends = name == "end_weight_update"
 
     def session(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         def call() -> Any:
@@ -245,7 +289,17 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
             with added.worker.region():
                 return original()
 
-        return _agree(added, name, ends_in_barrier, call)
+        opened = _session(updater)
+        output = _agree(added, name, ends_in_barrier, call)
+        if (opened is not None) is not ends:  # called out of turn: SGLang has refused, and touched nothing
+            return output
+        if not output.success:
+            if getattr(opened if ends else recv_req, "selector", "all") in ("all", "target"):
+                added.writes.tear()
+                added.controller.note_foreign_changes()
+        elif ends and added.writes.end_session():
+            added.controller.note_foreign_changes()
+        return output
 
     return _guarded(name, session)
 
@@ -291,6 +345,20 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
         return io_struct.SendWeightsToRemoteInstanceReqOutput(success=False, message=refusal.message)
 
     return send
+
+
+def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What `--hicache-storage-backend` names at the start, by a call: refused as that is."""
+
+    def attach(self: Any, recv_req: Any) -> Any:
+        if getattr(self, "rl_memory", None) is None:
+            return original(self, recv_req)
+        from sglang.srt.managers import io_struct
+
+        message = unsupported("a storage backend of HiCache", STORED).message
+        return io_struct.AttachHiCacheStorageReqOutput(success=False, message=message)
+
+    return attach
 
 
 def _obey(added: Any, command: AnyCommand) -> None:

@@ -164,7 +164,7 @@ def _launch_subprocesses(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is None:
             return original(cls, server_args, *args, **kwargs)
         if cls.__name__ == "RayEngine":
-            raise refusal(*RAY)
+            raise unsupported(*RAY)
         refuse_modes(server_args)
         os.environ[CHILD_VARIABLE] = json.dumps(config.to_dict())
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # registrations do not survive an unmapped address
@@ -187,7 +187,7 @@ RAY = ("Ray schedulers", "their actors load no plugins")
 STORED = "what it stores is of the weights of its time, and is found again after an update"
 
 
-def refusal(mode: str, why: str) -> UnsupportedError:
+def unsupported(mode: str, why: str) -> UnsupportedError:
     return UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)
 
 
@@ -199,7 +199,7 @@ def _refuse_servers(server_args: Any) -> None:
     """
     for option in ("encoder_only", "smg_grpc_mode", "grpc_mode"):
         if getattr(server_args, option, False):
-            raise refusal(f"--{option.replace('_', '-')}", "that server starts processes that no plugin reaches")
+            raise unsupported(f"--{option.replace('_', '-')}", "that server starts processes that no plugin reaches")
 
 
 def refuse_modes(server_args: Any) -> None:
@@ -212,30 +212,30 @@ def refuse_modes(server_args: Any) -> None:
 
     _refuse_servers(server_args)
     if server_args.tokenizer_worker_num > 1:
-        raise refusal("--tokenizer-worker-num > 1", "its workers load no plugins")
+        raise unsupported("--tokenizer-worker-num > 1", "its workers load no plugins")
     rust = getattr(envs, "SGLANG_RUST_SERVER", None)
     if rust is not None and rust.get():
-        raise refusal("SGLANG_RUST_SERVER", "it has no Python server to put the routes and the gate in")
+        raise unsupported("SGLANG_RUST_SERVER", "it has no Python server to put the routes and the gate in")
     if getattr(server_args, "use_ray", False):
-        raise refusal(*RAY)
+        raise unsupported(*RAY)
     if getattr(server_args, "weight_cache_mode", "off") != "off":
-        raise refusal("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
+        raise unsupported("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
     if server_args.pp_size > 1:
-        raise refusal("--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree")
+        raise unsupported("--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree")
     if server_args.disaggregation_mode not in (None, "null"):
-        raise refusal("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
+        raise unsupported("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
     if server_args.enable_eplb:
-        raise refusal("--enable-eplb", "experts change places between updates, which is not followed here")
+        raise unsupported("--enable-eplb", "experts change places between updates, which is not followed here")
     if server_args.elastic_ep_backend is not None:
-        raise refusal("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
+        raise unsupported("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
     if getattr(server_args, "enable_pdmux", False):
-        raise refusal("--enable-pdmux", "its loop takes no notice of a pause")
+        raise unsupported("--enable-pdmux", "its loop takes no notice of a pause")
     if server_args.hicache_storage_backend is not None:
-        raise refusal("--hicache-storage-backend", STORED)
+        raise unsupported("--hicache-storage-backend", STORED)
     for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
         if getattr(server_args, option, False):
-            raise refusal(f"--{option.replace('_', '-')}", STORED)
+            raise unsupported(f"--{option.replace('_', '-')}", STORED)
     if getattr(server_args, "radix_cache_backend", None) == "flexkv":
-        raise refusal("--radix-cache-backend=flexkv", STORED)
+        raise unsupported("--radix-cache-backend=flexkv", STORED)
     if not server_args.enable_memory_saver and server_args.device != "cpu":
-        raise refusal("enable_memory_saver=False", "SGLang sizes and registers memory by it; pass True")
+        raise unsupported("enable_memory_saver=False", "SGLang sizes and registers memory by it; pass True")

@@ -1,0 +1,72 @@
+"""A begin or an end of SGLang's sessions that fails, which no small model on a CPU makes it do."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.sglang.native import NativeWrites, _in_agreement
+from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
+from rl_memory_plugins.tags import Content
+from tests.sglang.test_worker import Model
+
+OPEN = types.SimpleNamespace(selector="all")
+
+
+class Updater(types.SimpleNamespace):
+    """SGLang's, with a model that is there and a session that may be open."""
+
+    def __init__(self, session: Any) -> None:
+        config = RLMemoryConfig()
+        memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace())
+        with RegionAdapter(memory, True).region("weights"):
+            model = Model(1.0)
+        worker = SglangWorker(model, memory, config, rank=0)
+        self.noted = 0
+        added = types.SimpleNamespace(
+            config=config,
+            controller=types.SimpleNamespace(
+                status=types.SimpleNamespace(busy="", asleep_tags=list), note_foreign_changes=self.note
+            ),
+            ranks=types.SimpleNamespace(gather=lambda mine: [mine]),
+            worker=worker,
+            writes=NativeWrites(worker.manager, worker.parameters),
+        )
+        super().__init__(scheduler=types.SimpleNamespace(rl_memory=added), _session=session)
+
+    def note(self) -> None:
+        self.noted += 1
+
+    @property
+    def content(self) -> Content:
+        content: Content = self.scheduler.rl_memory.worker.manager.content
+        return content
+
+
+def broken(updater: Any, recv_req: Any) -> Any:
+    raise RuntimeError("the layers are half restored")
+
+
+@pytest.mark.parametrize(
+    ("name", "session", "selector", "content"),
+    [
+        ("begin_weight_update", None, "all", Content.FAILED),
+        ("begin_weight_update", None, "draft", Content.VALID),
+        ("begin_weight_update", None, "nonsense", Content.VALID),
+        ("begin_weight_update", OPEN, "all", Content.VALID),  # out of turn
+        ("end_weight_update", OPEN, "all", Content.FAILED),
+        ("end_weight_update", None, "all", Content.VALID),  # out of turn
+    ],
+)
+def test_what_fails_in_a_session_leaves_no_valid_weights(
+    name: str, session: Any, selector: str, content: Content
+) -> None:
+    """Stock: killed, or generating with layers that are restored for loading and not processed again."""
+    updater = Updater(session)
+    output = _in_agreement(name, False)(broken)(updater, types.SimpleNamespace(selector=selector))
+    assert not output.success
+    assert updater.content is content
+    assert updater.noted == (content is Content.FAILED)
