@@ -43,7 +43,7 @@ class Scheduler(types.SimpleNamespace):
             controller=types.SimpleNamespace(status=status, note_foreign_changes=lambda version: None),
             ranks=types.SimpleNamespace(gather=lambda mine: [mine]),
             worker=types.SimpleNamespace(region=nullcontext),
-            writes=types.SimpleNamespace(watch=nullcontext, wrote=True, settle=lambda success: None),
+            writes=types.SimpleNamespace(watch=nullcontext, wrote=True, settle=lambda **how: None),
         )
         super().__init__(rl_memory=added)
 
