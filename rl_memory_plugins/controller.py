@@ -293,7 +293,6 @@ class Controller:
 
         def act() -> Any:
             self._require_free()
-            self._engine.reset_caches()  # nothing runs that could fill them before the new weights are complete
             received[:] = self._ranks.call(
                 "receive_weights",
                 endpoints=command.endpoints,
@@ -309,6 +308,12 @@ class Controller:
 
         def finish(agreed: bool) -> Any:
             start = time.perf_counter()
+            try:
+                if agreed:  # first, for new weights must never answer from what the old ones left in a cache
+                    self._engine.reset_caches()
+            except BaseException:
+                self._ranks.call("finish_update", complete=False)
+                raise
             raise_failures(self._ranks.call("finish_update", complete=agreed))
             if not agreed:
                 return None

@@ -47,11 +47,12 @@ class VllmEngine:
         return self._when_idle() if mode is PauseMode.WAIT else self._pause(mode)
 
     def _pause(self, mode: PauseMode) -> Future[None]:
-        running = [request for request in self._core.scheduler.requests.values() if not request.is_finished()]
+        untold: list[Any] = []  # of what the pause aborts; an engine core in its own process tells its clients
+        if mode is PauseMode.ABORT and not hasattr(self._core, "output_queue"):
+            untold = [request for request in self._core.scheduler.requests.values() if not request.is_finished()]
         with self._without_agreement():
             paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
-        if mode is PauseMode.ABORT and not hasattr(self._core, "output_queue"):
-            _hand_out_aborts(self._core, running)
+        _hand_out_aborts(self._core, untold)
         if paused is not None:
             return paused  # type: ignore[no-any-return]
         done: Future[None] = Future()
