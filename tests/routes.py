@@ -1,4 +1,4 @@
-"""The paths that an engine's server takes POST requests to, from the engine's sources without importing them."""
+"""The paths that an engine's server takes POST requests and WebSockets to, from its sources without importing them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ADDS_ROUTE = {"post", "put", "api_route", "add_api_route"}
+ADDS_ROUTE = {"post", "put", "api_route", "add_api_route", "websocket"}
 
 
 def post_routes(folder: Path) -> set[str]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 ADMITTED_VERSION = b"x-weight-version"
 ANSWERED_VERSION = b"x-weight-version-end"
 
+_TRY_AGAIN_LATER = 1013
+
 _PLAIN = "/:=+@"  # besides letters, digits and "_.-~"; other characters of a version are percent-encoded
 
 _refusals: ContextVar[list[RLMemoryError] | None] = ContextVar("rl_memory_refusals", default=None)
@@ -56,12 +58,13 @@ def refuse_if_closed(engines: Iterable[EngineStatus]) -> None:
 class AdmissionGate:
     """ASGI middleware that answers 503 with `Retry-After` to generation requests that would not be admitted.
 
-    Answers to the others get the headers `X-Weight-Version` and `X-Weight-Version-End`.
+    Answers to the others get the headers `X-Weight-Version` and `X-Weight-Version-End`. A WebSocket is refused before
+    it opens; of what is asked later, by one that is open, the engine's own check is the only one.
 
     Args:
         app: What all other requests go to, untouched.
         status: The engines' status; must not block (`board.BoardReader.read`).
-        is_generation: Whether an HTTP scope is a generation request's, e.g. `posts_to(...)`.
+        is_generation: Whether the scope of a request or a WebSocket is a generation's, e.g. `posts_to(...)`.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class AdmissionGate:
         self._is_generation = is_generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._is_generation(scope):
+        if scope["type"] not in ("http", "websocket") or not self._is_generation(scope):
             await self._app(scope, receive, send)
             return
         try:
@@ -84,7 +87,10 @@ class AdmissionGate:
         except Exception as error:  # a status that cannot be read does not show that the weights are valid
             refusal = as_rl_memory_error(error)
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await _refuse(refusal, scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, send)
             return
         admitted = [(ADMITTED_VERSION, _encoded(weight_version(engines)))] if engines else []
         await self._pass_on(scope, receive, send, admitted)
@@ -128,16 +134,24 @@ class AdmissionGate:
             return []
 
 
+async def _refuse(refusal: RLMemoryError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http" or "websocket.http.response" in scope.get("extensions", {}):
+        await error_response(refusal)(scope, receive, send)
+    else:  # a server that cannot answer a handshake otherwise makes a 403 of it
+        await send({"type": "websocket.close", "code": _TRY_AGAIN_LATER})
+
+
 def _encoded(version: str) -> bytes:
     return quote(version, safe=_PLAIN).encode()
 
 
 def posts_to(paths: Iterable[str]) -> Callable[[Scope], bool]:
-    """A predicate for `AdmissionGate`: POST and PUT requests to exactly these paths, below the app's root path."""
+    """A predicate for `AdmissionGate`: POST and PUT requests and WebSockets to exactly these paths, below the app's
+    root path."""
     guarded = frozenset(paths)
 
     def matches(scope: Scope) -> bool:
-        if scope["method"] not in ("POST", "PUT"):  # SGLang generates for both
+        if scope["type"] == "http" and scope["method"] not in ("POST", "PUT"):  # SGLang generates for both
             return False
         path: str = scope["path"]
         return path.removeprefix(scope.get("root_path", "")) in guarded or path in guarded

@@ -29,6 +29,7 @@ GENERATION = (
     "/v1/messages",
     "/v1/systemone",
     "/v1/audio/transcriptions",
+    "/v1/realtime",
     "/api/chat",
     "/api/generate",
     "/invocations",

@@ -31,6 +31,7 @@ GENERATION = (
     "/v1/systemone",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
+    "/v1/realtime",
     "/v2/embed",
     "/v2/rerank",
     "/cohere/v2/chat",

@@ -6,6 +6,7 @@ from fake_control import rank_status
 from fastapi import FastAPI, WebSocket
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
+from starlette.testclient import WebSocketDenialResponse
 
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.gate import AdmissionGate, posts_to
@@ -86,9 +87,18 @@ def test_other_requests_pass(client, engines):
     for method, path in [("GET", "/health"), ("POST", "/wake_up"), ("GET", "/v1/completions")]:
         assert client.request(method, path).json() == "other"
     assert client.post("/generate/x").status_code == 404
+
+
+def test_a_websocket_is_refused_before_it_opens(client, engines):
     with client.websocket_connect("/ws") as socket:
         socket.send_text("hello")
         assert socket.receive_text() == "hello"
+    engines[:] = [ASLEEP]
+    with pytest.raises(WebSocketDenialResponse) as caught, client.websocket_connect("/ws"):
+        pass
+    assert caught.value.status_code == 503
+    assert caught.value.headers["retry-after"] == "1"
+    assert caught.value.json()["error"]["code"] == "EngineAsleepError"
 
 
 def call(gate, scope):
@@ -114,6 +124,11 @@ def test_the_body_is_not_read():
     assert start["status"] == 503
 
 
+def test_a_server_that_knows_no_answer_to_a_handshake_closes_it():
+    gate = AdmissionGate(unreachable, lambda: [ASLEEP], lambda scope: True)
+    assert call(gate, {"type": "websocket"}) == [{"type": "websocket.close", "code": 1013}]
+
+
 def test_a_status_that_cannot_be_read_admits_nothing():
     def broken():
         raise OSError("no board")
@@ -135,7 +150,7 @@ def test_status_is_read_for_generation_only():
 
     gate = AdmissionGate(app, status, lambda scope: scope["path"] == "/generate")
     call(gate, {"type": "http", "path": "/health"})
-    call(gate, {"type": "websocket", "path": "/generate"})
+    call(gate, {"type": "websocket", "path": "/chat"})
     call(gate, {"type": "lifespan"})
     assert passed == ["http", "websocket", "lifespan"]
 
@@ -152,10 +167,12 @@ def test_status_is_read_for_generation_only():
         ({"method": "POST", "path": "/api/generate", "root_path": "/api"}, True),
         ({"method": "POST", "path": "/generate", "root_path": "/api"}, True),
         ({"method": "POST", "path": "/api/generate"}, False),
+        ({"type": "websocket", "path": "/generate"}, True),
+        ({"type": "websocket", "path": "/chat"}, False),
     ],
 )
 def test_posts_to(scope, matches):
-    assert posts_to(["/generate"])(scope) is matches
+    assert posts_to(["/generate"])({"type": "http", **scope}) is matches
 
 
 def at_version(version: str) -> EngineStatus:
