@@ -229,13 +229,13 @@ class Controller:
 
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
         level, tags, mode = parse_level(command.level), parse_tags(command.tags), parse_mode(command.mode)
-        self._require_free()
+        self.require_free()
         if mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
         operation = _Operation("sleep", command.hold, command.call)
 
         def act() -> Any:
-            self._require_free()
+            self.require_free()
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
                 self._engine.reset_caches()
             prepare(self._ranks, "sleep", level=int(level), tags=[tag.value for tag in tags])
@@ -252,7 +252,7 @@ class Controller:
 
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
         tags = parse_tags(command.tags)
-        self._require_free()
+        self.require_free()
         self._require_none_waiting(command.hold)
         operation = _Operation("wake_up", command.hold)
 
@@ -281,7 +281,7 @@ class Controller:
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
         mode = parse_mode(command.mode)
-        self._require_free()
+        self.require_free()
         self._require_none_waiting(command.hold)
         if Tag.WEIGHTS.value in self.status.asleep_tags():
             raise StateConflictError(
@@ -292,7 +292,7 @@ class Controller:
         received: list[Reply[Any]] = []
 
         def act() -> Any:
-            self._require_free()
+            self.require_free()
             received[:] = self._ranks.call(
                 "receive_weights",
                 endpoints=command.endpoints,
@@ -330,7 +330,7 @@ class Controller:
         return self._drain_then(operation, mode, act)
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
-        self._require_free()
+        self.require_free()
         operation = _Operation(command.operation, command.ticket, command.call)
 
         def act() -> Any:  # also while another operation is held, whose turn it is first
@@ -375,7 +375,7 @@ class Controller:
         return self._answered(None)
 
     def _checksums(self, command: commands.Checksums) -> Future[bytes]:
-        self._require_free()
+        self.require_free()
         replies = raise_failures(self._ranks.call("checksums"))
         return self._answered([reply.result for reply in replies])
 
@@ -471,7 +471,12 @@ class Controller:
         if self.refusal() is None:
             self._engine.resume(lift_pause=lift_pause)
 
-    def _require_free(self) -> None:
+    def require_free(self) -> None:
+        """Check that no operation is between its two phases, which what is done to the ranks now would not know of.
+
+        Raises:
+            StateConflictError: one is.
+        """
         if self._held is not None:
             raise StateConflictError(f"{self._held.name} waits for the decision of its second phase")
 

@@ -7,10 +7,13 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc
 
+from rl_memory_plugins.engines.vllm.core import _native_collective_rpc
 from rl_memory_plugins.engines.vllm.engine import VllmEngine
+from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.tags import PauseMode
 
 
@@ -43,6 +46,18 @@ class IdleCore(EngineCoreProc):
 
     def _reject_add_in_shutdown(self, request: Any) -> bool:
         return False
+
+
+def test_no_worker_is_called_between_the_two_phases_of_a_sleep() -> None:
+    """It may change the weights behind the back of everything; the sleep has found already that they are unchanged."""
+
+    def refuse() -> None:
+        raise StateConflictError("sleep waits for the decision of its second phase")
+
+    core = SimpleNamespace(rl_memory=SimpleNamespace(require_free=refuse))
+    call = _native_collective_rpc(lambda *args: pytest.fail("it was called"))
+    with pytest.raises(StateConflictError):
+        call(core, "scale_weights")
 
 
 def assert_goes_on(core: IdleCore, fault: str) -> None:

@@ -232,6 +232,7 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
             outcome = _memory_rpc(self, method)(*(args or ()), **(kwargs or {}))
             nothing = [None] * len(controller.status.ranks)
             return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
+        controller.require_free()  # it may write what a prepared sleep has found unchanged
         if method in ON_WEIGHTS:
             _require_weights(controller, method)
         epochs = [rank.content_epoch for rank in controller.status.ranks]
