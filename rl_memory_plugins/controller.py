@@ -181,6 +181,15 @@ class Controller:
         """Why the engine does not admit requests now, or `None` if it does."""
         return admission.refusal(self.status)
 
+    def require_free(self) -> None:
+        """Check that no operation is between its two phases, which what is done to the ranks now would not know of.
+
+        Raises:
+            StateConflictError: one is.
+        """
+        if self._held is not None:
+            raise StateConflictError(f"{self._held.name} waits for the decision of its second phase")
+
     def refresh(self) -> None:
         """Ask all ranks for their state and show it."""
         replies = raise_failures(self._ranks.call("status"))
@@ -470,15 +479,6 @@ class Controller:
         """Schedule again if the admission rule holds."""
         if self.refusal() is None:
             self._engine.resume(lift_pause=lift_pause)
-
-    def require_free(self) -> None:
-        """Check that no operation is between its two phases, which what is done to the ranks now would not know of.
-
-        Raises:
-            StateConflictError: one is.
-        """
-        if self._held is not None:
-            raise StateConflictError(f"{self._held.name} waits for the decision of its second phase")
 
     # -- what is shown ----------------------------------------------------------------------------------------
 
