@@ -27,13 +27,14 @@ class Kind(NamedTuple):
     transformed: bool = False  # by vLLM, after loading
     dtype: str = "float32"
     options: dict[str, Any] = {}
+    kernel: str = ""  # of vLLM's, that not every CPU has
 
 
 KINDS = {
     "tied": Kind(write_tied),
     "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": RANK}),
     "moe": Kind(write_moe, transformed=True),
-    "int4": Kind(write_int4, transformed=True, dtype="bfloat16"),  # its kernel takes no other
+    "int4": Kind(write_int4, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),  # which takes no other
 }
 
 
@@ -122,6 +123,13 @@ def sleep_and_wake(llm: Any) -> Any:
     return state(llm)
 
 
+def has_kernel(name: str) -> bool:
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, name)
+
+
 class Engines(NamedTuple):
     """An engine, two checkpoints, and what fresh engines of them are."""
 
@@ -134,6 +142,8 @@ class Engines(NamedTuple):
 @pytest.fixture(scope="module", params=KINDS)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     kind = KINDS[request.param]
+    if kind.kernel and not has_kernel(kind.kernel):
+        pytest.skip(f"vLLM's build for this CPU has no {kind.kernel}: it needs AVX-512")
     folder = tmp_path_factory.mktemp("kind")
     folders = [kind.write(folder / name, seed, kind.dtype) for name, seed in (("first", SEED), ("other", OTHER_SEED))]
     other = start(kind, folders[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rl_memory_plugins import admission
-from rl_memory_plugins.coordination import abort, prepare, raise_failures, two_phase
+from rl_memory_plugins.coordination import abort, commit, prepare, raise_failures
 from rl_memory_plugins.errors import EngineFaultError, RLMemoryError
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
 
@@ -73,7 +73,8 @@ class TwoRanks(RuleBasedStateMachine):
             rank, call, nth = failure
             self.ranks[rank].device.fail(call, nth)
         try:
-            two_phase(self.group, operation, **arguments)
+            prepare(self.group, operation, **arguments)
+            commit(self.group, operation)
         except RLMemoryError as error:
             assert failure is not None, "only an injected failure may fail"
             assert error.details["failed_ranks"] == [failure[0]]
