@@ -276,9 +276,8 @@ async def _checked_stream(
     Args:
         sent_on: Leave it to the core to refuse the request, see `_has_images`.
     """
-    engines = face.status_now() or await face.run(face.status())
     if not sent_on:
-        refuse_if_closed(engines)
+        refuse_if_closed(face.status_now() or await face.run(face.status()))
     try:
         async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
             async for output in outputs:
