@@ -146,3 +146,8 @@ def as_rl_memory_error(error: BaseException) -> RLMemoryError:
     if isinstance(error, RLMemoryError):
         return error
     return EngineFaultError(f"{type(error).__name__}: {error}", type=type(error).__name__)
+
+
+def unsupported(mode: str, why: str) -> UnsupportedError:
+    """For a mode of an engine in which the contract cannot be kept."""
+    return UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)

@@ -84,8 +84,7 @@ class MemoryManager:
         self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # what the latest release left for later is done
-        self._left: dict[str, int] = {}  # of the latest sleep, once it is accounted for
-        self._accounted = False
+        self._left: dict[str, int] | None = None  # of the latest sleep, once it is accounted for
         self._seconds: dict[str, float] = {}
 
     def warm_up(self) -> None:
@@ -133,13 +132,13 @@ class MemoryManager:
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
             notes=(*self.notes, *self.arena.notes),
-            left=self._left if asleep else {},
+            left=(self._left or {}) if asleep else {},
         )
 
     def account(self) -> RankStatus:
         """The status with what is left on the device while a tag sleeps. Takes some milliseconds after a sleep."""
-        if not self._accounted and any(state is not TagState.RESIDENT for state in self._states.values()):
-            self._left, self._accounted = self.allocator.left(), True
+        if self._left is None and any(state is not TagState.RESIDENT for state in self._states.values()):
+            self._left = self.allocator.left()
         return self.status()
 
     def seconds(self) -> dict[str, float]:
@@ -200,7 +199,7 @@ class MemoryManager:
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is None:
             raise StateConflictError("no sleep has been prepared on this rank", rank=self.rank)
-        self._left, self._accounted = {}, False
+        self._left = None
         with self._naming_changes():
             try:
                 with self._timed("synchronize"):

@@ -15,8 +15,8 @@ from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.engines.sglang.engine import forget_embeddings
-from rl_memory_plugins.engines.sglang.switch import STORED, unsupported
-from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+from rl_memory_plugins.engines.sglang.switch import STORED
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content, Tag

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
+from rl_memory_plugins.errors import RLMemoryError, unsupported
 from rl_memory_plugins.hooking import Hooks
 
 CHILD_VARIABLE = "RLMEM_SGLANG"  # set by an enabled parent while it starts its children
@@ -185,10 +185,6 @@ def launching() -> bool:
 
 RAY = ("Ray schedulers", "their actors load no plugins")
 STORED = "what it stores is of the weights of its time, and is found again after an update"
-
-
-def unsupported(mode: str, why: str) -> UnsupportedError:
-    return UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)
 
 
 def _refuse_servers(server_args: Any) -> None:

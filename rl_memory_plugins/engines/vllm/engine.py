@@ -35,7 +35,7 @@ class VllmEngine:
         self._waits: list[Future[None]] = []
 
     def drain(self, mode: PauseMode) -> Future[None]:
-        if mode is PauseMode.WAIT and not hasattr(self._core, "input_queue"):
+        if mode is PauseMode.WAIT and _is_in_caller(self._core):
             if self._core.scheduler.has_unfinished_requests():
                 raise UnsupportedError("an in-process vLLM engine cannot wait for requests: use abort or keep")
             mode = PauseMode.ABORT
@@ -48,7 +48,7 @@ class VllmEngine:
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         untold: list[Any] = []  # of what the pause aborts; an engine core in its own process tells its clients
-        if mode is PauseMode.ABORT and not hasattr(self._core, "output_queue"):
+        if mode is PauseMode.ABORT and _is_in_caller(self._core):
             untold = [request for request in self._core.scheduler.requests.values() if not request.is_finished()]
         with self._without_agreement():
             paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
@@ -114,11 +114,10 @@ class VllmEngine:
         reset_caches(self._core)
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        callbacks = getattr(self._core, "_idle_state_callbacks", None)
-        if callbacks is None:  # the core is in the caller's process
+        if _is_in_caller(self._core):
             act()
         else:
-            callbacks.append(lambda core: act())
+            self._core._idle_state_callbacks.append(lambda core: act())
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
         # The data-parallel dummy batch looks at the executor, so it must know which tags are asleep.
@@ -130,14 +129,18 @@ class VllmEngine:
             self._core._weight_version = weight_version
 
 
+def _is_in_caller(core: Any) -> bool:
+    """Whether the core runs in the caller's process: it has no loop and no queues then, and steps when it is told."""
+    return not hasattr(core, "input_queue")
+
+
 def _wake_loop(core: Any) -> None:
     """Have an idle loop look for work again. What waits for the last step of a batch in flight (asynchronous
     scheduling) runs just before the loop blocks for the next message; requests kept until then would not go on."""
-    queue = getattr(core, "input_queue", None)
-    if queue is not None:  # an engine core in the caller's process has no loop
+    if not _is_in_caller(core):
         from vllm.v1.engine import EngineCoreRequestType
 
-        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
 def _hand_out_aborts(core: Any, requests: list[Any]) -> None:
@@ -165,10 +168,10 @@ def _end_idle_sessions(core: Any) -> None:
     idle = [number for number, request in core.scheduler.requests.items() if request.status is waiting]
     if idle:
         ended = core.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
-        if hasattr(core, "output_queue"):
-            core._send_abort_outputs(ended)
-        else:
+        if _is_in_caller(core):
             _hand_out_aborts(core, ended)
+        else:
+            core._send_abort_outputs(ended)
 
 
 def reset_caches(core: Any) -> None:

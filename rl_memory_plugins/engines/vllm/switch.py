@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import unsupported
 from rl_memory_plugins.hooking import Hooks
 
 CONFIG_KEY = "rl_memory"
@@ -140,7 +140,7 @@ def _refuse_modes(engine_args: Any) -> None:
     """
     for mode, is_asked_for, why in REFUSED_MODES:
         if is_asked_for(engine_args):
-            raise UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)
+            raise unsupported(mode, why)
 
 
 def _requested(engine_args: Any) -> Any:
