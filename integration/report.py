@@ -72,7 +72,7 @@ BY_BYTES = {
 COPY_BYTES_S = 55.5e9  # pinned host memory to an H200 and back, measured alone
 
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
-DRIVER = "driver"  # those of the driver; files of other hosts are named `driver-*.json`
+DRIVER = "driver"  # those of the driver
 
 
 def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
@@ -86,10 +86,16 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
                 test_runs[path.name] = content
             continue
         for record in content:
-            model = path.stem if record["model"] == DRIVER else record["model"]
-            run = (record["engine"], record["engine_version"], model)
+            run = (record["engine"], record["engine_version"], model_and_host(path, record))
             runs[run][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
+
+
+def model_and_host(path: Path, record: Record) -> str:
+    """What was measured; after a comma the host, which a file's name ends with if it is not the usual one."""
+    model = str(record["model"])
+    host = path.stem.partition(f"{model}-")[2].replace("-", " ")
+    return f"{model}, {host}" if host else model
 
 
 def by_size(run: Run) -> tuple[Any, ...]:
@@ -99,10 +105,9 @@ def by_size(run: Run) -> tuple[Any, ...]:
 
 
 def weight_bytes(model: str) -> int:
-    """Of a checkpoint in bfloat16; 0 for a name that is no shape."""
-    if model not in SHAPES:
-        return 0
-    return sum(2 * math.prod(shape) for shape in checkpoint_shapes(SHAPES[model]).values())
+    """Of a checkpoint in bfloat16, on whatever host; 0 for a name that is no shape."""
+    shape = SHAPES.get(model.partition(", ")[0])
+    return sum(2 * math.prod(one) for one in checkpoint_shapes(shape).values()) if shape else 0
 
 
 def value(record: Record | None) -> str:
@@ -187,9 +192,9 @@ def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
             continue
         records = [subjects["plugin"] for subjects in metrics.values() if subjects["plugin"]["unit"] == "s"]
         first = records[0]
-        subject, _, host = model.partition("-")
-        driver = ", ".join(["The driver alone", *filter(None, [host.replace("-", " ")])])
-        alone = driver if subject == DRIVER else f"The weight stream alone, {model} shape"
+        alone = f"The weight stream alone, {model} shape"
+        if model.partition(", ")[0] == DRIVER:
+            alone = model.replace(DRIVER, "The driver alone")
         title = f"### {alone} ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
         pages += [title, "", "| | median | best | worst |", "|---|---:|---:|---:|"]
         for record in records:
@@ -203,9 +208,10 @@ def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
 def describe(run: Run, metrics: Metrics) -> str:
     record = next(iter(next(iter(metrics.values())).values()))
     engine, version, model = run
-    name = NAMES[engine]
+    model, *host = model.split(", ")
     shape = EXPERTS.get(model, f"Qwen2.5-{model.upper()} shape")
-    return f"{name} {version}, {shape}, one {record['gpu']}, torch {record['torch']}"
+    gpu_and_torch = [f"one {record['gpu']}", f"torch {record['torch']}"]
+    return ", ".join([f"{NAMES[engine]} {version}", shape, *gpu_and_torch, *host])
 
 
 def replace(path: Path, lines: list[str]) -> None:
@@ -239,7 +245,7 @@ def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
 
     measured: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run, metrics in runs.items():
-        if weight_bytes(run[2]) and "plugin" in metrics.get("sleep_l1_later_s", {}):
+        if run[2] in SHAPES and "plugin" in metrics.get("sleep_l1_later_s", {}):
             measured[run[:2]].append(run)
     shown = {engine: found for engine, found in measured.items() if len(found) > 1}
     if not shown:
