@@ -153,8 +153,12 @@ class Server:
             process.kill()
         psutil.wait_procs(alive, timeout=10)
 
+    def is_running(self) -> bool:
+        """Its process; SGLang's `/health` takes a second, in which it asks whether a request of its own was answered."""
+        return self._process.poll() is None
+
     def is_alive(self) -> bool:
-        return self._process.poll() is None and self.http.get("/health").status_code == 200
+        return self.is_running() and self.http.get("/health").status_code == 200
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -122,7 +122,7 @@ def first_tokens(running_server: Server) -> list[int]:
 def server(running_server: Server, weights: Weights, first_tokens: list[int], fault_dir: Path) -> Iterator[Server]:
     restore(running_server, weights, first_tokens)
     yield running_server
-    assert running_server.is_alive(), running_server.tail()
+    assert running_server.is_running(), running_server.tail()
     for fault in fault_dir.iterdir():
         fault.unlink()
     restore(running_server, weights, first_tokens)

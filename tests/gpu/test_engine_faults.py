@@ -76,7 +76,7 @@ def first_tokens(running):
 def server(running, weights, first_tokens):
     restore(running, weights, first_tokens)
     yield running
-    assert running.is_alive(), running.tail()
+    assert running.is_running(), running.tail()
     release_mapped()
     restore(running, weights, first_tokens)
     assert running.control.checksums()["tensors"] == weights.checksums(weights.first)

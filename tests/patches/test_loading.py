@@ -224,7 +224,7 @@ for function in functions:
 
 
 @pytest.fixture
-def real(site, tmp_path):
+def real(patched, tmp_path):
     """`real(version, arguments, probe, plugin)`: run the patched release where its dependencies are."""
     python = os.environ.get("RL_MEMORY_SGLANG_PYTHON") or (sys.executable if find_spec("sglang") else "")
     if not python:
@@ -236,8 +236,7 @@ def real(site, tmp_path):
 
     def run(version, *arguments, probe="", plugin="probe_plugin:register"):
         install_plugin(extra, probe=plugin)
-        root = site(version)
-        patching.apply(patching.find_installation("sglang", root))
+        root = patched(version)
         paths = os.pathsep.join(map(str, (root, extra, PATCHES.parent)))
         environment = {**os.environ, "PYTHONPATH": paths, "PROBE": probe, "CUDA_VISIBLE_DEVICES": ""}
         return root, subprocess.run(

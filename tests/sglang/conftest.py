@@ -62,7 +62,7 @@ def first_tokens(running_server: Server) -> list[int]:
 def server(running_server: Server, first_weights: Any, first_tokens: list[int]) -> Iterator[Server]:
     """Awake, with the checkpoint's weights; afterwards alive, and able to get there again by our calls alone."""
     yield running_server
-    assert running_server.is_alive(), running_server.tail()
+    assert running_server.is_running(), running_server.tail()
     control = running_server.control
     control.wake_up()
     if control.memory()["content"] != "valid" or running_server.generate(PROMPT) != first_tokens:
