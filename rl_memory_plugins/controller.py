@@ -36,7 +36,7 @@ from rl_memory_plugins.records import (
     Report,
     TagChange,
 )
-from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
+from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
 
 logger = logging.getLogger(__name__)
 
@@ -218,20 +218,23 @@ class Controller:
         except Exception:
             logger.exception("what is left on the devices is not known")
 
-    def note_foreign_changes(self, weight_version: str | None = None) -> None:
+    def note_foreign_changes(self, weight_version: str | None = None, *, paused: bool = False) -> None:
         """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if all is well.
 
         All data-parallel engines are asked this at a time, so those that were open but waited for a peer go on too.
 
         Args:
             weight_version: What they call the weights that are there now, if they said.
+            paused: The engine's own pause stands. What it holds in its middle is kept over an update of the engine's
+                own, as without us.
         """
         if weight_version:  # whatever others take for a name must fit
             self._weight_version = weight_version[:LONGEST_VERSION].encode(errors="replace").decode()
         was_closed = self.refusal() is not None
         self.refresh()
         self._resume_if_admitting(lift_pause=False)
-        if not was_closed and self.refusal() is not None:
+        kept = paused and self.status.content is Content.UPDATING
+        if not was_closed and self.refusal() is not None and not kept:
             self._engine.drain(PauseMode.ABORT)  # what runs would go on with a mixture of weights
 
     # -- commands -------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class RankAgent:
         manager: The rank's state machine.
         receiver: Takes weight updates.
         after_wake: The engine's own work after tags became resident again, given those tags.
+        before_update: The engine's own work before an update: to end one of its own that was left open.
         after_update: The engine's own work after a complete update on all ranks.
     """
 
@@ -39,12 +40,14 @@ class RankAgent:
         manager: MemoryManager,
         receiver: WeightReceiver,
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
+        before_update: Callable[[], None] = lambda: None,
         after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.manager = manager
         self.receiver = receiver
         self._after_wake = after_wake
         self._woken: set[Tag] = set()  # for which the engine's own work has not been done: the next wake tries again
+        self._before_update = before_update
         self._after_update = after_update
         self._methods: dict[str, Callable[..., Any]] = {
             method.__name__: method
@@ -102,6 +105,7 @@ class RankAgent:
 
     def receive_weights(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
         self.manager.require_writable()
+        self._before_update()
         return self.receiver.receive(endpoints, token, timeout_s)
 
     def finish_update(self, complete: bool) -> None:

@@ -25,7 +25,7 @@ _OVERWRITING = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._f
 
 def _put(mask: torch.Tensor, indices: Any, values: Any, accumulate: bool = False) -> None:
     if not accumulate:
-        mask.index_put_(tuple(indices), torch.ones((), dtype=torch.bool, device=mask.device))
+        mask[tuple(slice(None) if index is None else index for index in indices)] = True
 
 
 def _fill_rows(mask: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> None:
@@ -69,7 +69,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
             for tensor in overwritten_by(func, args, kwargs):
                 self._add(self.written.anew, tensor)
             selecting = _SELECTING.get(func._overloadpacket)
-            if selecting is not None and not args[0].is_meta:
+            if selecting is not None and not args[0].is_meta and not _is_recorded(args[0]):
                 mask = torch.zeros(args[0].shape, dtype=torch.bool, device=args[0].device)
                 selecting(mask, *args[1:], **kwargs)
                 self.written.anew.add_where(args[0], mask)
@@ -79,6 +79,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
     def _add(coverage: Coverage, tensor: torch.Tensor) -> None:
         if not tensor.is_meta:
             coverage.add(tensor)
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a graph is being captured, which only notes the operators: nothing is written, and none may wait."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

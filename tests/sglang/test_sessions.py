@@ -17,9 +17,13 @@ OPEN = types.SimpleNamespace(selector="all")
 
 
 class Updater(types.SimpleNamespace):
-    """SGLang's, with a model that is there and a session that may be open."""
+    """SGLang's, with a model that is there and a session that may be open.
 
-    def __init__(self, session: Any) -> None:
+    Args:
+        others: What the other ranks tell of each call: a failure's message, or `None`.
+    """
+
+    def __init__(self, session: Any, others: tuple[Any, ...] = ()) -> None:
         config = RLMemoryConfig()
         memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace())
         with RegionAdapter(memory, True).region("weights"):
@@ -29,9 +33,11 @@ class Updater(types.SimpleNamespace):
         added = types.SimpleNamespace(
             config=config,
             controller=types.SimpleNamespace(
-                status=types.SimpleNamespace(busy="", asleep_tags=list), note_foreign_changes=self.note
+                status=types.SimpleNamespace(busy="", asleep_tags=list),
+                note_foreign_changes=self.note,
+                refresh=lambda: None,
             ),
-            ranks=types.SimpleNamespace(gather=lambda mine: [mine]),
+            ranks=types.SimpleNamespace(gather=lambda mine: [mine, *others]),
             worker=worker,
             writes=NativeWrites(worker.manager, worker.parameters),
         )
@@ -44,6 +50,16 @@ class Updater(types.SimpleNamespace):
     def content(self) -> Content:
         content: Content = self.scheduler.rl_memory.worker.manager.content
         return content
+
+
+def session(updater: Any, recv_req: Any) -> Any:
+    """SGLang's begin and end, as far as a call after them can see."""
+    updater._session = None if updater._session else OPEN
+    return types.SimpleNamespace(success=True, message="Success")
+
+
+begin, end = _in_agreement("begin_weight_update", False)(session), _in_agreement("end_weight_update", False)(session)
+ALL = types.SimpleNamespace(selector="all")
 
 
 def broken(updater: Any, recv_req: Any) -> Any:
@@ -70,3 +86,29 @@ def test_what_fails_in_a_session_leaves_no_valid_weights(
     assert not output.success
     assert updater.content is content
     assert updater.noted == (content is Content.FAILED)
+
+
+@pytest.mark.parametrize("content", [Content.VALID, Content.STALE])
+def test_nothing_is_generated_within_a_session(content: Content) -> None:
+    """Its begin may lay out weights anew, and bytes may come by RDMA: no handler of SGLang's sees either."""
+    updater = Updater(None)
+    updater.scheduler.rl_memory.worker.manager.content = content
+    assert begin(updater, ALL).success
+    assert updater.content is Content.UPDATING
+    assert end(updater, ALL).success
+    assert updater.content is content
+
+
+def test_a_session_of_a_draft_model_closes_nothing() -> None:
+    updater = Updater(None)
+    assert begin(updater, types.SimpleNamespace(selector="draft")).success
+    assert updater.content is Content.VALID
+
+
+@pytest.mark.parametrize(("call", "opened"), [(begin, None), (end, OPEN)])
+def test_no_rank_keeps_a_session_that_another_has_not(call: Any, opened: Any) -> None:
+    """Stock: ranks that keep it refuse the next begin, while the others wait for them in a barrier."""
+    updater = Updater(opened, others=("out of memory",))
+    assert not call(updater, ALL).success
+    assert updater._session is None
+    assert updater.content is Content.FAILED

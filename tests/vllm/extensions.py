@@ -42,6 +42,10 @@ class TrainerExtension:
     def rank_of_worker(self) -> int:
         return self.rank
 
+    def connect(self) -> None:
+        """vLLM's transfer engines need GPUs."""
+        self.weight_transfer_engine = Transfer(self)
+
     def _load(self, tensors: list[tuple[str, Any]]) -> int:
         self.model_runner.model.load_weights(iter(tensors))
         return len(tensors)
@@ -52,3 +56,31 @@ class TrainerExtension:
         from integration.models import new_model
 
         return new_model(Path(folder), seed).state_dict().items()
+
+
+class Transfer:
+    """A transfer engine as vLLM's are for NCCL and CUDA IPC: its updates go through the layer-wise reload."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self._worker.model_runner.model)
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if "fail" in info:
+            raise ConnectionError("the trainer is gone")
+        self._worker.update_weights_ipc(**info)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self._worker.model_runner.model, self._worker.model_config)
+
+    def reset_weight_update_target(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass

@@ -237,3 +237,94 @@ def stock_cycle(llm: Any, first: list[int]) -> list[int]:
 
 def test_a_caller_that_knows_only_vllm_s_tags(llm: Child, first_tokens: list[int]) -> None:
     assert llm(stock_cycle, first_tokens) == first_tokens
+
+
+# -- vLLM's own updates in several calls ------------------------------------------------------------------------
+
+
+def call(llm: Any, method: str, *args: Any) -> None:
+    llm.collective_rpc(method, args=args)
+
+
+def half_of_an_update(llm: Any, folder: str) -> None:
+    call(llm, "start_weight_update")
+    assert refused(lambda: generate(llm)) == "updating"  # the parameters are on the meta device
+    call(llm, "update_weights", {"folder": folder, "seed": OTHER_SEED, "start": 0, "count": 10})
+    assert refused(lambda: generate(llm)) == "updating"
+
+
+def rest_of_an_update(llm: Any, folder: str, other: list[int]) -> None:
+    call(llm, "update_weights", {"folder": folder, "seed": OTHER_SEED, "start": 10, "count": 1000})
+    assert refused(lambda: generate(llm)) == "updating"
+    call(llm, "finish_weight_update")
+    assert content(llm) == "valid"
+    assert generate(llm) == other
+
+
+def in_several_calls(llm: Any, folder: str, other: list[int], level: int) -> None:
+    call(llm, "connect")
+    llm.sleep(level)
+    llm.wake_up()
+    half_of_an_update(llm, folder)
+    rest_of_an_update(llm, folder, other)
+
+
+@pytest.mark.parametrize("level", [0, 2], ids=["valid", "stale"])
+def test_an_update_in_several_calls(llm: Child, model_folder: Path, other_tokens: list[int], level: int) -> None:
+    """Stock: requests are answered from memory that nothing has written."""
+    llm(in_several_calls, str(model_folder), other_tokens, level)
+
+
+def never_finished(llm: Any, folder: str, first: list[int], other: list[int], act: str) -> None:
+    call(llm, "connect")
+    half_of_an_update(llm, folder)
+    if act == "ours":
+        push(llm, new_model(Path(folder), OTHER_SEED), receivers=2)
+        assert generate(llm) == other
+    elif act == "ours, broken off":
+        with pytest.raises(ManifestError):
+            push(llm, {"nonsense": new_model(Path(folder), SEED).lm_head.weight}, receivers=2)
+        assert refused(lambda: generate(llm)) == "failed"
+    elif act == "failed":
+        with pytest.raises(Exception, match="the trainer is gone"):
+            call(llm, "update_weights", {"fail": True})
+        assert refused(lambda: generate(llm)) == "failed"
+    else:
+        call(llm, "finish_weight_update")  # says that this was all
+        return
+    half_of_an_update(llm, folder)
+    rest_of_an_update(llm, folder, other)
+
+
+@pytest.mark.parametrize("act", ["ours", "ours, broken off", "failed", "finished"])
+def test_an_update_that_its_trainer_never_finishes(
+    llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int], act: str
+) -> None:
+    """Stock: half of the model stays on the meta device, and what comes next adds to what was collected."""
+    llm(never_finished, str(model_folder), first_tokens, other_tokens, act)
+
+
+def fails_before_it_writes(llm: Any, folder: str, first: list[int], other: list[int]) -> None:
+    call(llm, "connect")
+    call(llm, "start_weight_update")
+    with pytest.raises(Exception, match="the trainer is gone"):
+        call(llm, "update_weights", {"fail": True})
+    assert content(llm) == "valid"
+    assert generate(llm) == first
+    with pytest.raises(Exception, match="start_weight_update must be called"):
+        call(llm, "update_weights", {"folder": folder, "seed": OTHER_SEED, "start": 0, "count": 10})
+    assert generate(llm) == first
+    with pytest.raises(Exception, match="No such file|does not|Cannot find|not found|Repo id"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": "/nowhere"})
+    assert content(llm) == "valid"
+    assert generate(llm) == first
+    half_of_an_update(llm, folder)
+    with pytest.raises(Exception, match="already active"):
+        call(llm, "start_weight_update")
+    rest_of_an_update(llm, folder, other)
+
+
+def test_an_update_that_fails_before_it_writes_changes_nothing(
+    llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]
+) -> None:
+    llm(fails_before_it_writes, str(model_folder), first_tokens, other_tokens)

@@ -80,7 +80,8 @@ class NativeWrites:
 
     Such updates are complete once every byte of every parameter has been written since the weights became
     stale; then the content is valid again, as after one of our own updates. Within a session, which SGLang has
-    since 0.5.21, it is `updating` from the first write to the end: what was valid is valid again then.
+    since 0.5.21, it is `updating` from the begin, which may lay out weights anew, and in which bytes may come past
+    SGLang's handlers, to the end: what was valid is valid again then.
 
     Args:
         parameters: The parameters that a complete update must cover.
@@ -92,7 +93,7 @@ class NativeWrites:
         self._written: Coverage | None = None  # since the weights became stale
         self._now: Written | None = None  # by the update under way
         self._epoch = manager.epoch
-        self._before: Content | None = None  # a session has written: what the weights were worth before, or are by now
+        self._before: Content | None = None  # a session: what the weights were worth before it, or are by now
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -110,13 +111,19 @@ class NativeWrites:
         now = self._now
         return now is not None and any(now.touched.fraction(tensor) > 0 for tensor in self._parameters().values())
 
+    def begin_session(self) -> None:
+        """A session has begun on all ranks."""
+        self._before = self._manager.content
+        self._manager.begin_writing()
+
     def settle(self, *, success: bool, in_session: bool = False) -> None:
         """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
         now, self._now = self._now, None
         if not success:
             self.tear()
             return
-        before = self._manager.content
+        if in_session and self._before is None:  # of a draft model that shares a parameter, or after a failure
+            self.begin_session()
         if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
             self._written = None if now is None else now.anew
         elif now is not None:
@@ -127,10 +134,8 @@ class NativeWrites:
         self._epoch = self._manager.epoch
         if complete:
             self._written = None
-        if in_session:
-            if before is not Content.UPDATING or complete:
-                self._before = Content.VALID if complete else before
-            self._manager.content = Content.UPDATING
+        if in_session and complete:
+            self._before = Content.VALID
 
     def tear(self) -> None:
         """What the weights hold is undefined."""
@@ -230,15 +235,16 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
             with added.writes.watch():
                 return original()
 
-        in_session = _session(updater) is not None
         with _implicit_session(updater, name, recv_req, added) as session:
+            in_session = _session(updater) is not None
             output = session.refused or _agree(added, name, ends_in_barrier, call)
+            wrote = any(added.ranks.gather(added.writes.wrote))
+            if wrote:
+                added.writes.settle(success=output.success, in_session=in_session)
         output = session.refused or output
-        if any(added.ranks.gather(added.writes.wrote)):
-            added.writes.settle(success=output.success, in_session=in_session)
-            if in_session and output.success:
-                added.controller.refresh()  # what is paused in its middle is kept, as over the whole session
-        elif output.success and getattr(recv_req, "selector", "all") != "draft":
+        if wrote and in_session and output.success:
+            added.controller.refresh()  # what is paused in its middle is kept, as over the whole session
+        if not wrote and output.success and getattr(recv_req, "selector", "all") != "draft":
             # The models' loaders only log names that they do not know.
             output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
         version = getattr(recv_req, "weight_version", None)
@@ -293,10 +299,15 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
         output = _agree(added, name, ends_in_barrier, call)
         if (opened is not None) is not ends:  # called out of turn: SGLang has refused, and touched nothing
             return output
+        of_target = getattr(opened if ends else recv_req, "selector", "all") in ("all", "target")
         if not output.success:
-            if getattr(opened if ends else recv_req, "selector", "all") in ("all", "target"):
+            updater._session = None  # on all ranks, also those where it went well: the next call asks for it first
+            if of_target:
                 added.writes.tear()
                 added.controller.note_foreign_changes()
+        elif not ends and of_target:
+            added.writes.begin_session()
+            added.controller.refresh()  # and not more, as in the session
         elif ends and added.writes.end_session():
             added.controller.note_foreign_changes()
         return output

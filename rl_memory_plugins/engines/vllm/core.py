@@ -241,7 +241,7 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, method, timeout, args, kwargs)
             return _guarded_rpc(self, original, method, timeout, args, kwargs)
         finally:
-            controller.note_foreign_changes()
+            controller.note_foreign_changes(paused=self.is_scheduler_paused())
             if [rank.content_epoch for rank in controller.status.ranks] != epochs:
                 reset_caches(self)
 

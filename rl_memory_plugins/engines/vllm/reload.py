@@ -25,6 +25,7 @@ SYMBOLS = (
     f"{RELOAD}.layerwise:initialize_layerwise_reload",
     f"{RELOAD}.layerwise:finalize_layerwise_processing",
     f"{RELOAD}.layerwise:get_layerwise_info",
+    f"{RELOAD}.layerwise:_place_kernel_tensors",
     f"{RELOAD}.meta:restore_layer_on_meta",
     f"{RELOAD}.meta:SKIP_TENSORS",
 )
@@ -142,6 +143,18 @@ class LayerwiseReload:
             for layer in self._model.modules():
                 layerwise.get_layerwise_info(layer).reset()
             raise
+
+
+def restore_layers(model: torch.nn.Module) -> None:
+    """Put back what a layer-wise load has taken apart that did not come to its end: its parameters are on the meta
+    device, and the next load would go on with what was collected. What came whole stays."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def transformed_layers(post_load: PostLoad) -> dict[str, str]:

@@ -14,6 +14,7 @@ from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
@@ -43,7 +44,8 @@ def install(hooks: Hooks) -> None:
     for symbol in reload.SYMBOLS:
         hooks.require(symbol)
     hooks.wrap("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
-    hooks.require("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context")
+    for name in ("_maybe_get_memory_pool_context", *UPDATE_METHODS):
+        hooks.require(f"vllm.v1.worker.gpu_worker:Worker.{name}")
     base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
     base.rl_memory_rank_call = _rank_call
 
@@ -98,6 +100,7 @@ class VllmWorker:
             setattr(worker, name, self._refuse_native(name))
         if hasattr(worker, "reset_weights"):  # since 0.32, for tests of updates
             worker.reset_weights = self._tear_then(worker.reset_weights)
+        self._session = UpdateSession(worker, lambda: self._loads)
 
     def pool(self, tag: str) -> AbstractContextManager[None]:
         """Takes the place of `Worker._maybe_get_memory_pool_context`."""
@@ -113,7 +116,7 @@ class VllmWorker:
         self._capture_graphs_in_a_region()
         with self.manager.allocator.region(Tag.WEIGHTS), _enabled_load():
             yield
-        self._foreign_loads = ForeignLoads(self.manager, self.model)
+        self._foreign_loads = ForeignLoads(self.manager, self.model, lambda: reload.restore_layers(self.model))
 
     def _capture_graphs_in_a_region(self) -> None:
         """Have vLLM capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
@@ -166,21 +169,26 @@ class VllmWorker:
                 allow_cast=self._config.allow_cast,
                 check_finite=self._config.check_finite,
             )
-            self._agent = RankAgent(self.manager, receiver, after_wake=self._after_wake)
+            self._agent = RankAgent(
+                self.manager, receiver, after_wake=self._after_wake, before_update=self._session.abandon
+            )
             self.manager.warm_up()
             receiver.warm_up()
         return self._agent
 
+    @property
+    def _loads(self) -> ForeignLoads:
+        assert self._foreign_loads is not None
+        return self._foreign_loads
+
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
 
-        assert self._foreign_loads is not None
         with set_current_vllm_config(self._worker.vllm_config):
-            self._foreign_loads.original(weights)
+            self._loads.original(weights)
 
     def _reload(self) -> reload.LayerwiseReload | None:
         """vLLM's own reload, if it has transformed weights after loading them."""
-        assert self._foreign_loads is not None
         watch = post_load.of(self.model)
         if watch is None:
             load_format = self._worker.vllm_config.load_config.load_format
@@ -195,7 +203,7 @@ class VllmWorker:
             watch,
             layers,
             self._worker.vllm_config,
-            self._foreign_loads.original,
+            self._loads.original,
             region=lambda: self.manager.allocator.region(Tag.WEIGHTS),
             graphs=not self._worker.model_config.enforce_eager,
         )

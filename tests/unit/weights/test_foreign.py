@@ -67,6 +67,7 @@ OLD = {
     "copied by index": lambda p, new: p.index_copy_(0, torch.arange(7), new[:7]),
     "filled by index": lambda p, new: p.index_fill_(0, torch.tensor([1]), 0.0),
     "masked": lambda p, new: p.masked_fill_(new > 1, 0.0),
+    "put into columns": lambda p, new: p.view(2, 4).__setitem__((slice(None), torch.arange(3)), 1.0),
     "scattered": lambda p, new: p.scatter_(0, torch.tensor([1]), new[:1]),
     "selected": lambda p, new: torch.where(new > 1, new, p, out=p),
     "added": lambda p, new: torch.add(p, new, out=p),
@@ -75,6 +76,10 @@ NEW = {
     "copied": lambda p, new: p.copy_(new),
     "filled": lambda p, new: p.fill_(1),
     "put": lambda p, new: p.index_put_((torch.arange(8),), new),
+    "put into columns": lambda p, new: p.view(2, 4).__setitem__((slice(None), torch.arange(4)), 1.0),
+    "put into columns of a part": lambda p, new: [
+        p.view(2, 4)[row : row + 1].__setitem__((slice(None), torch.arange(4)), new[:4]) for row in (0, 1)
+    ],
     "put by a mask": lambda p, new: p.index_put_((new > -1,), new),
     "copied by index": lambda p, new: p.index_copy_(0, torch.arange(8), new),
     "computed": lambda p, new: torch.add(new, new, out=p),
@@ -113,3 +118,68 @@ def test_loads_of_one_tensor_again_and_again_are_not_kept(model, manager):
         model.load_weights([("a", torch.ones(8))])
     written = model.load_weights.__self__._written
     assert len(written._small) + sum(len(starts) for starts, _ in written._large) == 1
+
+
+# -- updates of several loads ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loads(model, manager):
+    return model.load_weights.__self__
+
+
+@pytest.mark.parametrize("before", [Content.VALID, Content.STALE, Content.FAILED])
+@pytest.mark.parametrize("names", ["", "a", "ab"])
+def test_from_the_begin_to_the_end_of_an_update_nothing_is_valid(model, manager, loads, before, names):
+    manager.content = before
+    loads.begin()
+    assert manager.content is Content.UPDATING
+    for name in names:
+        model.load_weights([(name, torch.ones(8))])
+        assert manager.content is Content.UPDATING
+    epoch = manager.epoch
+    loads.end()
+    assert manager.content is (Content.VALID if names == "ab" else before)
+    assert manager.epoch > epoch
+
+
+@pytest.mark.parametrize("before", [Content.VALID, Content.STALE])
+@pytest.mark.parametrize("names", ["", "a"])
+def test_an_update_that_is_broken_off_has_changed_nothing_or_failed(model, manager, loads, before, names):
+    manager.content = before
+    undone = []
+    loads._undo = lambda: undone.append(True)
+    loads.begin()
+    for name in names:
+        model.load_weights([(name, torch.ones(8))])
+    loads.break_off()
+    assert manager.content is (Content.FAILED if names else before)
+    assert undone
+    loads.begin()
+    model.load_weights([(name, torch.ones(8)) for name in "ab"])
+    loads.end()
+    assert manager.content is Content.VALID
+
+
+def test_what_came_before_an_update_counts_while_nothing_else_has_happened(model, manager, loads):
+    manager.content = Content.STALE
+    model.load_weights([("a", torch.ones(8))])
+    loads.begin()
+    model.load_weights([("b", torch.ones(8))])
+    loads.end()
+    assert manager.content is Content.VALID
+
+
+def test_weights_that_are_torn_within_an_update_stay_so_at_its_end(model, manager, loads):
+    loads.begin()
+    manager.tear()
+    loads.end()
+    assert manager.content is Content.FAILED
+
+
+def test_a_load_that_breaks_off_is_undone(model, manager, loads):
+    undone = []
+    loads._undo = lambda: undone.append(True)
+    with pytest.raises(ConnectionError):
+        model.load_weights(breaking_off_after(0))
+    assert undone

@@ -1,0 +1,87 @@
+"""vLLM's own weight updates in several calls: `start_weight_update`, `update_weights`, `finish_weight_update`.
+
+At the start vLLM moves the parameters to the meta device, or leaves them to be written in place, call by call. Either
+way nothing may be generated until the finish, and a trainer that dies in between must not leave the model like that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rl_memory_plugins.weights.foreign import ForeignLoads
+
+UPDATE_METHODS = ("start_weight_update", "update_weights", "finish_weight_update")
+
+
+class UpdateSession:
+    """Put in front of one worker's methods. Updates of a draft model are not looked at.
+
+    Args:
+        worker: vLLM's.
+        loads: Of the worker's model.
+    """
+
+    def __init__(self, worker: Any, loads: Callable[[], ForeignLoads]) -> None:
+        self._worker = worker
+        self._loads = loads
+        self._open = False
+        for name, wrap in zip(UPDATE_METHODS, (self._start, self._update, self._finish), strict=True):
+            setattr(worker, name, wrap(getattr(worker, name)))
+
+    def abandon(self) -> None:
+        """Somebody else updates the weights: what is still open ends here."""
+        if self._open:
+            self._end_vllms()
+        self._break_off()
+
+    def _start(self, original: Callable[[], None]) -> Callable[[], None]:
+        def start_weight_update() -> None:
+            self._loads().manager.require_writable()
+            is_first = not self._worker._weight_update_active
+            if is_first:
+                self.abandon()  # of one whose failure vLLM has seen
+            try:
+                original()
+            except BaseException:
+                if is_first:
+                    self.abandon()
+                raise
+            self._loads().begin()
+            self._open = True
+
+        return start_weight_update
+
+    def _update(self, original: Callable[..., None]) -> Callable[..., None]:
+        def update_weights(*args: Any, **kwargs: Any) -> None:
+            try:
+                original(*args, **kwargs)
+            except BaseException:
+                if self._open and not self._worker._weight_update_active:  # over, says vLLM
+                    self._break_off()
+                raise
+
+        return update_weights
+
+    def _finish(self, original: Callable[[], None]) -> Callable[[], None]:
+        def finish_weight_update() -> None:
+            try:
+                original()
+            except BaseException:
+                if self._open:  # half of it is done, which another try would take for all
+                    self._loads().manager.tear()
+                    self.abandon()
+                raise
+            if self._open:
+                self._open = False
+                self._loads().end()
+
+        return finish_weight_update
+
+    def _end_vllms(self) -> None:
+        self._worker._weight_update_active = False
+        self._worker.weight_transfer_engine.reset_weight_update_target()
+
+    def _break_off(self) -> None:
+        self._open = False
+        self._loads().break_off()
