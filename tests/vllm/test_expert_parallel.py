@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from integration.engines.base import BackgroundRequest, Launch, Server
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import DeviceMemoryError, DrainTimeoutError
 from tests.conformance.trainers import push
 from tests.weight_kinds import PROMPT, TOKENS, checkpoint, install_plugin, renew, started, write_moe
@@ -17,11 +18,14 @@ SEED, OTHER_SEED = 3, 7
 LONG = 300
 DRAIN_S = 3
 
-#: A vLLM plugin: the two collectives of the experts that vLLM's CPU platform lacks.
-COLLECTIVES = """
+#: A vLLM plugin: the two collectives of the experts that vLLM's CPU platform lacks, and requests that are held on their
+#: way to the engines while a file is there.
+PLUGIN = """
     def register():
+        import asyncio, os
         import torch
         from torch import distributed
+        from vllm.v1.engine.core_client import DPAsyncMPClient
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
         def all_gatherv(self, tensors, dim=0, sizes=None):
@@ -41,6 +45,15 @@ COLLECTIVES = """
             rows = sizes or [len(tensor) // self.world_size] * self.world_size
             return total.split(rows)[self.rank_in_group].clone()
 
+        add_request_async = DPAsyncMPClient.add_request_async
+
+        async def held(self, request):
+            while os.path.exists(os.environ["HOLD"]):
+                open(os.environ["HOLD"], "w").write("held")
+                await asyncio.sleep(0.05)
+            await add_request_async(self, request)
+
+        DPAsyncMPClient.add_request_async = held
         CpuCommunicator.all_gatherv = all_gatherv
         CpuCommunicator.reduce_scatterv = reduce_scatterv
 """
@@ -49,8 +62,9 @@ COLLECTIVES = """
 class Experts:
     """A server of two engines, two checkpoints, and what a fresh engine answers by the first."""
 
-    def __init__(self, server: Server, first: Path, other: Path, faults: Path) -> None:
+    def __init__(self, server: Server, first: Path, other: Path, faults: Path, hold: Path) -> None:
         self.server, self.first, self.other, self._faults = server, first, other, faults
+        self.hold = hold  # a file
         self.control = server.control
         self.tokens = self.generate()
 
@@ -76,13 +90,14 @@ class Experts:
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
     folder = tmp_path_factory.mktemp("experts")
-    site = install_plugin(folder / "site", "vllm.general_plugins", COLLECTIVES)
+    site = install_plugin(folder / "site", "vllm.general_plugins", PLUGIN)
     first, other = (write_moe(folder / name, seed, "float32") for name, seed in (("a", SEED), ("b", OTHER_SEED)))
     faults = folder / "faults"
     faults.mkdir()
     launch = Launch(first, dp=2, options={"poison": True, "fault_dir": str(faults), "drain_timeout_s": DRAIN_S})
-    with started("vllm", launch, folder / "server.log", PYTHONPATH=str(site)) as server:
-        yield Experts(server, first, other, faults)
+    hold = folder / "hold"
+    with started("vllm", launch, folder / "server.log", PYTHONPATH=str(site), HOLD=str(hold)) as server:
+        yield Experts(server, first, other, faults, hold)
 
 
 @pytest.fixture(autouse=True)
@@ -163,3 +178,17 @@ def test_an_abort_overtakes_a_wait(experts: Experts) -> None:
         experts.control.sleep(1, mode="abort")
         assert waiting.result()["status"] == "sleeping"
         assert experts.server.kind.was_aborted(request.answer())
+
+
+def test_a_request_that_comes_when_they_are_closed_does_not_keep_the_next_one_waiting(experts: Experts) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        experts.hold.touch()
+        try:
+            late = pool.submit(experts.server.post, PROMPT)
+            wait_until(lambda: experts.hold.read_text() == "held", "the request is on its way", 30)
+            experts.control.sleep(1)
+        finally:
+            experts.hold.unlink()
+        assert late.result(timeout=30).status_code == 503
+        experts.control.wake_up()
+        assert pool.submit(experts.generate).result(timeout=30) == experts.tokens

@@ -168,9 +168,20 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         controller = _controller(self)
         if controller is not None:
             refuse_resume(controller.refusal())
-        return original(self)
+        result = original(self)
+        if controller is not None:
+            _end_wave(self)
+        return result
 
     return resume_scheduler
+
+
+def _end_wave(core: Any) -> None:
+    """Data-parallel engines of one mixture of experts: a request that was refused here has told their coordinator or
+    its client that a wave of them runs, which none of them knows to end. The next request would start none, and hang
+    in the engine that got it. All of them resume in step, so all take a step with nothing to do and end it."""
+    if hasattr(core, "ignore_start_dp_wave") and core.has_coordinator:
+        core.engines_running = True
 
 
 def refuse_resume(refusal: RLMemoryError | None) -> None:
