@@ -217,6 +217,11 @@ def _print_status(answer: dict[str, Any]) -> None:
     admitting = "admits requests" if answer["admitting"] else f"admits no requests ({answer['reason']})"
     console = Console()
     console.print(f"{admitting}; weights {answer['content']}, version {answer['weight_version']}")
+    for engine in engines:
+        if engine.busy:
+            console.print(f"engine {engine.engine_rank}: {engine.busy} is under way")
+        if engine.paused:
+            console.print(f"engine {engine.engine_rank}: paused")
     table = Table("engine", "rank", "device", "tag", "state", "size", "in host memory")
     for engine in engines:
         for rank in engine.ranks:

@@ -40,8 +40,8 @@ class EngineClient:
     Args:
         url: The server's address, e.g. `http://127.0.0.1:8000`.
         api_key: The engine's admin or API key, where it has one.
-        timeout_s: For a whole call; `None` waits as long as the server does. The server has its own deadlines,
-            and a transition goes on without its client.
+        timeout_s: How long the server may say nothing; `None` waits as long as it does. The server has its own
+            deadlines, and a transition goes on without its client.
 
     Raises:
         RLMemoryError: the address is none.
@@ -133,8 +133,13 @@ class EngineClient:
         """
         try:
             response = self._http.request(method, ROUTES + route, json=body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise RLMemoryError(f"cannot reach {self.url}: {error}") from None
+        except httpx.HTTPError as error:
+            raise RLMemoryError(
+                f"no answer from {self.url} ({type(error).__name__}: {error}): the call may have been carried out; "
+                "ask for the status"
+            ) from None
         try:
             answer = response.json()
         except ValueError:
@@ -145,5 +150,8 @@ class EngineClient:
         if isinstance(failure, dict) and {"code", "message", "details"} <= failure.keys():
             raise from_record({**failure, "error": failure["code"]})
         if response.status_code == 404:
-            raise UnsupportedError(f"{self.url} has no control routes: was its engine started with --rl-memory?")
+            raise UnsupportedError(
+                f"{self.url} has no control routes: was its engine started with --rl-memory? "
+                f"They are looked for at {response.url}; the address is the server's, without a path like /v1"
+            )
         raise RLMemoryError(f"{self.url} answered {response.status_code}: {response.text[:500]}")

@@ -7,6 +7,7 @@ the plugin is enabled is not an option: it is enabled by the presence of a confi
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -19,9 +20,14 @@ from rl_memory_plugins.timing import LONGEST_S
 
 __all__ = ["RLMemoryConfig"]
 
+logger = logging.getLogger(__name__)
+
 MiB = 1 << 20
 
 ENV_PREFIX = "RL_MEMORY_"
+
+#: Variables of the command line and the tests.
+OTHER_VARIABLES = ("url", "api_key", "sglang_python", "test_wheels")
 
 _ON = ("", "1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
@@ -113,6 +119,7 @@ class RLMemoryConfig(BaseSettings):
         """
         if isinstance(value, RLMemoryConfig):
             return value
+        _warn_of_unknown_variables()
         return cls._validated(_options(value))
 
     @classmethod
@@ -154,6 +161,14 @@ def _name(location: tuple[int | str, ...], options: Mapping[str, Any]) -> str:
     """How the user wrote the option: a key, or a variable of the environment."""
     key = str(location[0])
     return key if key in options else f"{ENV_PREFIX}{key.upper()}"
+
+
+def _warn_of_unknown_variables() -> None:
+    """One that is misspelt would be left out without a word; an engine need not end for it."""
+    known = {ENV_PREFIX + name.upper() for name in (*RLMemoryConfig.model_fields, *OTHER_VARIABLES)}
+    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    if unknown:
+        logger.warning("not an option of rl_memory: %s", ", ".join(unknown))
 
 
 def _options(value: object) -> dict[str, Any]:

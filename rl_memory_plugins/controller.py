@@ -30,6 +30,7 @@ from rl_memory_plugins.errors import (
 from rl_memory_plugins.records import (
     INITIAL_VERSION,
     LONGEST_VERSION,
+    UNKNOWN,
     EngineStatus,
     RankStatus,
     Reply,
@@ -47,9 +48,6 @@ STEPS = {
     "update_weights": ("drain", "connect", "validate", "wait", "load", "finish", "total"),
 }
 
-#: What keeps an engine busy whose ranks did not say how they are; any later command asks them again.
-UNKNOWN = "status"
-
 
 class EngineHooks(Protocol):
     """What the controller asks of an engine. An adapter implements it and decides nothing."""
@@ -59,6 +57,7 @@ class EngineHooks(Protocol):
 
         Raises:
             UnsupportedError: this version of the engine cannot do this mode; nothing happened.
+            StateConflictError: it cannot now; nothing happened.
         """
 
     def resume(self, *, lift_pause: bool) -> None:
@@ -369,7 +368,10 @@ class Controller:
         self._draining = [one for one in self._draining if one not in waiting]
         for operation in waiting:
             operation.cancelled = True
-        error: Exception = DrainTimeoutError("running requests did not finish in time; nothing was released")
+        error: Exception = DrainTimeoutError(
+            "running requests did not finish within drain_timeout_s, and nothing was released: "
+            "call with mode='abort' or 'keep', or allow them more time"
+        )
         try:
             if waiting:
                 self._busy = self._under_way()

@@ -83,7 +83,7 @@ class StateConflictError(RLMemoryError):
 
 
 class EngineAsleepError(RLMemoryError):
-    """`details["reason"]` says why: `asleep`, `stale`, `updating`, `failed` or `paused`."""
+    """`details["reason"]` says why: `starting`, `asleep`, `stale`, `updating`, `failed` or `paused`."""
 
     status = 503
 

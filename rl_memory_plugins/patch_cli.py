@@ -68,7 +68,8 @@ def _run(engine: str, path: Path | None, as_json: bool, action: Callable[[Instal
         typer.echo(json.dumps(error.to_record()) if as_json else f"{error.code}: {error.message}", err=True)
         raise typer.Exit(1) from None
     except OSError as error:  # a read-only site-packages, a full disk: every file is as it was
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        record = {"error": type(error).__name__, "message": str(error), "details": {}}
+        typer.echo(json.dumps(record) if as_json else f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))

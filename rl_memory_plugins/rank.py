@@ -32,7 +32,6 @@ class RankAgent:
         receiver: Takes weight updates.
         after_wake: The engine's own work after tags became resident again, given those tags.
         before_update: The engine's own work before an update: to end one of its own that was left open.
-        after_update: The engine's own work after a complete update on all ranks.
     """
 
     def __init__(
@@ -41,14 +40,12 @@ class RankAgent:
         receiver: WeightReceiver,
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
         before_update: Callable[[], None] = lambda: None,
-        after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.manager = manager
         self.receiver = receiver
         self._after_wake = after_wake
         self._woken: set[Tag] = set()  # for which the engine's own work has not been done: the next wake tries again
         self._before_update = before_update
-        self._after_update = after_update
         self._methods: dict[str, Callable[..., Any]] = {
             method.__name__: method
             for method in (
@@ -109,14 +106,7 @@ class RankAgent:
         return self.receiver.receive(endpoints, token, timeout_s)
 
     def finish_update(self, complete: bool) -> None:
-        try:
-            if complete:
-                self._after_update()
-        except Exception:
-            complete = False
-            raise
-        finally:
-            self.manager.finish_writing(complete)
+        self.manager.finish_writing(complete)
 
     def checksums(self) -> dict[str, Any]:
         self.manager.require_writable()

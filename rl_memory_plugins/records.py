@@ -43,13 +43,17 @@ class RankStatus(msgspec.Struct, frozen=True):
     left: dict[str, int] = {}  # what stays on the device while asleep, by cause, in bytes
 
 
+#: What keeps an engine busy whose ranks did not say how they are; any later command asks them again.
+UNKNOWN = "status"
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine (one data-parallel rank): its ranks, and what the admission rule looks at."""
 
     ranks: list[RankStatus]
     weight_version: str = INITIAL_VERSION
-    paused: bool = False  # by sleep(level=0), or by the engine's own pause
-    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or "status"
+    paused: bool = False  # by sleep(level=0), or by a wake whose work in the engine failed
+    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`
     engine_rank: int = 0
 
     @property

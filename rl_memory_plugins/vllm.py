@@ -13,16 +13,21 @@ __all__ = ["LLM", "AsyncEngineArgs", "EngineArgs"]
 
 
 def _with_config(rl_memory: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    if rl_memory is None:
-        return arguments
     additional = dict(arguments.get("additional_config") or {})
+    if rl_memory is None or (rl_memory is True and CONFIG_KEY in additional):
+        return arguments
     # `False` is passed on: it wins over the environment.
     additional[CONFIG_KEY] = False if rl_memory is False else RLMemoryConfig.parse(rl_memory).to_dict()
     return {**arguments, "additional_config": additional}
 
 
 class LLM(vllm.LLM):  # type: ignore[misc]
-    """`vllm.LLM`. `rl_memory` is `True` for the defaults, or options as `config.RLMemoryConfig.parse` takes them."""
+    """`vllm.LLM`.
+
+    Args:
+        rl_memory: `True` for the defaults, or for what `additional_config` names; options as
+            `config.RLMemoryConfig.parse` takes them; `False` for an engine without it; `None`: the environment says.
+    """
 
     def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
         super().__init__(*args, **_with_config(rl_memory, kwargs))

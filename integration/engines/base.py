@@ -154,7 +154,7 @@ class Server:
         psutil.wait_procs(alive, timeout=10)
 
     def is_running(self) -> bool:
-        """Its process; SGLang's `/health` takes a second, in which it asks whether a request of its own was answered."""
+        """Its process. SGLang's `/health` takes a second, since it sends a request and then looks once a second."""
         return self._process.poll() is None
 
     def is_alive(self) -> bool:

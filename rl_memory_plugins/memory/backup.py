@@ -190,15 +190,15 @@ class PagedArena:
 
     def _check(self, nbytes: int) -> None:
         free = free_host_bytes()
-        if self._max_bytes:
-            free = min(free, self._max_bytes - self.held_bytes + self._margin_bytes)
-        if nbytes + self._margin_bytes > free:
-            raise self._error(nbytes, free)
+        allowed = self._max_bytes - self.held_bytes + self._margin_bytes if self._max_bytes else free
+        if nbytes + self._margin_bytes > min(free, allowed):
+            what = "allowed by host_arena_max_bytes" if allowed < free else "free"
+            raise self._error(nbytes, min(free, allowed), what)
 
-    def _error(self, needed: int, free: int) -> HostMemoryError:
+    def _error(self, needed: int, free: int, what: str = "free") -> HostMemoryError:
         usable = max(free - self._margin_bytes, 0)
         return HostMemoryError(
-            f"{needed} bytes of host memory are needed for the backup, {usable} are free",
+            f"{needed} bytes of host memory are needed for the backup, {usable} are {what}",
             needed_bytes=needed,
             free_bytes=max(free, 0),
             margin_bytes=self._margin_bytes,

@@ -85,7 +85,7 @@ def build_router(
         }
 
     async def update_weights_from_ipc(request: Request) -> dict[str, Any]:
-        """Take weights from a trainer's sockets. Parameters: those of `commands.UpdateWeights` but `hold`."""
+        """Take weights from a trainer's sockets. Parameters: of `commands.UpdateWeights`, but `hold` and `call`."""
         allowed = {"endpoints", "token", "weight_version", "mode", "timeout_s"}
         _reject_unknown(request.query_params.keys(), ())  # a token has no place in a URL
         given = await _body(request)

@@ -32,7 +32,7 @@ from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, 
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
-from rl_memory_plugins.trainer.update import push_from_all
+from rl_memory_plugins.trainer.update import push_from_all, require_options
 from rl_memory_plugins.weights.source import TensorSource
 
 T = TypeVar("T")
@@ -128,6 +128,7 @@ class RolloutHandoff:
                 field="memory_fraction",
                 got=memory_fraction,
             )
+        require_options(update)
         self.engines = as_engines(engines)
         self._source = source
         self._weights = [_movable(one, gradients=False) for one in weights]

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
-from rl_memory_plugins.trainer.engines import Engine
+from rl_memory_plugins.trainer.engines import Engine, as_engines
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import ModelSource
@@ -34,7 +34,7 @@ class _Site(NamedTuple):
 
 
 def push_from_all(
-    engines: Sequence[Engine],
+    engines: Any,
     tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
     peers: Peers | None = None,
     *,
@@ -54,7 +54,7 @@ def push_from_all(
     it in theirs until the timeout of the source's process group, and only then fail.
 
     Args:
-        engines: Those that this process controls: each engine is given to one process.
+        engines: Those that this process controls, as for `RolloutHandoff`: each engine is given to one process.
         tensors: What to send, the same on every process.
         peers: The trainer's processes; this one alone where not given.
         partial, weight_version, mode, timeout_s: As for `weights.push.push_weights`, the same everywhere.
@@ -66,6 +66,7 @@ def push_from_all(
     Raises:
         RLMemoryError: on every process the most specific one; see `Peers.share`.
     """
+    engines = as_engines(engines)
     peers = peers or Peers()
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     source = ModelSource(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors
@@ -118,6 +119,20 @@ def push_from_all(
         failures.clear()  # or they and this frame keep each other
         del worst, failure
     return {**report, "engines": [call.answer for call in calls]}
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Check what `push_from_all` is to be called with, before anything sleeps for it.
+
+    Raises:
+        InvalidRequestError: an option that an update has not, or with a value that it cannot have.
+    """
+    allowed = ("partial", "timeout_s", "bucket_bytes", "slots", "directory", "transport", "keep_mapped")
+    unknown = sorted(options.keys() - set(allowed))
+    if unknown:
+        raise InvalidRequestError(f"no options of an update: {', '.join(unknown)}", got=unknown, allowed=list(allowed))
+    sender = {name: value for name, value in options.items() if name != "partial" and value is not None}
+    WeightSender(**sender).close()
 
 
 def server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:

@@ -32,9 +32,7 @@ class ForeignLoads:
         undo: Puts back what the engine has taken apart of the model for a load that breaks off.
     """
 
-    def __init__(
-        self, manager: MemoryManager, model: torch.nn.Module, undo: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, manager: MemoryManager, model: torch.nn.Module, undo: Callable[[], None] = lambda: None) -> None:
         self.manager = manager
         self._model = model
         self._undo = undo

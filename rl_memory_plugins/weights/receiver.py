@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def ignore_derived(name: str) -> bool:
-    """Names that checkpoints hold and engines compute themselves."""
-    return name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
+def is_ignorable(name: str, *, tied: bool = False) -> bool:
+    """Whether engines' loaders skip a checkpoint's name on purpose: what they compute themselves, or have already.
+
+    Args:
+        tied: The output layer is the embedding.
+    """
+    computed = name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
+    return computed or (tied and name.startswith("lm_head."))
 
 
 class WeightReceiver:
@@ -53,7 +58,7 @@ class WeightReceiver:
         load_opaque: Loader | None = None,
         reload: Callable[[], Reload | None] = lambda: None,
         transformed: Callable[[], int] = lambda: 0,
-        ignorable: Callable[[str], bool] = ignore_derived,
+        ignorable: Callable[[str], bool] = is_ignorable,
         allow_cast: bool = False,
         check_finite: bool = False,
     ) -> None:

@@ -42,8 +42,18 @@ class ResidentSource(TensorSource, Protocol):
         """The very tensors that `tensors()` gives, in its order; None if some are made on the way."""
 
 
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What FSDP1, activation checkpointing and torch.compile put into names."""
+
+
+def without_wrappers(name: str) -> str:
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
 def named_tensors(
-    module: torch.nn.Module | Mapping[str, torch.Tensor], rename: Callable[[str], str | None] = str
+    module: torch.nn.Module | Mapping[str, torch.Tensor], rename: Callable[[str], str | None] = without_wrappers
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A module's parameters and persistent buffers, or a mapping's entries.
 

@@ -83,7 +83,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
     """Whether a graph is being captured, which only notes the operators: nothing is written, and none may wait."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and bool(torch.cuda.is_current_stream_capturing())
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -235,7 +235,7 @@ def test_checksums(url):
     assert json.loads(run("checksums", "--url", url).stdout)["engines"][0][0]["layer.weight"] == "ab12"
 
 
-def test_the_url_and_the_key_come_from_the_environment_too(url, monkeypatch):
+def test_the_url_comes_from_the_environment_too(url, monkeypatch):
     monkeypatch.setenv("RL_MEMORY_URL", url)
     assert run("status").exit_code == 0
 

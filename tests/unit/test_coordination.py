@@ -6,7 +6,7 @@ from helpers import FakeRank, LocalRanks
 from rl_memory_plugins.coordination import commit, prepare
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, HostMemoryError
 from rl_memory_plugins.records import Reply
-from rl_memory_plugins.tags import Content, Tag, TagState
+from rl_memory_plugins.tags import Content, Tag
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
 
@@ -115,33 +115,19 @@ def test_replies_carry_changes_seconds_and_status(ranks):
     assert group.call("status")[0].result["tags"]["weights"]["state"] == "preserved"
 
 
-def test_the_engines_own_work_runs_after_wakes_and_complete_updates():
+def test_the_engines_own_work_runs_after_wakes_and_before_updates():
     rank, done = FakeRank(), []
     agent = rank.agent
-    agent._after_wake, agent._after_update = done.append, lambda: done.append("update")
+    agent._after_wake, agent._before_update = done.append, lambda: done.append("update")
     group = LocalRanks([agent])
     two_phase(group, "sleep", level=2, tags=ALL)
+    group.call("receive_weights", endpoints={}, token="", timeout_s=1.0)  # refused
     two_phase(group, "wake", tags=["weights"])
     assert done == [[Tag.WEIGHTS]]
-    for complete in (False, True):
-        group.call("receive_weights", endpoints={}, token="", timeout_s=1.0)
-        group.call("finish_update", complete=complete)
+    group.call("receive_weights", endpoints={}, token="", timeout_s=1.0)
+    group.call("finish_update", complete=True)
     assert done[1:] == ["update"]
     assert rank.manager.content is Content.VALID
-
-
-def test_weights_whose_post_processing_failed_are_not_valid():
-    rank = FakeRank()
-
-    def fail():
-        raise RuntimeError("post-processing")
-
-    rank.agent._after_update = fail
-    group = LocalRanks([rank.agent])
-    group.call("receive_weights", endpoints={}, token="", timeout_s=1.0)
-    assert group.call("finish_update", complete=True)[0].error is not None
-    assert rank.manager.content is Content.FAILED
-    assert rank.manager.state(Tag.WEIGHTS) is TagState.RESIDENT
 
 
 def test_the_engines_own_work_is_tried_again_by_the_next_wake():

@@ -18,7 +18,7 @@ from rl_memory_plugins.engines.sglang.engine import RankedGroup, SglangEngine, o
 from rl_memory_plugins.engines.sglang.native import NativeWrites
 from rl_memory_plugins.engines.sglang.switch import config_of, refuse_modes
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
-from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
 
 logger = logging.getLogger(__name__)
@@ -168,10 +168,8 @@ def has_attention_dp(server_args: Any) -> bool:
     if local is None:
         local = getattr(server_args, "enable_dp_attention_local_control_broadcast", False)
     if local:
-        raise UnsupportedError(
-            "rl_memory does not work with local control broadcast of DP attention: "
-            "its ranks get a request at different steps, so they cannot agree"
-        )
+        why = "its ranks get a request at different steps, so they cannot agree"
+        raise unsupported("local control broadcast of DP attention", why)
     enabled = getattr(parallel, "attn_dp_enabled", None)
     return bool(getattr(server_args, "enable_dp_attention", False) if enabled is None else enabled)
 

@@ -20,7 +20,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.receiver import WeightReceiver, ignore_derived
+from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 
 if TYPE_CHECKING:
     import torch
@@ -252,11 +252,9 @@ class SglangWorker:
             )
 
     def _ignorable(self, name: str) -> bool:
-        """Names of a checkpoint that the loader skips on purpose."""
-        if ignore_derived(name):
-            return True
-        tied = bool(getattr(getattr(self._model, "config", None), "tie_word_embeddings", False))
-        return tied and name.startswith("lm_head.")
+        return is_ignorable(
+            name, tied=bool(getattr(getattr(self._model, "config", None), "tie_word_embeddings", False))
+        )
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.KV_CACHE:  # SGLang itself keeps nothing of this region

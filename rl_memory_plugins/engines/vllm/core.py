@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rl_memory_plugins import commands, operations
+from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
@@ -158,7 +158,7 @@ def _native_is_sleeping(original: Callable[..., Any]) -> Callable[..., Any]:
         controller = _controller(self)
         if controller is None:
             return bool(original(self))
-        return controller.refusal() is not None or self.is_scheduler_paused()
+        return admission.is_sleeping([controller.status])
 
     return is_sleeping
 

@@ -148,7 +148,7 @@ def _requested(engine_args: Any) -> Any:
     additional = getattr(engine_args, "additional_config", None)
     if isinstance(additional, dict) and CONFIG_KEY in additional:
         value = additional[CONFIG_KEY]
-        return None if value is False else value
+        return None if value is False else {} if value is None else value
     return RLMemoryConfig.from_environment()
 
 

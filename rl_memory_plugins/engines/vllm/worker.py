@@ -23,7 +23,7 @@ from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.foreign import ForeignLoads
-from rl_memory_plugins.weights.receiver import WeightReceiver
+from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 
 if TYPE_CHECKING:
     import torch
@@ -209,11 +209,7 @@ class VllmWorker:
         )
 
     def _ignorable(self, name: str) -> bool:
-        """Names of a checkpoint that the loader skips on purpose."""
-        if "rotary_emb." in name:
-            return True
-        config = self._worker.model_config.hf_config
-        return name.startswith("lm_head.") and bool(getattr(config, "tie_word_embeddings", False))
+        return is_ignorable(name, tied=bool(getattr(self._worker.model_config.hf_config, "tie_word_embeddings", False)))
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.WEIGHTS:

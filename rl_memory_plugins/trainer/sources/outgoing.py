@@ -9,16 +9,13 @@ import torch
 
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.source import name_of
+from rl_memory_plugins.weights.source import name_of, without_wrappers
 
 Rename = Callable[[str], str | None]
 """Gives the checkpoint's name for the trainer's; `None` leaves the tensor out."""
 
 PIECE = 16 << 20
 """Elements of host memory that are cast at a time on a GPU."""
-
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What FSDP1, activation checkpointing and torch.compile put into names."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class Outgoing:
     rename: Rename | None = None
 
     def name(self, name: str) -> str | None:
-        for part in WRAPPERS:
-            name = name.replace(part, "")
+        name = without_wrappers(name)
         return name if self.rename is None else self.rename(name)
 
     def sent_as(self, dtype: torch.dtype) -> torch.dtype:

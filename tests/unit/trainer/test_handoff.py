@@ -244,6 +244,12 @@ def test_a_fraction_is_a_share(fraction):
     assert caught.value.details == {"field": "memory_fraction", "got": fraction}
 
 
+@pytest.mark.parametrize("option", [{"bucket_byte": 1 << 20}, {"transport": "cuda"}, {"slots": 0}, {"peers": None}])
+def test_an_option_that_no_update_has_is_found_before_anything_sleeps(option):
+    with pytest.raises(InvalidRequestError):
+        Setup(**option)
+
+
 def test_level_and_mode_are_the_callers():
     setup = Setup(level=1, mode="keep")
     setup.handoff.release()
