@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rl_memory_plugins import admission
-from rl_memory_plugins.records import EngineStatus, RankStatus, TagStatus
+from rl_memory_plugins.records import UNKNOWN, EngineStatus, RankStatus, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, TagState
 
 
@@ -48,6 +48,13 @@ def test_refused_with_a_reason(status, reason):
     assert error.details["reason"] == reason
     assert error.details["retry_after_s"] > 0
     assert admission.first_refusal([engine(), status]).details == error.details
+
+
+def test_ranks_that_did_not_say_how_they_are_are_not_waited_for():
+    error = admission.refusal(engine(busy=UNKNOWN))
+    assert error is not None
+    assert error.details["reason"] == "asleep"
+    assert "under way" not in error.message and "wake_up()" in error.message
 
 
 def test_admitted_only_when_nothing_is_amiss():

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from fake_control import rank_status
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from rl_memory_plugins import cli
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory import torch_saver
+from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.router import build_router
 
@@ -231,6 +233,16 @@ def test_sleep_and_wake_up(url, control):
     assert control.calls.pop() == ("wake_up", ["kv_cache", "weights", "cuda_graph"])
 
 
+def test_the_status_says_what_is_under_way(url, control):
+    control.engines = [
+        EngineStatus([rank_status()], busy="sleep"),
+        EngineStatus([rank_status()], paused=True, engine_rank=1),
+    ]
+    printed = run("status", "--url", url).stdout
+    assert "engine 0: sleep is under way" in printed
+    assert "engine 1: paused" in printed
+
+
 def test_checksums(url):
     assert json.loads(run("checksums", "--url", url).stdout)["engines"][0][0]["layer.weight"] == "ab12"
 
@@ -238,6 +250,13 @@ def test_checksums(url):
 def test_the_url_comes_from_the_environment_too(url, monkeypatch):
     monkeypatch.setenv("RL_MEMORY_URL", url)
     assert run("status").exit_code == 0
+
+
+@pytest.mark.parametrize("key", ["s3cret"], indirect=True)
+def test_the_key_comes_from_the_environment_too(url, monkeypatch):
+    assert run("status", "--url", url).exit_code == 1
+    monkeypatch.setenv("RL_MEMORY_API_KEY", "s3cret")
+    assert run("status", "--url", url).exit_code == 0
 
 
 def test_a_servers_error_keeps_its_type(url, control):

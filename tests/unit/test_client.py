@@ -24,8 +24,11 @@ class OneAnswer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked_to_close.append(self.headers.get("Connection") == "close")
-        if self.answered:
+        if self.answered or self.headers.get("Silent"):
             self.close_connection = True
+            return
+        if self.path.startswith("/v1/v1"):
+            self.send_error(404)
             return
         self.answered = True
         self.send_response(200)
@@ -63,6 +66,17 @@ def test_no_call_can_close_the_connection_of_another_thread(url: str) -> None:
 def test_an_address_that_is_none_is_an_error_of_ours(address: str) -> None:
     with pytest.raises(RLMemoryError, match="cannot reach"):
         EngineClient(address).is_sleeping()
+
+
+def test_a_server_that_was_reached_and_says_nothing_is_not_called_unreachable(url: str) -> None:
+    with EngineClient(url) as client, pytest.raises(RLMemoryError, match="no answer from .* may have been carried out"):
+        client._http.headers["Silent"] = "1"
+        client.is_sleeping()
+
+
+def test_an_address_with_a_path_is_shown_where_it_leads(url: str) -> None:
+    with EngineClient(f"{url}/v1") as client, pytest.raises(RLMemoryError, match="/v1/v1/rl_memory/is_sleeping"):
+        client.is_sleeping()
 
 
 def test_a_key_that_cannot_be_sent_is_refused() -> None:

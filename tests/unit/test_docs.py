@@ -11,7 +11,7 @@ from fake_control import FakeControl
 
 from rl_memory_plugins import errors
 from rl_memory_plugins.config import ENV_PREFIX, RLMemoryConfig
-from rl_memory_plugins.controller import STEPS
+from rl_memory_plugins.controller import STEPS, EngineHooks
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.router import build_router
 
@@ -76,6 +76,12 @@ def test_each_route_is_in_the_readme_and_has_a_section():
 def test_each_step_of_a_report_is_listed(transition):
     [row] = [row for row in rows(DOCS / "contract.md") if row[0] == f"`{transition}`" and "`total`" in row[-1]]
     assert tuple(re.findall(r"`(\w+)`", row[1])) == STEPS[transition]
+
+
+def test_what_an_adapter_implements_is_listed():
+    table = {row[0] for row in rows(DOCS / "add-an-engine.md")}
+    listed = {name for cell in table for name in re.findall(r"^`(\w+)\(", cell)}
+    assert {name for name in vars(EngineHooks) if not name.startswith("_")} <= listed
 
 
 def test_files_that_the_pages_name_exist():

@@ -22,12 +22,29 @@ from rl_memory_plugins.errors import UnsupportedError
         ("yes", None, RLMemoryConfig()),
         ("poison=true", None, RLMemoryConfig(poison=True)),
         ("1", {"rl_memory": False}, None),  # what is asked for in Python wins
+        ("0", {"rl_memory": None}, {}),  # named, with nothing behind it, as YAML has it
         ("0", {"rl_memory": {"poison": True}}, {"poison": True}),
     ],
 )
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, variable: str, additional: Any, asked_for: Any) -> None:
     monkeypatch.setenv(switch.FLAG_VARIABLE, variable)
     assert switch._requested(types.SimpleNamespace(additional_config=additional)) == asked_for
+
+
+@pytest.mark.parametrize(
+    ("rl_memory", "named"),
+    [
+        (True, {"allocator": "tms"}),
+        (None, {"allocator": "tms"}),
+        ({"poison": True}, {"poison": True}),
+        (False, False),
+    ],
+)
+def test_what_is_named_natively_is_not_lost(rl_memory: Any, named: Any) -> None:
+    from rl_memory_plugins.vllm import _with_config
+
+    given = {"additional_config": {"rl_memory": {"allocator": "tms"}, "other": 1}}
+    assert _with_config(rl_memory, given) == {"additional_config": {"rl_memory": named, "other": 1}}
 
 
 @pytest.mark.parametrize(

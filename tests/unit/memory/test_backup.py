@@ -57,6 +57,7 @@ def test_the_bound_is_exact_and_typed():
         arena.acquire(ALIGNMENT + 1)
     assert caught.value.details["needed_bytes"] == 2 * ALIGNMENT
     assert caught.value.details["margin_bytes"] == ALIGNMENT
+    assert f"{ALIGNMENT} are allowed by host_arena_max_bytes" in caught.value.message
     arena.acquire(ALIGNMENT)
     arena.release(used)
 

@@ -50,6 +50,11 @@ def test_a_source_that_is_kept_sends_what_the_module_holds_at_each_update():
     rank.model.assert_unchanged(loaded(tensors, opaque=False))
 
 
+def test_what_wrappers_put_into_names_is_taken_out_of_them():
+    compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert [spec.name for spec in ModuleSource(compiled).specs()] == ["0.weight", "0.bias"]
+
+
 def test_a_mapping_is_looked_at_anew_for_each_update():
     tensors = {"a": torch.zeros(2)}
     source = ModuleSource(tensors)
