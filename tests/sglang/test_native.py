@@ -348,13 +348,14 @@ def test_a_failed_update_leaves_no_mixture_behind(server: Server, other_weights:
     assert server.post(PROMPT).status_code == 503
 
 
-def test_a_session_is_one_update_from_its_first_write_to_its_end(server: Server, first_weights: Any) -> None:
+def test_a_session_is_one_update_from_its_begin_to_its_end(server: Server, first_weights: Any) -> None:
     """Stock: between its calls, and if the trainer dies then, half of the new weights answer."""
     items = list(first_weights.state_dict().items())
     with server.generating(PROMPT, LONG) as request:
         assert post(server, "/pause_generation", mode="retract").status_code == 200
         assert post(server, "/begin_weight_update").json()["success"] is True
-        assert server.control.memory()["content"] == "valid"  # nothing was written
+        assert server.control.memory()["content"] == "updating"
+        request.assert_running()
         assert native_update(server, items[:5]).json()["success"] is True
         assert server.control.memory()["content"] == "updating"
         assert post(server, "/continue_generation").status_code == 200
