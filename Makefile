@@ -30,6 +30,9 @@ SUITE := tests/conformance --ignore tests/conformance/test_long_run.py
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour.
 RANKS_SUITE := $(foreach rule,sleep_wake modes faults handoff updates,tests/conformance/test_$(rule).py)
 
+# Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test check format docs test-unit test-vllm test-sglang test-long test-long-vllm test-long-sglang test-patches test-gpu env-vllm env-sglang clean
 
 help:
