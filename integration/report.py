@@ -86,28 +86,27 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
                 test_runs[path.name] = content
             continue
         for record in content:
-            run = (record["engine"], record["engine_version"], model_and_host(path, record))
-            runs[run][record["metric"]][record["subject"]] = record
+            runs[run_of(path, record)][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
 
 
-def model_and_host(path: Path, record: Record) -> str:
-    """What was measured; after a comma the host, which a file's name ends with if it is not the usual one."""
-    model = str(record["model"])
-    host = path.stem.partition(f"{model}-")[2].replace("-", " ")
-    return f"{model}, {host}" if host else model
+def run_of(path: Path, record: Record) -> Run:
+    """A file's name ends with the host, if it is not the usual one."""
+    host = path.stem.partition(f"{record['model']}-")[2].replace("-", " ")
+    return Run(record["engine"], record["engine_version"], record["model"], host)
 
 
 def by_size(run: Run) -> tuple[Any, ...]:
     """Engines by name, the newest version first, small models before large ones."""
-    engine, version, model = run
-    return engine, [-int(part) for part in version.split(".") if part.isdecimal()], weight_bytes(model), model
+    newest_first = [-int(part) for part in run.version.split(".") if part.isdecimal()]
+    return run.engine, newest_first, weight_bytes(run.model), run.model, run.host
 
 
 def weight_bytes(model: str) -> int:
-    """Of a checkpoint in bfloat16, on whatever host; 0 for a name that is no shape."""
-    shape = SHAPES.get(model.partition(", ")[0])
-    return sum(2 * math.prod(one) for one in checkpoint_shapes(shape).values()) if shape else 0
+    """Of a checkpoint in bfloat16; 0 for a name that is no shape."""
+    if model not in SHAPES:
+        return 0
+    return sum(2 * math.prod(shape) for shape in checkpoint_shapes(SHAPES[model]).values())
 
 
 def value(record: Record | None) -> str:
@@ -140,18 +139,18 @@ def rows_of(metrics: Metrics) -> list[str]:
 
 
 def newest(runs: dict[Run, Metrics], metric: str) -> list[Run]:
-    """The newest version of each engine that has this metric, 7B; `runs` has the newest first."""
+    """The newest version of each engine that has this metric, 7B on the usual host; `runs` has the newest first."""
     found: dict[str, Run] = {}
     for run, metrics in runs.items():
-        if run[2] == "7b" and metric in metrics:
-            found.setdefault(run[0], run)
+        if run.model == "7b" and not run.host and metric in metrics:
+            found.setdefault(run.engine, run)
     return [found[engine] for engine in NAMES if engine in found]
 
 
 def headline(runs: dict[Run, Metrics]) -> list[str]:
     """Of the newest version of each engine, 7B: the engine by itself beside the plugin in it, and updates."""
     shown = newest(runs, "sleep_l1_first_s")
-    lines = ["| | " + " | ".join(f"{NAMES[engine]} {version} | with the plugin" for engine, version, _ in shown) + " |"]
+    lines = ["| | " + " | ".join(f"{NAMES[run.engine]} {run.version} | with the plugin" for run in shown) + " |"]
     lines.append("|---|" + "---:|---:|" * len(shown))
     for metric in HEADLINE:
         cells = [value(runs[run].get(metric, {}).get(subject)) for run in shown for subject in ("native", "plugin")]
@@ -187,15 +186,13 @@ def test_table(test_runs: dict[str, Record]) -> list[str]:
 def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
     """What was measured without an engine, the weight stream and the driver: one table each, with every time."""
     pages: list[str] = []
-    for (engine, _, model), metrics in runs.items():
-        if engine != WITHOUT_ENGINE:
+    for run, metrics in runs.items():
+        if run.engine != WITHOUT_ENGINE:
             continue
         records = [subjects["plugin"] for subjects in metrics.values() if subjects["plugin"]["unit"] == "s"]
         first = records[0]
-        alone = f"The weight stream alone, {model} shape"
-        if model.partition(", ")[0] == DRIVER:
-            alone = model.replace(DRIVER, "The driver alone")
-        title = f"### {alone} ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
+        alone = "The driver alone" if run.model == DRIVER else f"The weight stream alone, {run.model} shape"
+        title = f"### {', '.join(filter(None, [alone, run.host]))} ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
         pages += [title, "", "| | median | best | worst |", "|---|---:|---:|---:|"]
         for record in records:
             name = record["metric"].removesuffix("_s").replace("_", " ")
@@ -207,11 +204,10 @@ def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
 
 def describe(run: Run, metrics: Metrics) -> str:
     record = next(iter(next(iter(metrics.values())).values()))
-    engine, version, model = run
-    model, *host = model.split(", ")
-    shape = EXPERTS.get(model, f"Qwen2.5-{model.upper()} shape")
-    gpu_and_torch = [f"one {record['gpu']}", f"torch {record['torch']}"]
-    return ", ".join([f"{NAMES[engine]} {version}", shape, *gpu_and_torch, *host])
+    engine = f"{NAMES[run.engine]} {run.version}"
+    shape = EXPERTS.get(run.model, f"Qwen2.5-{run.model.upper()} shape")
+    described = f"{engine}, {shape}, one {record['gpu']}, torch {record['torch']}"
+    return f"{described}, {run.host}" if run.host else described
 
 
 def replace(path: Path, lines: list[str]) -> None:
@@ -245,16 +241,16 @@ def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
 
     measured: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run, metrics in runs.items():
-        if run[2] in SHAPES and "plugin" in metrics.get("sleep_l1_later_s", {}):
+        if run.model in SHAPES and not run.host and "plugin" in metrics.get("sleep_l1_later_s", {}):
             measured[run[:2]].append(run)
     shown = {engine: found for engine, found in measured.items() if len(found) > 1}
     if not shown:
         return False
     figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4.5), constrained_layout=True, squeeze=False)
     for axis, ((engine, version), found) in zip(axes[0], shown.items(), strict=True):
-        largest = max(weight_bytes(model) for *_, model in found) / 1e9
+        largest = max(weight_bytes(run.model) for run in found) / 1e9
         for metric, title in BY_BYTES.items():
-            records = [(weight_bytes(run[2]) / 1e9, runs[run].get(metric, {}).get("plugin")) for run in found]
+            records = [(weight_bytes(run.model) / 1e9, runs[run].get(metric, {}).get("plugin")) for run in found]
             points = [(size, record["median"]) for size, record in records if record is not None]
             axis.plot(*zip(*points, strict=True), marker="o", label=title)
         axis.plot([0, largest], [0, largest * 1e9 / COPY_BYTES_S], "k:", label="55.5 GB/s")
@@ -271,7 +267,7 @@ def main() -> None:
 
     matplotlib.use("Agg")
     found, test_runs = load()
-    engines = {run: metrics for run, metrics in found.items() if run[0] != WITHOUT_ENGINE}
+    engines = {run: metrics for run, metrics in found.items() if run.engine != WITHOUT_ENGINE}
     runs = {run: metrics for run, metrics in engines.items() if rows_of(metrics)}
     if not runs:
         raise SystemExit("no results")
@@ -286,7 +282,7 @@ def main() -> None:
         pages += report_weights.page(describe(run, metrics), metrics)
     pages += wire_pages(found)
     slept = {run: m for run, m in runs.items() if "sleep_l1_first_s" in m}
-    draw_times({run: m for run, m in slept.items() if run[2] == "7b"}, docs / "benchmarks.png")
+    draw_times({run: m for run, m in slept.items() if run.model == "7b" and not run.host}, docs / "benchmarks.png")
     pages += ["![times, by itself and with the plugin](benchmarks.png)", ""]
     if draw_sizes(runs, docs / "benchmarks-sizes.png"):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]

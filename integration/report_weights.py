@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 ROUTES = {
     "direct": "trainer's tensors as they are, kept open",
@@ -17,7 +17,15 @@ HEAD = ("", "whole call", "first call", "engine closed", "more memory, engine", 
 
 Record = dict[str, Any]
 Metrics = dict[str, dict[str, Record]]  # by metric and subject
-Run = tuple[str, str, str]  # engine, version, model
+
+
+class Run(NamedTuple):
+    """What the figures of one table are of; the host is named where it is not the usual one."""
+
+    engine: str
+    version: str
+    model: str
+    host: str = ""
 
 
 def page(title: str, metrics: Metrics) -> list[str]:
@@ -51,9 +59,8 @@ def headline(runs: Mapping[Run, Metrics], shown: Sequence[Run], names: Mapping[s
     if not shown:
         return []
     first = runs[shown[0]]["update_direct_s"]["plugin"]
-    lines = [
-        f"| new weights, {first['bytes'] / 1e9:.1f} GB | " + " | ".join(f"{names[e]} {v}" for e, v, _ in shown) + " |"
-    ]
+    engines = " | ".join(f"{names[run.engine]} {run.version}" for run in shown)
+    lines = [f"| new weights, {first['bytes'] / 1e9:.1f} GB | {engines} |"]
     lines.append("|---" + "|---:" * len(shown) + "|")
     for route, name in ROUTES.items():
         cells = [
