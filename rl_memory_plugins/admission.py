@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rl_memory_plugins.errors import EngineAsleepError
-from rl_memory_plugins.records import UNKNOWN, EngineStatus
+from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.tags import Content
 
 RETRY_AFTER_SECONDS = 1
@@ -20,10 +20,8 @@ def refusal(engine: EngineStatus) -> EngineAsleepError | None:
     asleep = engine.asleep_tags()
     if engine.busy == "update_weights" or engine.content is Content.UPDATING:
         return _refuse("updating", "its weights are being updated")
-    if engine.busy == UNKNOWN:
-        return _refuse("asleep", "its ranks did not say how they are: wake_up() asks them again")
     if engine.busy:
-        return _refuse("asleep", f"{engine.busy} is under way")
+        return _refuse("asleep", engine.under_way)
     if asleep:
         return _refuse("asleep", f"{', '.join(asleep)} asleep: wake_up() first", tags=asleep)
     if engine.content is Content.STALE:

@@ -219,7 +219,7 @@ def _print_status(answer: dict[str, Any]) -> None:
     console.print(f"{admitting}; weights {answer['content']}, version {answer['weight_version']}")
     for engine in engines:
         if engine.busy:
-            console.print(f"engine {engine.engine_rank}: {engine.busy} is under way")
+            console.print(f"engine {engine.engine_rank}: {engine.under_way}")
         if engine.paused:
             console.print(f"engine {engine.engine_rank}: paused")
     table = Table("engine", "rank", "device", "tag", "state", "size", "in host memory")

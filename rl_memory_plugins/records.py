@@ -57,6 +57,13 @@ class EngineStatus(msgspec.Struct, frozen=True):
     engine_rank: int = 0
 
     @property
+    def under_way(self) -> str:
+        """What `busy` means, for a message; empty if nothing keeps the engine busy."""
+        if self.busy == UNKNOWN:
+            return "its ranks did not say how they are: wake_up() asks them again"
+        return f"{self.busy} is under way" if self.busy else ""
+
+    @property
     def content(self) -> Content:
         """The worst content state of all ranks."""
         order = [Content.VALID, Content.STALE, Content.UPDATING, Content.FAILED]

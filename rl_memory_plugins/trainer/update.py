@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import secrets
 import socket
@@ -127,10 +128,12 @@ def require_options(options: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequestError: an option that an update has not, or with a value that it cannot have.
     """
-    allowed = ("partial", "timeout_s", "bucket_bytes", "slots", "directory", "transport", "keep_mapped")
-    unknown = sorted(options.keys() - set(allowed))
+    allowed = {"partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "settle_unused"}
+    unknown = sorted(options.keys() - allowed)
     if unknown:
-        raise InvalidRequestError(f"no options of an update: {', '.join(unknown)}", got=unknown, allowed=list(allowed))
+        raise InvalidRequestError(
+            f"no options of an update: {', '.join(unknown)}", got=unknown, allowed=sorted(allowed)
+        )
     sender = {name: value for name, value in options.items() if name != "partial" and value is not None}
     WeightSender(**sender).close()
 

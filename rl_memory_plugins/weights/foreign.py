@@ -70,11 +70,16 @@ class ForeignLoads:
             if broken_off:  # what came before may be torn now
                 self._written = Coverage()
             self._written.extend(written.anew)
-            complete = self._before is None and self._is_complete()
+            complete = not self.is_under_way and self._is_complete()
             self.manager.note_foreign_load(complete, broken_off=broken_off)
             self._epoch = self.manager.epoch
             if complete or broken_off:  # the next load may bring other weights than one that broke off
                 self._written = Coverage()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an update of several loads has begun and not ended."""
+        return self._before is not None
 
     def begin(self) -> None:
         """The loads from here on are one update.

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rl_memory_plugins import cli
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory import torch_saver
-from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.records import UNKNOWN, EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.router import build_router
 
@@ -237,10 +237,12 @@ def test_the_status_says_what_is_under_way(url, control):
     control.engines = [
         EngineStatus([rank_status()], busy="sleep"),
         EngineStatus([rank_status()], paused=True, engine_rank=1),
+        EngineStatus([rank_status()], busy=UNKNOWN, engine_rank=2),
     ]
     printed = run("status", "--url", url).stdout
     assert "engine 0: sleep is under way" in printed
     assert "engine 1: paused" in printed
+    assert "engine 2: its ranks did not say how they are" in printed
 
 
 def test_checksums(url):

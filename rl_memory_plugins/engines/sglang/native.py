@@ -158,7 +158,7 @@ def _refusal(added: Any) -> RLMemoryError | None:
     """Why SGLang's own calls that touch weights cannot run now."""
     status = added.controller.status
     if status.busy:
-        return StateConflictError(f"{status.busy} is under way", busy=status.busy)
+        return StateConflictError(status.under_way, busy=status.busy)
     if Tag.WEIGHTS.value in status.asleep_tags():
         return StateConflictError(
             "the weights are asleep: wake_up(tags=['weights']) first", asleep=status.asleep_tags()

@@ -25,30 +25,29 @@ class UpdateSession:
     def __init__(self, worker: Any, loads: Callable[[], ForeignLoads]) -> None:
         self._worker = worker
         self._loads = loads
-        self._open = False
         for name, wrap in zip(UPDATE_METHODS, (self._start, self._update, self._finish), strict=True):
             setattr(worker, name, wrap(getattr(worker, name)))
 
     def abandon(self) -> None:
         """Somebody else updates the weights: what is still open ends here."""
-        if self._open:
-            self._end_vllms()
-        self._break_off()
+        if self._loads().is_under_way:
+            self._worker._weight_update_active = False
+            self._worker.weight_transfer_engine.reset_weight_update_target()
+        self._loads().break_off()
 
     def _start(self, original: Callable[[], None]) -> Callable[[], None]:
         def start_weight_update() -> None:
             self._loads().manager.require_writable()
-            is_first = not self._worker._weight_update_active
-            if is_first:
-                self.abandon()  # of one whose failure vLLM has seen
+            if self._worker._weight_update_active:
+                return original()  # which refuses
+            self.abandon()  # what vLLM took for over has left the model in pieces
             try:
                 original()
             except BaseException:
-                if is_first:
-                    self.abandon()
+                self.abandon()
                 raise
             self._loads().begin()
-            self._open = True
+            return None
 
         return start_weight_update
 
@@ -57,8 +56,8 @@ class UpdateSession:
             try:
                 original(*args, **kwargs)
             except BaseException:
-                if self._open and not self._worker._weight_update_active:  # over, says vLLM
-                    self._break_off()
+                if self._loads().is_under_way and not self._worker._weight_update_active:  # over, says vLLM
+                    self._loads().break_off()
                 raise
 
         return update_weights
@@ -68,20 +67,10 @@ class UpdateSession:
             try:
                 original()
             except BaseException:
-                if self._open:  # half of it is done, which another try would take for all
+                if self._loads().is_under_way:  # half of it is done, which another try would take for all
                     self._loads().manager.tear()
                     self.abandon()
                 raise
-            if self._open:
-                self._open = False
-                self._loads().end()
+            self._loads().end()
 
         return finish_weight_update
-
-    def _end_vllms(self) -> None:
-        self._worker._weight_update_active = False
-        self._worker.weight_transfer_engine.reset_weight_update_target()
-
-    def _break_off(self) -> None:
-        self._open = False
-        self._loads().break_off()
