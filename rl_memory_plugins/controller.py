@@ -19,6 +19,7 @@ import msgspec
 
 from rl_memory_plugins import admission, commands
 from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import AnyCommand, error_reply
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
 from rl_memory_plugins.errors import (
@@ -121,6 +122,7 @@ class Controller:
         board: Where the status is shown; `None` on ranks that run the controller in step but do not report.
         engine_rank: This engine's data-parallel rank.
         update_timeout_s: How long the trainer may be silent during an update whose command does not say.
+        capabilities: What the engine can do; the ranks add what they know.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Controller:
         engine_rank: int = 0,
         *,
         update_timeout_s: float,
+        capabilities: Capabilities = EVERYTHING,
     ) -> None:
         self._ranks = ranks
         self._engine = engine
@@ -155,7 +158,9 @@ class Controller:
             commands.Checksums: self._checksums,
             commands.Hello: self._hello,
         }
-        self.status = EngineStatus(ranks=[], engine_rank=engine_rank)
+        declared = [msgspec.convert(one.result, Capabilities) for one in raise_failures(ranks.call("capabilities"))]
+        self.capabilities = msgspec.structs.replace(capabilities, ranks=len(declared)).merged(declared)
+        self.status = EngineStatus(ranks=[], engine_rank=engine_rank, capabilities=self.capabilities)
         self.refresh()
 
     # -- the face -------------------------------------------------------------------------------------------
@@ -240,6 +245,8 @@ class Controller:
 
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
         level, tags, mode = parse_level(command.level), parse_tags(command.tags), parse_mode(command.mode)
+        if level is Level.DISCARD and Tag.WEIGHTS in tags:
+            self.capabilities.require_updatable("sleep(level=2) of the weights")
         self.require_free()
         if mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
@@ -292,6 +299,7 @@ class Controller:
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
         mode = parse_mode(command.mode)
+        self.capabilities.require_updatable("update_weights")
         self.require_free()
         self._require_none_waiting(command.hold)
         if Tag.WEIGHTS.value in self.status.asleep_tags():
@@ -497,6 +505,7 @@ class Controller:
             paused=self._paused,
             busy=self._busy,
             engine_rank=self._engine_rank,
+            capabilities=self.capabilities,
         )
         if self._board is not None:
             self._board.publish(self.status)  # first: what is refused depends on it

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import encode_reply, error_reply
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -23,6 +24,9 @@ class WeightReceiver(Protocol):
     def checksums(self) -> dict[str, Any]:
         """Checksums of the weights as they are."""
 
+    def capabilities(self) -> Capabilities:
+        """Whether an update can ever reach the weights."""
+
 
 class RankAgent:
     """Runs calls of the controller against this rank's manager and receiver.
@@ -32,6 +36,7 @@ class RankAgent:
         receiver: Takes weight updates.
         after_wake: The engine's own work after tags became resident again, given those tags.
         before_update: The engine's own work before an update: to end one of its own that was left open.
+        resident_graphs: Why this rank's CUDA graphs stay on the device; empty if they can be released.
     """
 
     def __init__(
@@ -40,12 +45,14 @@ class RankAgent:
         receiver: WeightReceiver,
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
         before_update: Callable[[], None] = lambda: None,
+        resident_graphs: str = "",
     ) -> None:
         self.manager = manager
         self.receiver = receiver
         self._after_wake = after_wake
         self._woken: set[Tag] = set()  # for which the engine's own work has not been done: the next wake tries again
         self._before_update = before_update
+        self._resident_graphs = resident_graphs
         self._methods: dict[str, Callable[..., Any]] = {
             method.__name__: method
             for method in (
@@ -60,6 +67,7 @@ class RankAgent:
                 self.checksums,
                 self.status,
                 self.account,
+                self.capabilities,
             )
         }
 
@@ -117,6 +125,10 @@ class RankAgent:
 
     def account(self) -> Any:
         return self.manager.account()
+
+    def capabilities(self) -> Capabilities:
+        own = Capabilities(resident_graphs=self._resident_graphs)
+        return own.merged([self.receiver.capabilities()])
 
 
 def encode_call(method: str, arguments: dict[str, Any]) -> bytes:

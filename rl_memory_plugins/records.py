@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.tags import Content, TagState
 
 INITIAL_VERSION = "initial"
@@ -55,6 +56,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     paused: bool = False  # by sleep(level=0), or by a wake whose work in the engine failed
     busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`
     engine_rank: int = 0
+    capabilities: Capabilities = EVERYTHING
 
     @property
     def under_way(self) -> str:

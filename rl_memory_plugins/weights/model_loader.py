@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
 from rl_memory_plugins.weights.regions import Coverage
@@ -102,6 +102,14 @@ class ModelLoader:
         self._plans[digest] = plan
         self.drop_outdated()  # the loader may have made new tensors, traced or not
         return plan
+
+    def refusal(self) -> UnsupportedError | None:
+        """Why no update can ever reach the model's weights, or `None` if updates can."""
+        try:
+            self._reload()
+        except UnsupportedError as error:
+            return error
+        return None
 
     def load_opaque(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give the tensors to the engine's own loader, if the plan has any that only it can load.

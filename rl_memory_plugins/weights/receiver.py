@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rl_memory_plugins.capabilities import Capabilities, fixed_by
 from rl_memory_plugins.errors import InvalidRequestError, WeightUpdateError
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.weights import checksums, wire
@@ -107,6 +108,11 @@ class WeightReceiver:
                 connection.close()
             else:
                 self._mappings.keep(session.lease)
+
+    def capabilities(self) -> Capabilities:
+        """Whether an update can ever reach the weights."""
+        refusal = self._model.refusal()
+        return Capabilities() if refusal is None else fixed_by(refusal)
 
     def warm_up(self) -> None:
         """Prepare the first update in the background."""

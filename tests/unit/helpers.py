@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import PagedArena
@@ -34,6 +35,7 @@ class ScriptedReceiver:
     def __init__(self, manager: MemoryManager) -> None:
         self.manager = manager
         self.script: Callable[[MemoryManager], None] = MemoryManager.begin_writing
+        self.declared = Capabilities()
 
     def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
         self.script(self.manager)
@@ -41,6 +43,9 @@ class ScriptedReceiver:
 
     def checksums(self) -> dict[str, Any]:
         return {}
+
+    def capabilities(self) -> Capabilities:
+        return self.declared
 
 
 class FakeRank:

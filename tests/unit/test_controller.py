@@ -10,6 +10,7 @@ from helpers import FakeRank, LocalRanks
 
 from rl_memory_plugins import commands
 from rl_memory_plugins.board import BoardReader, StatusBoard
+from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import decode_reply, encode_command
 from rl_memory_plugins.controller import STEPS, Controller
 from rl_memory_plugins.errors import (
@@ -55,8 +56,10 @@ class Engine:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, *declared: Capabilities) -> None:
         self.ranks = [FakeRank(0), FakeRank(1)]
+        for rank, capabilities in zip(self.ranks, declared, strict=False):
+            rank.receiver.declared = capabilities
         self.engine = Engine()
         self.board = StatusBoard()
         ranks = LocalRanks([rank.agent for rank in self.ranks])
@@ -526,3 +529,43 @@ def test_whatever_others_call_the_weights_fits_the_board(world: World, name: str
     world.controller.note_foreign_changes(name)
     shown = world.reader.read().weight_version
     assert shown == name[:1024].replace("\ud800", "?")
+
+
+FIXED = Capabilities(fixed_weights="layer 3 is packed", fixed_layers={"layers.3": "Packed"})
+
+
+@pytest.fixture
+def fixed_world():
+    """The weights of rank 1 can never be updated."""
+    world = World(Capabilities(), FIXED)
+    yield world
+    world.board.close()
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"], ["weights", "kv_cache"]])
+def test_level_2_is_refused_where_no_update_could_follow(fixed_world: World, tags: list[str] | None) -> None:
+    with pytest.raises(UnsupportedError, match="layer 3 is packed") as caught:
+        fixed_world.run(commands.Sleep(level=2, tags=tags))
+    assert caught.value.details["layers"] == {"layers.3": "Packed"}
+    assert fixed_world.engine.calls == []
+    assert fixed_world.controller.refusal() is None
+    assert fixed_world.reader.read().content is Content.VALID
+
+
+@pytest.mark.parametrize("sleep", [commands.Sleep(level=1), commands.Sleep(level=2, tags=["kv_cache"])])
+def test_what_keeps_such_weights_is_allowed(fixed_world: World, sleep: commands.Sleep) -> None:
+    fixed_world.run(sleep)
+    fixed_world.run(commands.WakeUp())
+    assert fixed_world.controller.refusal() is None
+
+
+def test_an_update_of_such_weights_is_refused_before_requests_are_touched(fixed_world: World) -> None:
+    with pytest.raises(UnsupportedError, match="layer 3 is packed"):
+        fixed_world.run(commands.UpdateWeights(endpoints={"*": "/nowhere"}, token="t"))
+    assert fixed_world.engine.calls == []
+
+
+def test_the_status_declares_what_the_engine_can_do(fixed_world: World) -> None:
+    shown = fixed_world.reader.read().capabilities
+    assert (shown.ranks, shown.fixed_weights) == (2, "layer 3 is packed")
+    assert shown.modes == tuple(PauseMode)

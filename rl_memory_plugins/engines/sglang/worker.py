@@ -52,7 +52,7 @@ class Memory:
 
     def __init__(self, config: RLMemoryConfig, place: Callable[[], tuple[str, int]], server_args: Any) -> None:
         self.config = config
-        self.notes: list[str] = []
+        self.resident_graphs = ""
         self._place = place
         self._server_args = server_args
         self._chosen: tuple[Allocator, HostArena] | None = None
@@ -80,11 +80,13 @@ class Memory:
 
     def _capture_graphs_in_a_region(self) -> None:
         """Have SGLang capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
-        reason = self._use_graph_pool() if self.allocator.name != "host" else None
-        if reason is not None:
-            self.notes = [f"CUDA graphs stay resident: {reason}"]
+        self.resident_graphs = self._use_graph_pool() if self.allocator.name != "host" else ""
 
-    def _use_graph_pool(self) -> str | None:
+    @property
+    def notes(self) -> list[str]:
+        return [f"CUDA graphs stay resident: {self.resident_graphs}"] if self.resident_graphs else []
+
+    def _use_graph_pool(self) -> str:
         pool_id = getattr(self.allocator, "pool_id", None)
         if pool_id is None:
             return f"the {self.allocator.name} allocator has no graph pool"
@@ -98,7 +100,7 @@ class Memory:
         except ImportError:
             return "this SGLang has no pool that all its graphs share"
         pool.set_global_graph_memory_pool(pool_id(Tag.CUDA_GRAPH))
-        return None
+        return ""
 
 
 def prepare(memory: Memory) -> None:
@@ -218,7 +220,7 @@ class SglangWorker:
             allow_cast=config.allow_cast,
             check_finite=config.check_finite,
         )
-        self.agent = RankAgent(self.manager, receiver)
+        self.agent = RankAgent(self.manager, receiver, resident_graphs=memory.resident_graphs)
         self.manager.warm_up()
         receiver.warm_up()
 

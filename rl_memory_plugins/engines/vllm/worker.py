@@ -90,6 +90,7 @@ class VllmWorker:
         self._manager: MemoryManager | None = None
         self._agent: RankAgent | None = None
         self._foreign_loads: ForeignLoads | None = None
+        self._resident_graphs = ""
 
     def attach(self) -> None:
         """Put this object in the place of the worker's own memory handling."""
@@ -131,6 +132,7 @@ class VllmWorker:
 
             type(current_platform)._global_graph_pool = pool_id(Tag.CUDA_GRAPH)
             return
+        self._resident_graphs = reason
         self.manager.notes.append(f"CUDA graphs stay resident: {reason}")
 
     @property
@@ -170,7 +172,11 @@ class VllmWorker:
                 check_finite=self._config.check_finite,
             )
             self._agent = RankAgent(
-                self.manager, receiver, after_wake=self._after_wake, before_update=self._session.abandon
+                self.manager,
+                receiver,
+                after_wake=self._after_wake,
+                before_update=self._session.abandon,
+                resident_graphs=self._resident_graphs,
             )
             self.manager.warm_up()
             receiver.warm_up()

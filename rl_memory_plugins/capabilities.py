@@ -1,0 +1,75 @@
+"""What an engine can do: its adapter declares it once, at the start, and every refusal reads it.
+
+A rank knows its weights and its graphs, the engine its ranks, its peers and its scheduler. So both make the same
+record, and the controller merges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.tags import PauseMode
+
+#: Layers that a record names; a large model has thousands.
+MOST_LAYERS = 20
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """The abilities of one engine. The defaults are those of an engine that can do everything.
+
+    Attributes:
+        ranks: How many ranks the controller reaches.
+        steps_with_peers: The data-parallel engines of a model with experts run every step together. An engine that
+            resumes alone waits for the others.
+        modes: The modes that can deal with running requests.
+        fixed_weights: Why no update can ever reach the weights; empty if updates can.
+        fixed_layers: The layers that cause it, at most `MOST_LAYERS`: the name and the quantisation method of each.
+        resident_graphs: Why CUDA graphs stay on the device; empty if they can be released.
+    """
+
+    ranks: int = 1
+    steps_with_peers: bool = False
+    modes: tuple[PauseMode, ...] = tuple(PauseMode)
+    fixed_weights: str = ""
+    fixed_layers: dict[str, str] = {}
+    resident_graphs: str = ""
+
+    def merged(self, ranks: Iterable[Capabilities]) -> Capabilities:
+        """The engine's record with what its ranks declare. The first rank that cannot do something says why."""
+        merged = self
+        for rank in ranks:
+            merged = msgspec.structs.replace(
+                merged,
+                fixed_weights=merged.fixed_weights or rank.fixed_weights,
+                fixed_layers=merged.fixed_layers or rank.fixed_layers,
+                resident_graphs=merged.resident_graphs or rank.resident_graphs,
+            )
+        return merged
+
+    def require_updatable(self, operation: str) -> None:
+        """Check that an update can bring the weights back.
+
+        Args:
+            operation: The call that needs it, for the message.
+
+        Raises:
+            UnsupportedError: no update can reach the weights; `layers` names those that cause it.
+        """
+        if self.fixed_weights:
+            raise UnsupportedError(
+                f"{operation} is refused, because this engine's weights cannot be updated: {self.fixed_weights}",
+                layers=self.fixed_layers,
+            )
+
+
+EVERYTHING = Capabilities()
+"""Of an engine that can do everything."""
+
+
+def fixed_by(error: UnsupportedError) -> Capabilities:
+    """A rank's record, from the error that an update of its weights would raise."""
+    layers = list(error.details.get("layers", {}).items())
+    return Capabilities(fixed_weights=error.message, fixed_layers=dict(layers[:MOST_LAYERS]))
