@@ -36,9 +36,9 @@ def register() -> None:
 
 def install() -> None:
     """Put in the hooks of all roles. Each acts only on engines whose configuration enables it."""
-    from rl_memory_plugins.engines.vllm import client, core, server, worker
+    from rl_memory_plugins.engines.vllm import client, core, first_load, server, worker
 
-    hooks.install(worker.install, core.install, client.install, server.install)
+    hooks.install(first_load.install, worker.install, core.install, client.install, server.install)
 
 
 def may_serve(args: Any) -> bool:

@@ -13,6 +13,7 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.engines.vllm import reload
+from rl_memory_plugins.engines.vllm.first_load import enabled_load
 from rl_memory_plugins.engines.vllm.switch import config_of
 from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession
 from rl_memory_plugins.errors import UnsupportedError
@@ -36,11 +37,9 @@ TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
 
 def install(hooks: Hooks) -> None:
     hooks.wrap("vllm.v1.worker.worker_base:WorkerBase.__init__", _init)
-    hooks.wrap("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", _keep_weights_in_parameters)
     hooks.wrap(
         "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing", _finish_layerwise_load
     )
-    hooks.wrap("vllm.model_executor.model_loader.utils:record_metadata_for_reloading", _watch_post_load)
     for symbol in reload.SYMBOLS:
         hooks.require(symbol)
     hooks.wrap("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
@@ -115,7 +114,7 @@ class VllmWorker:
     @contextlib.contextmanager
     def _load_weights_region(self) -> Iterator[None]:
         self._capture_graphs_in_a_region()
-        with self.manager.allocator.region(Tag.WEIGHTS), _enabled_load():
+        with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
         self._foreign_loads = ForeignLoads(self.manager, self.model, lambda: reload.restore_layers(self.model))
 
@@ -296,43 +295,3 @@ def _flatten(caches: Any) -> Iterator[torch.Tensor]:
             yield cache
         else:
             yield from _flatten(cache)
-
-
-_loading = False
-
-
-@contextlib.contextmanager
-def _enabled_load() -> Iterator[None]:
-    """In this process an enabled engine makes its models now."""
-    global _loading
-    _loading = True
-    try:
-        yield
-    finally:
-        _loading = False
-
-
-def _watch_post_load(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM calls it for each model that it has just made."""
-
-    def record_metadata_for_reloading(model: Any) -> None:
-        original(model)
-        if _loading:
-            post_load.attach(model)
-
-    return record_metadata_for_reloading
-
-
-def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's CPU build packs linear weights into copies that closures hold and that nothing can release or
-    update. In an enabled engine a linear layer multiplies by its parameter, from its first load on."""
-
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        from torch.nn.functional import linear
-
-        if _loading or getattr(layer, "cpu_linear", None) is linear:
-            layer.cpu_linear = linear
-        else:
-            original(layer, remove_weight)
-
-    return dispatch_cpu_unquantized_gemm
