@@ -12,7 +12,7 @@ from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import raise_engine_failures
-from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle
+from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle, worker_here
 from rl_memory_plugins.engines.vllm.switch import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -89,6 +89,28 @@ def _call(self: Any, payload: bytes) -> Any:
         raise UnsupportedError("this engine was started without rl_memory")
     reply = controller.execute(payload)
     return reply.result() if reply.done() else reply
+
+
+def notice_loads(core: Any) -> None:
+    """Look for weights that somebody has loaded in the core's process without a call of the engine, for example by
+    `model.load_weights`. No cache of the former weights may serve the next request."""
+    controller = _controller(core)
+    if controller is None or controller.status.busy:  # an operation looks by itself, at its end
+        return
+    if worker_here(core) is not None and _was_changed(core, controller):
+        reset_caches(core)
+        controller.note_foreign_changes(paused=core.is_scheduler_paused())
+
+
+def _was_changed(core: Any, controller: Controller) -> bool:
+    """Whether somebody else may have written the weights since the controller looked. Workers in other processes would
+    have to be asked."""
+    worker = worker_here(core)
+    if worker is None:
+        return True
+    manager = worker.manager
+    known = [(rank.content_epoch, rank.content) for rank in controller.status.ranks if rank.rank == manager.rank]
+    return (manager.epoch, manager.content) not in known
 
 
 def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
@@ -252,7 +274,8 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, method, timeout, args, kwargs)
             return _guarded_rpc(self, original, method, timeout, args, kwargs)
         finally:
-            controller.note_foreign_changes(paused=self.is_scheduler_paused())
+            if controller.status.busy or _was_changed(self, controller):
+                controller.note_foreign_changes(paused=self.is_scheduler_paused())
             if [rank.content_epoch for rank in controller.status.ranks] != epochs:
                 reset_caches(self)
 
@@ -304,6 +327,7 @@ def _refuse_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def _reject_add_in_shutdown(self: Any, request: Any) -> bool:
         if original(self, request):
             return True
+        notice_loads(self)
         controller = _controller(self)
         refusal = controller.refusal() if controller is not None else None
         if refusal is None:

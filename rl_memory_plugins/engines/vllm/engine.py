@@ -129,6 +129,12 @@ class VllmEngine:
             self._core._weight_version = weight_version
 
 
+def worker_here(core: Any) -> Any:
+    """The `VllmWorker` of the worker that runs in the core's process; `None` where workers have processes."""
+    wrapper = getattr(core.model_executor, "driver_worker", None)
+    return getattr(getattr(wrapper, "worker", None), "rl_memory", None)
+
+
 def _is_in_caller(core: Any) -> bool:
     """Whether the core runs in the caller's process: it has no loop and no queues then, and steps when it is told."""
     return not hasattr(core, "input_queue")
