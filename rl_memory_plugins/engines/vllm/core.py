@@ -11,7 +11,8 @@ from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
-from rl_memory_plugins.coordination import raise_engine_failures
+from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
+from rl_memory_plugins.engines.vllm import external
 from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle, worker_here
 from rl_memory_plugins.engines.vllm.switch import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
@@ -67,7 +68,7 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
             board = StatusBoard()
             atexit.register(board.close)
             self.rl_memory = Controller(
-                VllmRanks(self.model_executor),
+                _ranks(self),
                 VllmEngine(self),
                 board,
                 vllm_config.parallel_config.data_parallel_index,
@@ -76,6 +77,12 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _initialize_kv_caches
+
+
+def _ranks(core: Any) -> RankGroup:
+    if core.vllm_config.parallel_config.distributed_executor_backend != "external_launcher":
+        return VllmRanks(core.model_executor)
+    return external.ranks_of(core, worker_here(core).agent)
 
 
 def _controller(core: Any) -> Controller | None:
