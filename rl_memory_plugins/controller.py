@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
@@ -22,6 +22,7 @@ from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import AnyCommand, error_reply
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
+from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import (
     DrainTimeoutError,
     InvalidRequestError,
@@ -35,82 +36,11 @@ from rl_memory_plugins.records import (
     EngineStatus,
     RankStatus,
     Reply,
-    Report,
-    TagChange,
 )
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
+from rl_memory_plugins.transition import Held, Transition
 
 logger = logging.getLogger(__name__)
-
-#: Every report names all steps of its operation; those that did not run stay 0.0.
-STEPS = {
-    "sleep": ("drain", "synchronize", "backup", "release", "total"),
-    "wake_up": ("reserve", "map", "restore", "total"),
-    "update_weights": ("drain", "connect", "validate", "wait", "load", "finish", "total"),
-}
-
-
-class EngineHooks(Protocol):
-    """What the controller asks of an engine. An adapter implements it and decides nothing."""
-
-    def drain(self, mode: PauseMode) -> Future[None]:
-        """Stop scheduling, deal with running requests by `mode`; done once no work touches the device.
-
-        Raises:
-            UnsupportedError: this version of the engine cannot do this mode; nothing happened.
-            StateConflictError: it cannot now; nothing happened.
-        """
-
-    def resume(self, *, lift_pause: bool) -> None:
-        """Schedule again; kept requests go on. Called only when the admission rule holds.
-
-        Args:
-            lift_pause: Also lift a pause that was made through the engine's own API, as its own wake does.
-        """
-
-    def reset_caches(self) -> None:
-        """Forget everything that was computed with the old weights or lies in the KV cache."""
-
-    def afterwards(self, act: Callable[[], None]) -> None:
-        """Call `act`, which does not raise, once the reply that is being made has been sent. Nobody waits for it."""
-
-    def show(self, asleep_tags: list[str], weight_version: str) -> None:
-        """Mirror the state into the engine's own fields, for its own code that looks at them."""
-
-
-class _Held(NamedTuple):
-    """A transition between its two phases; the engines of all data-parallel ranks decide on the second together."""
-
-    ticket: str
-    name: str
-    finish: Callable[[bool], Any]
-
-
-class _Operation:
-    """One transition from its command to its reply.
-
-    Args:
-        ticket: Where data-parallel engines do it together: none of them resumes by itself after it.
-        call: Names it for `CancelDrain`.
-    """
-
-    def __init__(self, name: str, ticket: str = "", call: str = "") -> None:
-        self.name = name
-        self.ticket = ticket
-        self.call = call
-        self.reply: Future[bytes] = Future()
-        self.seconds = dict.fromkeys(STEPS[name], 0.0)
-        self.cancelled = False
-        self._start = time.perf_counter()
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._start
-
-    def add_seconds(self, replies: list[Reply[Any]]) -> None:
-        """Add the steps the ranks ran; the slowest rank counts."""
-        for reply in replies:
-            for step, seconds in reply.result["seconds"].items():
-                self.seconds[step] = max(self.seconds.get(step, 0.0), seconds)
 
 
 class Controller:
@@ -144,9 +74,9 @@ class Controller:
         self._updates = 0
         self._paused = False
         self._busy = ""
-        self._draining: list[_Operation] = []
+        self._draining: list[Transition] = []
         self._drained: dict[str, str] = {}  # by ticket: the operations for which this engine stays drained
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
             commands.Sleep: self._sleep,
             commands.WakeUp: self._wake_up,
@@ -250,7 +180,7 @@ class Controller:
         self.require_free()
         if mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
-        operation = _Operation("sleep", command.hold, command.call)
+        operation = Transition("sleep", command.hold, command.call)
 
         def act() -> Any:
             self.require_free()
@@ -264,7 +194,7 @@ class Controller:
                 return abort(self._ranks, "sleep")
             replies = commit(self._ranks, "sleep")
             self._paused = self._paused or level is Level.PAUSE
-            return self._report(operation, replies)
+            return operation.report(replies)
 
         return self._drain_then(operation, mode, act)
 
@@ -272,7 +202,7 @@ class Controller:
         tags = parse_tags(command.tags)
         self.require_free()
         self._require_none_waiting(command.hold)
-        operation = _Operation("wake_up", command.hold)
+        operation = Transition("wake_up", command.hold)
 
         def act() -> Any:
             prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
@@ -292,7 +222,7 @@ class Controller:
             self.refresh()
             if not self.status.asleep_tags():
                 self._paused = False
-            return self._report(operation, replies)
+            return operation.report(replies)
 
         self._run(operation, act)
         return operation.reply
@@ -307,7 +237,7 @@ class Controller:
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
                 asleep=self.status.asleep_tags(),
             )
-        operation = _Operation("update_weights", command.hold, command.call)
+        operation = Transition("update_weights", command.hold, command.call)
         received: list[Reply[Any]] = []
 
         def act() -> Any:
@@ -339,8 +269,7 @@ class Controller:
             self._updates += 1
             self._weight_version = command.weight_version or str(self._updates)
             operation.seconds["finish"] = time.perf_counter() - start
-            return self._report(
-                operation,
+            return operation.report(
                 received,
                 weight_version=self._weight_version,
                 ranks=[reply.result for reply in received],
@@ -350,7 +279,7 @@ class Controller:
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self.require_free()
-        operation = _Operation(command.operation, command.ticket, command.call)
+        operation = Transition(command.operation, command.ticket, command.call)
 
         def act() -> Any:  # also while another operation is held, whose turn it is first
             self._drained[operation.ticket] = operation.name
@@ -362,10 +291,10 @@ class Controller:
         held = self._held
         if held is not None and command.ticket == held.ticket:
             self._held = None
-            operation = _Operation(held.name, held.ticket)
+            operation = Transition(held.name, held.ticket)
             self._run(operation, lambda: held.finish(command.commit))
         elif command.ticket in self._drained and not command.commit:
-            operation = _Operation(self._drained.pop(command.ticket), command.ticket)
+            operation = Transition(self._drained.pop(command.ticket), command.ticket)
             self._run(operation, lambda: None)
         else:  # perhaps another caller's operation is held
             raise StateConflictError("no such operation waits for a decision")
@@ -406,7 +335,7 @@ class Controller:
 
     # -- how an operation runs --------------------------------------------------------------------------------
 
-    def _drain_then(self, operation: _Operation, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
+    def _drain_then(self, operation: Transition, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
         self._begin(operation.name)  # first: whoever answers a request that the drain ends, looks up why
         try:
             drained = self._engine.drain(mode)
@@ -431,7 +360,7 @@ class Controller:
         drained.add_done_callback(when_drained)
         return operation.reply
 
-    def _run(self, operation: _Operation, act: Callable[[], Any]) -> None:
+    def _run(self, operation: Transition, act: Callable[[], Any]) -> None:
         """Run the body of an operation. Whatever happens the state is shown first, then the reply is sent."""
         self._begin(operation.name)
         try:
@@ -453,12 +382,12 @@ class Controller:
         if self.status.asleep_tags():
             self._engine.afterwards(self._account)
 
-    def _decided(self, operation: _Operation, finish: Callable[[bool], Any]) -> Any:
+    def _decided(self, operation: Transition, finish: Callable[[bool], Any]) -> Any:
         """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""
         if not operation.ticket:
             return finish(True)
         self._drained.pop(operation.ticket, None)
-        self._held = _Held(operation.ticket, operation.name, finish)
+        self._held = Held(operation.ticket, operation.name, finish)
         return {"held": True}
 
     def _under_way(self) -> str:
@@ -510,14 +439,6 @@ class Controller:
         if self._board is not None:
             self._board.publish(self.status)  # first: what is refused depends on it
         self._engine.show(self.status.asleep_tags(), self._weight_version)
-
-    def _report(self, operation: _Operation, replies: list[Reply[Any]], **details: Any) -> Report:
-        operation.add_seconds(replies)
-        operation.seconds["total"] = operation.elapsed()
-        changes = [
-            msgspec.convert(change, TagChange) for reply in replies for change in reply.result.get("changes", ())
-        ]
-        return Report(changes=changes, seconds=operation.seconds, details=details)
 
     # -- replies ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from rl_memory_plugins import commands
 from rl_memory_plugins.board import BoardReader, StatusBoard
 from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import decode_reply, encode_command
-from rl_memory_plugins.controller import STEPS, Controller
+from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.errors import (
     DrainTimeoutError,
     EngineFaultError,
@@ -23,6 +23,7 @@ from rl_memory_plugins.errors import (
     from_record,
 )
 from rl_memory_plugins.tags import Content, PauseMode
+from rl_memory_plugins.transition import STEPS
 
 
 class Engine:

@@ -12,8 +12,8 @@ from rl_memory_plugins.admission import first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.sglang.native import WRITES, native_level
+from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
-from rl_memory_plugins.engines.sglang.switch import config_of
 from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
 from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks

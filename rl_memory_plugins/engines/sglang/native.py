@@ -7,25 +7,18 @@ So each answers with what SGLang's own type can say, after all ranks have agreed
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.engines.sglang.engine import forget_embeddings
-from rl_memory_plugins.engines.sglang.switch import STORED
+from rl_memory_plugins.engines.sglang.modes import STORED
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
-from rl_memory_plugins.memory.manager import MemoryManager
-from rl_memory_plugins.tags import Content, Tag
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_memory_plugins.weights.regions import Coverage
-    from rl_memory_plugins.weights.written import Written
+from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
 
@@ -73,85 +66,6 @@ def install(hooks: Hooks) -> None:
         hooks.wrap(f"{UPDATER}.{name}", _reading(name))
     hooks.wrap(f"{UPDATER}.release_memory_occupation", _led_to("ReleaseMemoryOccupationReqOutput", _sleep))
     hooks.wrap(f"{UPDATER}.resume_memory_occupation", _led_to("ResumeMemoryOccupationReqOutput", _wake_up))
-
-
-class NativeWrites:
-    """What SGLang's own updates write. They announce nothing, and loaders do not say what they took.
-
-    Such updates are complete once every byte of every parameter has been written since the weights became
-    stale; then the content is valid again, as after one of our own updates. Within a session, which SGLang has
-    since 0.5.21, it is `updating` from the begin, which may lay out weights anew, and in which bytes may come past
-    SGLang's handlers, to the end: what was valid is valid again then.
-
-    Args:
-        parameters: The parameters that a complete update must cover.
-    """
-
-    def __init__(self, manager: MemoryManager, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        self._manager = manager
-        self._parameters = parameters
-        self._written: Coverage | None = None  # since the weights became stale
-        self._now: Written | None = None  # by the update under way
-        self._epoch = manager.epoch
-        self._before: Content | None = None  # a session: what the weights were worth before it, or are by now
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Note what the body writes, for the `settle` that follows."""
-        from rl_memory_plugins.weights.written import Written, recording
-
-        self._manager.require_writable()
-        self._now = Written()
-        with recording(self._now):
-            yield
-
-    @property
-    def wrote(self) -> bool:
-        """Whether the body that was watched last wrote into a parameter."""
-        now = self._now
-        return now is not None and any(now.touched.fraction(tensor) > 0 for tensor in self._parameters().values())
-
-    def begin_session(self) -> None:
-        """A session has begun on all ranks."""
-        self._before = self._manager.content
-        self._manager.begin_writing()
-
-    def settle(self, *, success: bool, in_session: bool = False) -> None:
-        """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
-        now, self._now = self._now, None
-        if not success:
-            self.tear()
-            return
-        if in_session and self._before is None:  # of a draft model that shares a parameter, or after a failure
-            self.begin_session()
-        if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
-            self._written = None if now is None else now.anew
-        elif now is not None:
-            self._written.extend(now.anew)
-        written = self._written
-        complete = written is not None and all(written.fraction(tensor) == 1 for tensor in self._parameters().values())
-        self._manager.note_foreign_load(complete and not in_session)
-        self._epoch = self._manager.epoch
-        if complete:
-            self._written = None
-        if in_session and complete:
-            self._before = Content.VALID
-
-    def tear(self) -> None:
-        """What the weights hold is undefined."""
-        self._written = self._before = None
-        self._manager.tear()
-
-    def end_session(self) -> bool:
-        """The session ended well on all ranks. Tells whether that has changed what the weights are worth."""
-        before, self._before = self._before, None
-        if before is None or self._manager.content is not Content.UPDATING:
-            return False
-        if before is Content.VALID:
-            self._manager.note_foreign_load(True)
-        else:
-            self._manager.content = before
-        return True
 
 
 def _refusal(added: Any) -> RLMemoryError | None:
@@ -232,15 +146,15 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
 
         def call() -> Any:
             forget_embeddings()  # nothing is computed before the handler returns
-            with added.writes.watch():
+            with added.updates.record():
                 return original()
 
         with _implicit_session(updater, name, recv_req, added) as session:
             in_session = _session(updater) is not None
             output = session.refused or _agree(added, name, ends_in_barrier, call)
-            wrote = any(added.ranks.gather(added.writes.wrote))
+            wrote = any(added.ranks.gather(added.updates.wrote))
             if wrote:
-                added.writes.settle(success=output.success, in_session=in_session)
+                _settle(added, success=output.success, in_session=in_session)
         output = session.refused or output
         if wrote and in_session and output.success:
             added.controller.refresh()  # what is paused in its middle is kept, as over the whole session
@@ -252,6 +166,16 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
         return output
 
     return _guarded(name, update)
+
+
+def _settle(added: Any, *, success: bool, in_session: bool) -> None:
+    """An update is over on all ranks, and some rank wrote."""
+    if not success:
+        added.updates.fail()
+        return
+    if in_session and not added.updates.is_open:  # the session of a draft model that shares a parameter
+        added.updates.begin()
+    added.updates.settle()
 
 
 def _session(updater: Any) -> Any:
@@ -303,12 +227,13 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
         if not output.success:
             updater._session = None  # on all ranks, also those where it went well: the next call asks for it first
             if of_target:
-                added.writes.tear()
+                added.updates.fail()
+                added.updates.break_off()
                 added.controller.note_foreign_changes()
         elif not ends and of_target:
-            added.writes.begin_session()
+            added.updates.begin()
             added.controller.refresh()  # and not more, as in the session
-        elif ends and added.writes.end_session():
+        elif ends and added.updates.end():
             added.controller.note_foreign_changes()
         return output
 

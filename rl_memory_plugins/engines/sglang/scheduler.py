@@ -15,11 +15,12 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.engine import RankedGroup, SglangEngine, originals
-from rl_memory_plugins.engines.sglang.native import NativeWrites
-from rl_memory_plugins.engines.sglang.switch import config_of, refuse_modes
+from rl_memory_plugins.engines.sglang.modes import refuse_modes
+from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.weights.engine_updates import EngineUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class SglangScheduler:
         self.worker = SglangWorker(scheduler.tp_worker.model_runner.model, memory, config, rank)
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
-        self.writes = NativeWrites(self.worker.manager, self.worker.parameters)
+        self.updates = EngineUpdates(self.worker.manager, lambda: self.worker.parameters().values())
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
             atexit.register(board.close)
