@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> Any:
-    """Takes the place of SGLang's, which does not load plugins before 0.5.22. A child finds it by this name."""
+    """Replaces SGLang's function, which loads no plugins before 0.5.22. The child process finds it by this name."""
     from sglang.srt.managers import data_parallel_controller
 
     if launching():
@@ -36,7 +36,7 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> Any:
 
 
 def run_scheduler_process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In a scheduler's process: put in the hooks first."""
+    """Put in the hooks in a scheduler's process, then run SGLang's own function."""
     install()
     return original(*args, **kwargs)
 
@@ -47,7 +47,7 @@ def _hook_launch(hooks: Hooks) -> None:
     hooks.wrap(f"{ENGINE}:Engine._launch_subprocesses", _launch_subprocesses)
     from sglang.srt.entrypoints import engine
 
-    # Assigned, because a wrapped function keeps its name, and a child finds it by that.
+    # `hooks.wrap` would keep the name of SGLang's function, by which the child process then finds SGLang's own.
     engine.run_data_parallel_controller_process = run_data_parallel_controller_process
 
 

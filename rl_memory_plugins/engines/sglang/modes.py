@@ -7,22 +7,22 @@ from typing import Any
 from rl_memory_plugins.errors import unsupported
 
 RAY = ("Ray schedulers", "their actors load no plugins")
-STORED = "what it stores is of the weights of its time, and is found again after an update"
+STORED = "it stores keys and values of the current weights, and requests after an update would find them again"
 
 
 def refuse_servers(server_args: Any) -> None:
-    """Servers that start their processes by themselves: no launch is seen there, and no hook put in.
+    """Refuse servers that start their processes by themselves: no plugin reaches these processes.
 
     Raises:
         UnsupportedError: names the option.
     """
     for option in ("encoder_only", "smg_grpc_mode", "grpc_mode"):
         if getattr(server_args, option, False):
-            raise unsupported(f"--{option.replace('_', '-')}", "that server starts processes that no plugin reaches")
+            raise unsupported(f"--{option.replace('_', '-')}", "this server starts processes that no plugin reaches")
 
 
 def refuse_modes(server_args: Any) -> None:
-    """Modes in which processes exist that no plugin reaches, or that no call can be kept safe in.
+    """Refuse modes with processes that no plugin reaches, and modes in which a call cannot be made safe.
 
     Raises:
         UnsupportedError: names the mode and why.
@@ -40,15 +40,18 @@ def refuse_modes(server_args: Any) -> None:
     if getattr(server_args, "weight_cache_mode", "off") != "off":
         raise unsupported("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
     if server_args.pp_size > 1:
-        raise unsupported("--pp-size > 1", "a stage forwards a request only after handling it, so stages cannot agree")
+        raise unsupported(
+            "--pp-size > 1",
+            "a pipeline stage handles a request before it forwards it, so the stages cannot agree on a transition",
+        )
     if server_args.disaggregation_mode not in (None, "null"):
-        raise unsupported("--disaggregation-mode", "transfers read the KV cache whenever the other side wants")
+        raise unsupported("--disaggregation-mode", "the other side reads the KV cache at any time")
     if server_args.enable_eplb:
-        raise unsupported("--enable-eplb", "experts change places between updates, which is not followed here")
+        raise unsupported("--enable-eplb", "experts change places between updates, and the plugin does not follow them")
     if server_args.elastic_ep_backend is not None:
         raise unsupported("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
     if getattr(server_args, "enable_pdmux", False):
-        raise unsupported("--enable-pdmux", "its loop takes no notice of a pause")
+        raise unsupported("--enable-pdmux", "its event loop ignores a pause")
     if server_args.hicache_storage_backend is not None:
         raise unsupported("--hicache-storage-backend", STORED)
     for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
@@ -57,4 +60,4 @@ def refuse_modes(server_args: Any) -> None:
     if getattr(server_args, "radix_cache_backend", None) == "flexkv":
         raise unsupported("--radix-cache-backend=flexkv", STORED)
     if not server_args.enable_memory_saver and server_args.device != "cpu":
-        raise unsupported("enable_memory_saver=False", "SGLang sizes and registers memory by it; pass True")
+        raise unsupported("enable_memory_saver=False", "SGLang sizes and registers memory by this argument; pass True")

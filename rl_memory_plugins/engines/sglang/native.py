@@ -1,7 +1,7 @@
-"""SGLang's own control requests, as the schedulers get them: they lead to the state machine and never raise.
+"""The handlers of SGLang's own control requests. They call the state machine and never raise.
 
-An exception in a handler ends the server, and a handler that raises on one rank leaves the others in a barrier.
-So each answers with what SGLang's own type can say, after all ranks have agreed on it.
+An exception in a handler ends the server. A handler that raises on one rank leaves the other ranks in a barrier. So
+each handler answers by SGLang's own reply type, after all ranks have agreed on the answer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
-#: Handlers that write weights, and whether they end in a barrier of the tensor-parallel ranks.
+#: Handlers that write weights. The value tells whether the handler ends in a barrier of the tensor-parallel ranks.
 WRITES = {
     "update_weights_from_disk": False,
     "update_weights_from_distributed": False,
     "update_weights_from_tensor": True,
     "update_weights_from_ipc": True,
 }
-#: Handlers that touch weights without completing an update; since 0.5.21.
+#: Handlers that begin and end a session of updates. New in 0.5.21.
 SESSIONS = {"begin_weight_update": True, "end_weight_update": True}
 READS = ("check_weights", "get_weights_by_name")
-#: Called by name, and answered from what they raise. While the weights sleep, zeros would be saved.
+#: Handlers that SGLang calls by name; their exceptions become answers. While the weights sleep they would save zeros.
 SAVES = ("save_sharded_model", "save_remote_model")
 SENDS = "send_weights_to_remote_instance"
 ATTACHES = "attach_hicache_storage_wrapped"
@@ -69,7 +69,7 @@ def install(hooks: Hooks) -> None:
 
 
 def _refusal(added: Any) -> RLMemoryError | None:
-    """Why SGLang's own calls that touch weights cannot run now."""
+    """Why SGLang's own calls that touch weights cannot run now; `None` if they can."""
     status = added.controller.status
     if status.busy:
         return StateConflictError(status.under_way, busy=status.busy)
@@ -94,7 +94,7 @@ def _added(updater: Any) -> Any:
 
 
 def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]) -> Any:
-    """Run a handler on all ranks and answer alike on all: its own answer, or the failing ranks' messages."""
+    """Run a handler on all ranks and give all of them one answer: SGLang's own, or the messages of the failed ranks."""
     try:
         output = call()
         mine = None if getattr(output, "success", True) else str(output.message)
@@ -102,7 +102,7 @@ def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]
         logger.exception("%s failed", name)
         output = None
         mine = f"{type(error).__name__}: {error}"
-        if ends_in_barrier:  # where the other ranks wait
+        if ends_in_barrier:  # the other ranks wait there
             added.ranks.barrier()
     failures = [
         f"rank {rank}: {message}" for rank, message in enumerate(added.ranks.gather(mine)) if message is not None
@@ -113,10 +113,10 @@ def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]
 
 
 def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
-    """A handler that touches weights: SGLang's own without the plugin, refused while the weights are not there.
+    """Wrap a handler that touches weights: refuse the request while the weights are asleep or the engine is busy.
 
     Args:
-        handle: Given what was added to the scheduler, SGLang's updater, its request and its own handler.
+        handle: Called with the scheduler's `SglangScheduler`, SGLang's updater, the request, and SGLang's own handler.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +137,7 @@ def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any
 def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
     def update(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         asleep = added.controller.status.asleep_tags()
-        if getattr(recv_req, "recapture_cuda_graph", False) and asleep:  # the model runs, to be captured
+        if getattr(recv_req, "recapture_cuda_graph", False) and asleep:  # a capture runs the model
             return _output(name, success=False, message=f"{', '.join(asleep)} asleep: wake_up() before a recapture")
         if getattr(recv_req, "flush_cache", False):
             refusal = added.cannot_flush()
@@ -145,7 +145,7 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
                 return _output(name, success=False, message=refusal.message)
 
         def call() -> Any:
-            forget_embeddings()  # nothing is computed before the handler returns
+            forget_embeddings()  # SGLang computes nothing before the handler returns
             with added.updates.record():
                 return original()
 
@@ -157,10 +157,10 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
                 _settle(added, success=output.success, in_session=in_session)
         output = session.refused or output
         if wrote and in_session and output.success:
-            added.controller.refresh()  # what is paused in its middle is kept, as over the whole session
+            added.controller.refresh()  # not `note_foreign_changes`, which would abort requests that are paused
         if not wrote and output.success and getattr(recv_req, "selector", "all") != "draft":
-            # The models' loaders only log names that they do not know.
-            output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
+            # The models' loaders log unknown names and go on.
+            output = _output(name, success=False, message="no tensor has the name of a parameter: nothing was written")
         version = getattr(recv_req, "weight_version", None)
         added.controller.note_foreign_changes(version if output.success else None)
         return output
@@ -179,19 +179,23 @@ def _settle(added: Any, *, success: bool, in_session: bool) -> None:
 
 
 def _session(updater: Any) -> Any:
-    """SGLang's session that is open; `None` also where SGLang has none."""
+    """SGLang's open session; `None` if none is open, or if this version has no sessions."""
     return getattr(updater, "_session", None)
 
 
 class _Session:
-    """`refused`: SGLang's answer, if an update's own session could not be opened or ended."""
+    """The session around one update.
+
+    Attributes:
+        refused: SGLang's answer, if the session could not begin or end.
+    """
 
     refused: Any = None
 
 
 @contextmanager
 def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Iterator[_Session]:
-    """Begin and end a session around an update that needs one and whose caller opens none, where asked for."""
+    """Put a session around an update whose caller opens none. The option `implicit_update_session` asks for it."""
     session = _Session()
     needed = name in ("update_weights_from_tensor", "update_weights_from_distributed")
     if not needed or not added.config.implicit_update_session or getattr(updater, "_session", ...) is not None:
@@ -210,29 +214,29 @@ def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Ite
 
 
 def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
-    """Begin and end of a session: they process weights."""
+    """Wrap the begin and the end of a session. Both process weights."""
     ends = name == "end_weight_update"
 
     def session(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         def call() -> Any:
-            forget_embeddings()  # what no handler writes may be there by now: sent past SGLang, by RDMA
+            forget_embeddings()  # a trainer may have written weights by RDMA, past SGLang's handlers
             with added.worker.region():
                 return original()
 
         opened = _session(updater)
         output = _agree(added, name, ends_in_barrier, call)
-        if (opened is not None) is not ends:  # called out of turn: SGLang has refused, and touched nothing
+        if (opened is not None) is not ends:  # out of turn: SGLang has refused the call and touched nothing
             return output
         of_target = getattr(opened if ends else recv_req, "selector", "all") in ("all", "target")
         if not output.success:
-            updater._session = None  # on all ranks, also those where it went well: the next call asks for it first
+            updater._session = None  # on every rank, or else the ranks would disagree on the next call
             if of_target:
                 added.updates.fail()
                 added.updates.break_off()
                 added.controller.note_foreign_changes()
         elif not ends and of_target:
             added.updates.begin()
-            added.controller.refresh()  # and not more, as in the session
+            added.controller.refresh()  # not `note_foreign_changes`: see above
         elif ends and added.updates.end():
             added.controller.note_foreign_changes()
         return output
@@ -246,7 +250,7 @@ def _reading(name: str) -> Callable[..., Any]:
             getattr(recv_req, "action", None) == "reset_tensors" and getattr(recv_req, "selector", "all") != "draft"
         )
         try:
-            if resets:  # SGLang's checker overwrites the weights: nothing is generated until they are sent again
+            if resets:  # SGLang's checker overwrites the weights: the engine stays closed until an update
                 added.worker.manager.tear()
             return original()
         except Exception as error:
@@ -284,7 +288,7 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What `--hicache-storage-backend` names at the start, by a call: refused as that is."""
+    """Refuse to attach a storage backend, as `--hicache-storage-backend` is refused at the start."""
 
     def attach(self: Any, recv_req: Any) -> Any:
         if getattr(self, "rl_memory", None) is None:
@@ -298,7 +302,7 @@ def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _obey(added: Any, command: AnyCommand) -> None:
-    """For callers that pass by the tokenizer's process: its error can only be logged."""
+    """Obey a command of a caller that bypasses the tokenizer's process. Its error can only be logged."""
 
     def log(done: Any) -> None:
         try:
@@ -310,7 +314,12 @@ def _obey(added: Any, command: AnyCommand) -> None:
 
 
 def _led_to(output: str, command: Callable[[Any, Any], AnyCommand]) -> Callable[..., Any]:
-    """SGLang's release or resume, led to the state machine; `command` makes ours of the updater and its request."""
+    """Redirect SGLang's release or resume to the state machine.
+
+    Args:
+        output: The name of SGLang's reply type.
+        command: Makes the command, from SGLang's updater and its request.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def handler(self: Any, recv_req: Any) -> Any:
@@ -339,5 +348,5 @@ def _wake_up(updater: Any, recv_req: Any) -> AnyCommand:
 
 
 def native_level(server_args: Any) -> int:
-    """SGLang's own release keeps the weights' content only where the server was told to back it up."""
+    """The level of SGLang's own release: it keeps the weights only with `--enable-weights-cpu-backup`."""
     return 1 if server_args.enable_weights_cpu_backup else 2

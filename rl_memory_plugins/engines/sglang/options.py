@@ -13,7 +13,7 @@ ATTRIBUTE = "_rl_memory"  # of ServerArgs: the options, or None if the engine is
 
 def config_of(server_args: Any) -> RLMemoryConfig | None:
     """The options of an engine, or `None` if it is not enabled."""
-    if not hasattr(server_args, ATTRIBUTE):  # made by a framework: only the environment can enable it
+    if not hasattr(server_args, ATTRIBUTE):  # a framework made it: only the environment can enable the plugin
         return RLMemoryConfig.from_environment()
     options = getattr(server_args, ATTRIBUTE)
     return None if options is None else RLMemoryConfig.from_dict(options)

@@ -1,13 +1,11 @@
-"""How SGLang is told: the flag, the configuration that travels with it, and when the hooks are put in.
+"""The flag and the keyword that enable the plugin on SGLang.
 
-The plugin is called in every SGLang process, before the command line is parsed. Not enabled, it puts in only
-what it can be enabled through: the flag, and `Engine`'s keyword. Enabled, the options travel as
-`server_args._rl_memory`, which SGLang pickles to the schedulers. These are started through a function of ours,
-which puts in the hooks before the engine's classes are used. A framework that makes `ServerArgs` itself and
-calls `launch_server` enables the plugin by `RL_MEMORY`, which all processes see.
+SGLang calls the plugin in every process, before it parses the command line. A plugin that is not enabled adds only the
+flag and the keyword of `Engine`. A framework that makes `ServerArgs` itself and calls `launch_server` enables the
+plugin by the variable `RL_MEMORY`, which all processes see.
 
-SGLang only logs what a plugin raises. So what must stop the start is raised where SGLang does not catch it:
-from the parsing of the arguments, from the launch, or as `SystemExit`.
+SGLang logs the exceptions of plugins and goes on. An error that must stop the start is therefore raised where SGLang
+does not catch it: from the parsing of the arguments, from the launch, or as `SystemExit`.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accept_keyword() -> None:
-    """`Engine(..., rl_memory=…)`. Assigned, because SGLang's registry would hook the class in every module."""
+    """Make `Engine` take `rl_memory=…`. SGLang's own registry would replace the class in every module."""
     engine = hooks.require(f"{ENGINE}:Engine")
     if not hasattr(engine, "server_args_class"):
         hooks.wrap(f"{ARGUMENTS}.__init__", _refuse_keyword)
@@ -89,7 +87,7 @@ def _accept_keyword() -> None:
 
 
 def _refuse_keyword(original: Callable[..., None]) -> Callable[..., None]:
-    """Releases whose `Engine` does not say how it makes `ServerArgs` lack more than that: `install` names it all."""
+    """For releases without `Engine.server_args_class`. They lack other symbols too, and `install` names all of them."""
 
     def __init__(self: Any, *args: Any, rl_memory: Any = None, **kwargs: Any) -> None:
         if _requested(rl_memory) is not None:
@@ -100,7 +98,7 @@ def _refuse_keyword(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _requested(value: Any) -> RLMemoryConfig | None:
-    """What was asked for: by the flag or the keyword, else by the environment."""
+    """The configuration that the flag or the keyword gives, else the environment."""
     if value is None:
         return RLMemoryConfig.from_environment()
     return None if value is False else RLMemoryConfig.parse(value)
