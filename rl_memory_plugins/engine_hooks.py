@@ -1,4 +1,4 @@
-"""What the controller asks of an engine."""
+"""The interface between the controller and the scheduler of an engine."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from rl_memory_plugins.tags import PauseMode
 
 
 class EngineHooks(Protocol):
-    """What the controller asks of an engine. An adapter implements it and decides nothing."""
+    """The controller's calls to an engine. An adapter implements them and decides no rule of the contract."""
 
     def drain(self, mode: PauseMode) -> Future[None]:
-        """Stop scheduling, deal with running requests by `mode`; done once no work touches the device.
+        """Stop scheduling, and treat running requests by `mode`. The future is done once no work touches the device.
 
         Raises:
-            UnsupportedError: this version of the engine cannot do this mode; nothing happened.
-            StateConflictError: it cannot now; nothing happened.
+            UnsupportedError: this engine cannot do this mode; nothing was changed.
+            StateConflictError: the engine cannot do this mode now; nothing was changed.
         """
 
     def resume(self, *, lift_pause: bool) -> None:
-        """Schedule again; kept requests go on. Called only when the admission rule holds.
+        """Schedule again; kept requests go on. The controller calls it only while the admission rule holds.
 
         Args:
-            lift_pause: Also lift a pause that was made through the engine's own API, as its own wake does.
+            lift_pause: Also lift a pause by the engine's own API, as the engine's own wake does.
         """
 
     def reset_caches(self) -> None:
-        """Forget everything that was computed with the old weights or lies in the KV cache."""
+        """Drop everything that was computed from the old weights or that lies in the KV cache."""
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        """Call `act`, which does not raise, once the reply that is being made has been sent. Nobody waits for it."""
+        """Call `act` after the engine has sent the current reply. `act` must not raise, and nobody waits for it."""
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
-        """Mirror the state into the engine's own fields, for its own code that looks at them."""
+        """Copy the state into the engine's own fields, which the engine's own code reads."""

@@ -11,7 +11,7 @@ import msgspec
 
 from rl_memory_plugins.records import Reply, Report, TagChange
 
-#: Every report names all steps of its operation; those that did not run stay 0.0.
+#: The steps of each operation. Every report names all of them; a step that did not run stays 0.0.
 STEPS = {
     "sleep": ("drain", "synchronize", "backup", "release", "total"),
     "wake_up": ("reserve", "map", "restore", "total"),
@@ -20,7 +20,7 @@ STEPS = {
 
 
 class Held(NamedTuple):
-    """A transition between its two phases; the engines of all data-parallel ranks decide on the second together."""
+    """A transition between its two phases. All data-parallel engines decide together on the second phase."""
 
     ticket: str
     name: str
@@ -31,8 +31,9 @@ class Transition:
     """One transition from its command to its reply.
 
     Args:
-        ticket: Where data-parallel engines do it together: none of them resumes by itself after it.
-        call: Names it for `CancelDrain`.
+        name: A key of `STEPS`.
+        ticket: The ticket of a transition of several data-parallel engines. None of them resumes by itself after it.
+        call: The name for `CancelDrain`.
     """
 
     def __init__(self, name: str, ticket: str = "", call: str = "") -> None:
@@ -48,7 +49,7 @@ class Transition:
         return time.perf_counter() - self._start
 
     def add_seconds(self, replies: list[Reply[Any]]) -> None:
-        """Add the steps the ranks ran; the slowest rank counts."""
+        """Add the steps that the ranks ran. The slowest rank counts."""
         for reply in replies:
             for step, seconds in reply.result["seconds"].items():
                 self.seconds[step] = max(self.seconds.get(step, 0.0), seconds)

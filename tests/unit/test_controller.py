@@ -277,7 +277,7 @@ def test_a_drained_engine_stays_closed_until_its_peers_have_drained_too(world: W
     assert world.controller.refusal() is not None
     assert world.reader.read().busy == "sleep"
     assert "resume" not in world.engine.calls
-    with pytest.raises(StateConflictError, match="waiting"):
+    with pytest.raises(StateConflictError, match="waits for running requests"):
         world.run(commands.WakeUp())
     assert world.reader.read().asleep_tags() == []
     world.run(commands.Sleep(hold="ticket"))
