@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that the engine takes")
     parser.add_argument("--cycles", type=int, default=3, help="cycles of each kind of sleep")
     parser.add_argument("--native-cycles", type=int, help="cycles of the engine alone, by default --cycles")
-    drift = "more cycles, to measure growth; the engine alone runs at most --native-cycles, and none without that option"
+    drift = "more cycles to measure growth; the engine alone runs up to --native-cycles, and none without that option"
     parser.add_argument("--drift-cycles", type=int, default=0, help=drift)
     parser.add_argument("--warm-start", action="store_true", help="start each subject once before it is measured")
     parser.add_argument("--start-only", action="store_true", help="start the subject and measure nothing")
