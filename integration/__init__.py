@@ -1,1 +1,1 @@
-"""Real engines and real trainers: the demo, the benchmarks and the models they run on."""
+"""Real engines and real trainers: the demos, the benchmarks, and the models that they use."""

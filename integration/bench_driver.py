@@ -1,19 +1,20 @@
-"""What the driver and the hardware need for the parts of a sleep and a wake, with no engine: what bounds bench_gpu.
+"""Times of the driver and the hardware for the parts of a sleep and a wake, without an engine: the bounds of bench_gpu.
 
     python -m integration.bench_driver --out results.json
 
-An engine of 7B at 0.6 of an H200 holds some 15 GB of weights and 60 GB of KV cache. The same bytes are made, copied,
-hashed, mapped and unmapped here by the very functions that the plugin uses; each cycle leaves the driver half a second.
+An engine with a 7B model at 0.6 of an H200 holds about 15 GB of weights and 65 GB of KV cache. This script allocates
+the same bytes, and copies, hashes, maps and unmaps them with the plugin's own functions. Each cycle leaves the driver
+half a second to scrub freed memory.
 
-    unmap_s, create_s, map_s      150 blocks of 512 MiB: their memory goes, is obtained again, and is mapped
-    unmap_5_s, create_5_s, map_5_s    the same bytes in 5 blocks
-    reclaim_s, create_reclaimed_s the driver is made to take back what it has scrubbed, 0.3 s after the memory went; and
-                                  what the 150 creations take then
-    copy_to_host_s                the weights, to page-locked host memory
-    copy_and_unmap_s              the same, while the KV cache is unmapped
-    copy_hash_and_unmap_s         the same, while the weights are hashed too: what a sleep at level 1 does
-    hash_s                        the weights, by the kernel
-    hash_by_torch_s               the same, by torch's operators
+    unmap_s, create_s, map_s          unmap 150 blocks of 512 MiB, create their physical memory again, and map it
+    unmap_5_s, create_5_s, map_5_s    the same for the same bytes in 5 blocks
+    reclaim_s                         make the driver reclaim scrubbed memory, 0.3 s after the unmapping
+    create_reclaimed_s                create the memory of the 150 blocks after that
+    copy_to_host_s                    copy the weights to page-locked host memory
+    copy_and_unmap_s                  the same copy, while the KV cache is unmapped
+    copy_hash_and_unmap_s             the same, while the weights are hashed too: a sleep at level 1 does this
+    hash_s                            hash the weights by the Triton kernel
+    hash_by_torch_s                   hash the weights by torch's operators
 """
 
 from __future__ import annotations
@@ -119,9 +120,9 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="of this repository")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cycles", type=int, default=5, help="repetitions of each measurement")
+    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     arguments = parser.parse_args()
     common = {
         "engine": "none",

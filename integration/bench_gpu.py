@@ -1,11 +1,11 @@
-"""Sleep and wake on a GPU: each engine by itself and with the plugin, in the same run.
+"""Sleep and wake on a GPU: each engine alone and with the plugin, in the same session.
 
     python -m integration.bench_gpu --engine vllm --model 7b --out results.json
 
-Needs the engine and one NVIDIA GPU. Model folders are written without weights; the engines start with dummy ones.
-Each subject runs in a process of its own, one after the other, on an otherwise idle GPU. The file is rewritten with
-every figure, so that a run that is cut short leaves what it measured. On a machine where this model has never run,
-`--warm-start` first starts each subject once for nothing: the very first start fills the engine's compile caches.
+The script needs the engine and one NVIDIA GPU. Model folders hold no weights; the engines start with dummy weights. The
+subjects run one after the other, each in a process of its own, on an otherwise idle GPU. The script rewrites the file
+with every value, and a run that is cut short leaves its values. The very first start of a model fills the engine's
+compile caches: `--warm-start` starts each subject once before it is measured.
 """
 
 from __future__ import annotations
@@ -363,17 +363,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--model", choices=sorted(SHAPES), default="7b")
-    parser.add_argument("--subject", choices=SUBJECTS, default=None, help="both, one after the other, if not given")
+    parser.add_argument("--subject", choices=SUBJECTS, default=None, help="by default both, one after the other")
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that the engine takes")
-    parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--native-cycles", type=int, help="of the engine by itself, where its sleeps take long")
-    drift = "more cycles, to see what they add; the engine by itself has at most --native-cycles of them, else none"
+    parser.add_argument("--cycles", type=int, default=3, help="cycles of each kind of sleep")
+    parser.add_argument("--native-cycles", type=int, help="cycles of the engine alone, by default --cycles")
+    drift = "more cycles to measure growth; the engine alone runs up to --native-cycles, and none without that option"
     parser.add_argument("--drift-cycles", type=int, default=0, help=drift)
     parser.add_argument("--warm-start", action="store_true", help="start each subject once before it is measured")
-    parser.add_argument("--start-only", action="store_true", help="measure nothing")
-    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="of this repository")
-    parser.add_argument("--timeout", type=float, default=240, help="of each subject")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start-only", action="store_true", help="start the subject and measure nothing")
+    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds that each subject may take")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     arguments = parser.parse_args()
     if arguments.subject is not None:
         run_subject(arguments)

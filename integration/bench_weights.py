@@ -1,22 +1,23 @@
-"""Weight updates on a GPU through a whole engine: the plugin's routes and the engine's own, in the same run.
+"""Weight updates on a GPU through a whole engine: by the plugin and by the engine's own routes, in the same session.
 
     python -m integration.bench_weights --engine vllm --model 7b --out results.json
 
-Each subject is a process of its own with the engine's offline class, dummy weights and CUDA graphs; the trainer is
-another process on the same GPU (`bench_weights_trainer`). It sends a checkpoint's tensors through the engine's public
-methods; between the processes there is one pipe. After every route the engine's checksums (with the plugin) and its
-answers are compared: the same numbers by any route must give the same tokens, and other numbers others.
+Each subject is a process of its own, with the engine's offline class, dummy weights and CUDA graphs. The trainer is
+another process on the same GPU (`bench_weights_trainer`) and sends a checkpoint's tensors through the engine's public
+methods; one pipe connects the two processes. After every route the script compares the engine's checksums (with the
+plugin) and its tokens. The same numbers must give the same tokens by every route, and other numbers must give others.
 
-    update_*_s               the trainer's whole call, from before anything is made until the engine has answered
-    update_*_first_s         the first such call: it traces the loader, opens memory, makes contexts
-    engine_closed_*_s        how long requests are refused, seen by reading the engine's status all the time
-    peak_extra_mib_*         GPU memory beyond what was held before, in one more update. The trainer's part is exact
-                             (torch's peak and its staging buffer), the engine's is the rest of what the GPU lost
-    engine_closed_s          the same as of `direct`; peak_extra_mib_engine and _trainer: the highest of all routes
+    update_*_s               the trainer's whole call, from making the sender to the engine's answer
+    update_*_first_s         the first such call: it traces the loader, opens memory, makes CUDA contexts
+    engine_closed_*_s        how long the engine refuses requests, by polling its status
+    peak_extra_mib_*         GPU memory beyond the memory held before, in one more update. The trainer's part is exact
+                             (torch's peak and its staging buffer); the engine's part is the rest of the GPU's change
+    engine_closed_s          equals engine_closed_direct_s
+    peak_extra_mib_engine, peak_extra_mib_trainer    the highest over all routes
 
-`direct` sends the trainer's own tensors and keeps them open, `direct_unkept` opens them every time, `staged` packs
-buckets, `cpu` sends offloaded tensors from page-locked host memory. `native` hands over one IPC handle a tensor by
-the engine's own route, `native_packed` buckets of 1 GiB.
+Routes: `direct` sends the trainer's own tensors and keeps them open. `direct_unkept` opens them for each update.
+`staged` packs buckets. `cpu` sends offloaded tensors from page-locked host memory. `native` uses the engine's own route
+with one IPC handle per tensor, `native_packed` the engine's own route with buckets of 1 GiB.
 """
 
 from __future__ import annotations
@@ -369,15 +370,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--model", choices=sorted(SHAPES), default="7b")
-    parser.add_argument("--subject", choices=SUBJECTS, default=None, help="both, one after the other, if not given")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script")
+    parser.add_argument("--subject", choices=SUBJECTS, default=None, help="by default both, one after the other")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is only for trying the script")
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that the engine takes")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--bucket-mib", type=int, default=DEFAULT_BUCKET_BYTES >> 20)
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
-    parser.add_argument("--distribution", default="", help="that the engine was installed from, if not its name")
-    parser.add_argument("--timeout", type=float, default=280, help="of one subject, in seconds")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--repeats", type=int, default=7, help="updates per route after the first one")
+    parser.add_argument("--bucket-mib", type=int, default=DEFAULT_BUCKET_BYTES >> 20, help="largest bucket, in MiB")
+    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    parser.add_argument("--distribution", default="", help="the engine's distribution, if not its name")
+    parser.add_argument("--timeout", type=float, default=280, help="seconds that one subject may take")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out = arguments.out.absolute()

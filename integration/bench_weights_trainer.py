@@ -1,4 +1,4 @@
-"""The trainer of `bench_weights`: a process that sends a checkpoint's tensors by every route, and times each."""
+"""The trainer process of `bench_weights`. It sends a checkpoint's tensors by every route and times each route."""
 
 from __future__ import annotations
 

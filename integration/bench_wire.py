@@ -1,10 +1,10 @@
-"""The weight stream between two processes on one GPU, with no engine in between.
+"""The weight stream between two processes on one GPU, without an engine.
 
     python -m integration.bench_wire --model 7b --out results.json
 
-A trainer's process holds a checkpoint's tensors and sends them by every transport; another one holds parameters
-as engines lay them out, fused and in pausable memory, and receives them. Seconds are the sender's, from making
-the sender to the end of `send`.
+A trainer process holds a checkpoint's tensors and sends them by every transport. A receiver process holds parameters in
+the layout of an engine, fused and in pausable memory. The sender measures the seconds, from making the `WeightSender`
+to the end of `send`.
 """
 
 from __future__ import annotations
@@ -302,9 +302,9 @@ def measure(model: str, repeats: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="7b")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
+    parser.add_argument("--repeats", type=int, default=7, help="updates per metric")
+    parser.add_argument("--out", type=Path, help="JSON file for the records; a temporary file by default")
+    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

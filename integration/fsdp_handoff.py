@@ -3,10 +3,11 @@
     python -m integration.fsdp_handoff --engine vllm --device cuda
     python -m integration.fsdp_handoff --engine vllm               # on the CPU, over Gloo, with a tiny model
 
-Each cycle is a `RolloutHandoff` of both trainer processes: the engine sleeps at level 2, both train, the engine's
-weights wake, each trainer process sends to the engine's rank on its own GPU while both gather, the KV cache wakes, and
-the engine answers. The last cycle sends from host memory. The trainer saves its last weights as a checkpoint, and a
-fresh engine that loads it must give the same tokens. Writes a JSON record; exit code 1 if a check fails.
+Each cycle is a `RolloutHandoff` on both trainer processes. The engine sleeps at level 2; both processes train; the
+engine's weights wake; each process gathers with the other and sends to the engine's rank on its own GPU; the KV cache
+wakes; the engine answers. The last cycle sends from host memory. The trainer saves its last weights as a checkpoint. A
+fresh engine that loads the checkpoint must give the same tokens. The script writes a JSON record, and exits with code 1
+if a check fails.
 """
 
 from __future__ import annotations
@@ -215,12 +216,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default=None, help="by default 0.5b, on the CPU tiny")
-    parser.add_argument("--kv-gib", type=int, default=90, help="of KV cache on each GPU")
-    parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
-    parser.add_argument("--out", type=Path, default=Path("demo-out"))
-    inside = parser.add_argument_group("of the trainer's processes")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default=None, help="by default 0.5b, and tiny on the CPU")
+    parser.add_argument("--kv-gib", type=int, default=90, help="GiB of KV cache on each GPU")
+    parser.add_argument("--cycles", type=int, default=3, help="training steps")
+    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for logs and the record")
+    inside = parser.add_argument_group("for the trainer's processes only")
     inside.add_argument("--trainer", action="store_true")
     inside.add_argument("--dtype")
     inside.add_argument("--model", type=Path)

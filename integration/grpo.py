@@ -1,7 +1,7 @@
 """Group-relative policy optimisation of a small model on a task with a verifiable reward.
 
-The task: tokens belong to `CLASSES` classes by their number. A prompt shows tokens of one class; an answer earns the
-share of its tokens that are of that class. A model that does not look at its prompt earns 1 / CLASSES.
+The task: each token belongs to one of `CLASSES` classes by its number. A prompt shows tokens of one class. The reward
+of an answer is the share of its tokens from that class. A model that ignores its prompt earns 1 / CLASSES.
 """
 
 from __future__ import annotations

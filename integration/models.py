@@ -2,8 +2,8 @@
 
     python -m integration.models OUT --shape tiny --seed 1
 
-With a seed the folder holds a real checkpoint (safetensors). Without one it holds only the configuration, for
-engines started with dummy weights. Prompts are token ids, or the toy tokenizer's words `w2` to `w999`.
+With `--seed` the folder gets a real checkpoint (safetensors). Without it the folder gets only the configuration, for
+engines with dummy weights. Prompts are token ids, or the toy tokenizer's words `w2` to `w999`.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ def _write_tokenizer(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="folder to write")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--dtype", default="float32", help="dtype in the configuration and of the weights")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the weights; by default no weights")
     arguments = parser.parse_args()
     print(write_model(arguments.folder, SHAPES[arguments.shape], dtype=arguments.dtype, seed=arguments.seed))
 

@@ -1,4 +1,4 @@
-"""The records of a benchmark: a JSON list, one object a figure, written as each figure comes."""
+"""The records of a benchmark: a JSON list with one object per metric. `Records` rewrites the file with every value."""
 
 from __future__ import annotations
 

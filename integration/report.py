@@ -1,8 +1,8 @@
-"""Tables and plots from what is in `integration/results/`, for the README and the documentation.
+"""Tables and plots from the records in `integration/results/`, for the README and the documentation.
 
     python -m integration.report
 
-Rewrites what stands between the markers in README.md and docs/benchmarks.md, and the plots beside the latter.
+Rewrites the text between the markers in README.md and docs/benchmarks.md, and the plots in docs/.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ REPOSITORY = Path(__file__).parents[1]
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 BEGIN, END = "<!-- benchmark table -->", "<!-- end of benchmark table -->"
 
-#: What each metric is called in a table, and how many digits of it mean something.
+#: Each metric's row title, the factor to the unit of the table, that unit, and the digits after the point.
 METRICS = {
-    "sleep_l1_first_s": ("sleep that keeps the weights, first time", 1000, "ms", 0),
-    "sleep_l1_later_s": ("the same, later, weights changed", 1000, "ms", 0),
-    "sleep_l1_clean_s": ("the same, weights unchanged", 1000, "ms", 0),
-    "wake_weights_s": ("wake the weights from host memory", 1000, "ms", 0),
-    "wake_kv_s": ("wake the KV cache after that", 1000, "ms", 0),
-    "sleep_l2_s": ("sleep that drops weights and KV cache", 1000, "ms", 0),
-    "wake_l2_s": ("wake both after it", 1000, "ms", 0),
-    "gpu_left_mib": ("GPU memory left while asleep", 1, "MiB", 0),
+    "sleep_l1_first_s": ("sleep level 1 (weights kept), first time", 1000, "ms", 0),
+    "sleep_l1_later_s": ("sleep level 1, weights changed since the last copy", 1000, "ms", 0),
+    "sleep_l1_clean_s": ("sleep level 1, weights unchanged", 1000, "ms", 0),
+    "wake_weights_s": ("wake the weights (level 1)", 1000, "ms", 0),
+    "wake_kv_s": ("wake the KV cache (level 1)", 1000, "ms", 0),
+    "sleep_l2_s": ("sleep level 2 (weights dropped)", 1000, "ms", 0),
+    "wake_l2_s": ("wake weights and KV cache (level 2)", 1000, "ms", 0),
+    "gpu_left_mib": ("GPU memory in use while asleep", 1, "MiB", 0),
     "host_held_mib": ("resident host memory while asleep", 1, "MiB", 0),
-    "decode_tok_s_before": ("decoding, before any sleep", 1, "tokens/s", 0),
-    "decode_tok_s": ("decoding, after all of that", 1, "tokens/s", 0),
-    "ttft_s_before": ("time to first token, before any sleep", 1000, "ms", 1),
-    "ttft_s": ("time to first token, after all of that", 1000, "ms", 1),
+    "decode_tok_s_before": ("decoding, before the first sleep", 1, "tokens/s", 0),
+    "decode_tok_s": ("decoding, after all cycles", 1, "tokens/s", 0),
+    "ttft_s_before": ("time to first token, before the first sleep", 1000, "ms", 1),
+    "ttft_s": ("time to first token, after all cycles", 1000, "ms", 1),
     "startup_s": ("start-up", 1, "s", 0),
-    "drift_mib": ("GPU memory that {cycles} more cycles add", 1, "MiB", 0),
-    "drift_sleep_ratio": ("the last 20 sleeps of {cycles} to the first 20", 1, "x", 2),
-    "drift_wake_ratio": ("the last 20 wakes of {cycles} to the first 20", 1, "x", 2),
+    "drift_mib": ("GPU memory added by {cycles} more cycles", 1, "MiB", 0),
+    "drift_sleep_ratio": ("sleeps, the last 20 of {cycles} / the first 20", 1, "x", 2),
+    "drift_wake_ratio": ("wakes, the last 20 of {cycles} / the first 20", 1, "x", 2),
     "tokens_identical": ("tokens identical after every cycle", 1, "", 0),
 }
 
 EXPERTS = {"30b-a3b": "Qwen3-30B-A3B shape", "moe": "12 of 48 layers of the Qwen3-30B-A3B shape"}
-#: What the README shows of them.
+#: The metrics that the README shows.
 HEADLINE = [
     "sleep_l1_first_s",
     "sleep_l1_later_s",
@@ -64,19 +64,19 @@ HEADLINE = [
 
 #: Times that grow with the bytes of the weights.
 BY_BYTES = {
-    "sleep_l1_later_s": "sleep, weights kept",
-    "wake_weights_s": "wake the weights",
-    "sleep_l2_s": "sleep, weights dropped",
-    "wake_l2_s": "wake after that",
+    "sleep_l1_later_s": "sleep level 1",
+    "wake_weights_s": "wake the weights (level 1)",
+    "sleep_l2_s": "sleep level 2",
+    "wake_l2_s": "wake (level 2)",
 }
-COPY_BYTES_S = 55.5e9  # pinned host memory to an H200 and back, measured alone
+COPY_BYTES_S = 55.5e9  # a copy alone between page-locked host memory and an H200, either way
 
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
 DRIVER = "driver"  # those of the driver
 
 
 def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
-    """The measurements, and by file what runs of the tests showed (`tests/run_report.py`)."""
+    """The measurements, and by file name the reports of test runs (`tests/run_report.py`)."""
     runs: dict[Run, Metrics] = defaultdict(lambda: defaultdict(dict))
     test_runs: dict[str, Record] = {}
     for path in sorted((REPOSITORY / "integration" / "results").glob("*.json")):
@@ -91,7 +91,7 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
 
 
 def run_of(path: Path, record: Record) -> Run:
-    """A file's name ends with the host, if it is not the usual one."""
+    """A file's name ends with the host, unless it is the usual host."""
     host = path.stem.partition(f"{record['model']}-")[2].replace("-", " ")
     return Run(record["engine"], record["engine_version"], record["model"], host)
 
@@ -103,7 +103,7 @@ def by_size(run: Run) -> tuple[Any, ...]:
 
 
 def weight_bytes(model: str) -> int:
-    """Of a checkpoint in bfloat16; 0 for a name that is no shape."""
+    """Bytes of a model's checkpoint in bfloat16; 0 for a name that is not in `SHAPES`."""
     if model not in SHAPES:
         return 0
     return sum(2 * math.prod(shape) for shape in checkpoint_shapes(SHAPES[model]).values())
@@ -119,7 +119,7 @@ def value(record: Record | None) -> str:
 
 
 def table(metrics: Metrics) -> list[str]:
-    lines = ["| | by itself | with the plugin |", "|---|---:|---:|"]
+    lines = ["| | engine alone | with the plugin |", "|---|---:|---:|"]
     for metric in rows_of(metrics):
         title = METRICS[kind(metric)][0].format(cycles=metric.rpartition("_")[2])
         subjects = metrics[metric]
@@ -128,18 +128,18 @@ def table(metrics: Metrics) -> list[str]:
 
 
 def kind(metric: str) -> str:
-    """Its name in `METRICS`: those of many cycles end with how many there were."""
+    """The key in `METRICS`: the metrics of many cycles end with the number of cycles."""
     return re.sub(r"^(drift_\w+)_\d+$", r"\1", metric)
 
 
 def rows_of(metrics: Metrics) -> list[str]:
-    """What of them a table has rows for, in the order of `METRICS`."""
+    """The metrics that have a row in a table, in the order of `METRICS`."""
     order = list(METRICS)
     return sorted((metric for metric in metrics if kind(metric) in METRICS), key=lambda one: order.index(kind(one)))
 
 
 def newest(runs: dict[Run, Metrics], metric: str) -> list[Run]:
-    """The newest version of each engine that has this metric, 7B on the usual host; `runs` has the newest first."""
+    """For each engine the newest version with this metric, 7B on the usual host; `runs` has the newest first."""
     found: dict[str, Run] = {}
     for run, metrics in runs.items():
         if run.model == "7b" and not run.host and metric in metrics:
@@ -148,7 +148,7 @@ def newest(runs: dict[Run, Metrics], metric: str) -> list[Run]:
 
 
 def headline(runs: dict[Run, Metrics]) -> list[str]:
-    """Of the newest version of each engine, 7B: the engine by itself beside the plugin in it, and updates."""
+    """The newest version of each engine at 7B: the engine alone beside the engine with the plugin, and updates."""
     shown = newest(runs, "sleep_l1_first_s")
     lines = ["| | " + " | ".join(f"{NAMES[run.engine]} {run.version} | with the plugin" for run in shown) + " |"]
     lines.append("|---|" + "---:|---:|" * len(shown))
@@ -158,14 +158,16 @@ def headline(runs: dict[Run, Metrics]) -> list[str]:
     record = runs[shown[0]]["sleep_l1_first_s"]["plugin"]
     setting = f"The shape of Qwen2.5-7B in bfloat16 on one {record['gpu']}, CUDA graphs on"
     lines += ["", *report_weights.headline(runs, newest(runs, "update_direct_s"), NAMES)]
-    return [*lines, f"{setting}. How it was measured, and all figures: [docs/benchmarks.md](docs/benchmarks.md)."]
+    link = "[docs/benchmarks.md](docs/benchmarks.md) has all figures and how they were measured."
+    return [*lines, f"{setting}.", link]
 
 
 def test_table(test_runs: dict[str, Record]) -> list[str]:
-    """What `make test-gpu` showed, one line a run."""
+    """The results of `make test-gpu`, one line per run."""
     if not test_runs:
         return []
-    lines = ["### Tests on a GPU", "", "Reports of `make test-gpu`, or of parts of it, in `integration/results/`.", ""]
+    about = "Reports of `make test-gpu`, or of a part of that suite, in `integration/results/`."
+    lines = ["### Tests on a GPU", "", about, ""]
     lines += ["| engine | torch | GPU | tests | seconds | commit | report |", "|---|---|---|---|---:|---|---|"]
     for name, run in test_runs.items():
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in run["summary"].items())
@@ -184,7 +186,7 @@ def test_table(test_runs: dict[str, Record]) -> list[str]:
 
 
 def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
-    """What was measured without an engine, the weight stream and the driver: one table each, with every time."""
+    """The measurements without an engine, weight stream and driver: one table per run, with every time."""
     pages: list[str] = []
     for run, metrics in runs.items():
         if run.engine != WITHOUT_ENGINE:
@@ -218,7 +220,7 @@ def replace(path: Path, lines: list[str]) -> None:
 
 
 def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
-    """Bars of the times that users wait for, on a logarithmic axis."""
+    """Bars of the times for which users wait, on a logarithmic axis."""
     from matplotlib import pyplot as plt
 
     shown = ["sleep_l1_first_s", "sleep_l1_later_s", "sleep_l1_clean_s", "wake_weights_s", "sleep_l2_s", "wake_l2_s"]
@@ -236,7 +238,7 @@ def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
 
 
 def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
-    """Times against the bytes of the weights, one axis an engine; False where no engine was measured at two sizes."""
+    """Times against the bytes of the weights, one axis per engine; False if no engine was measured at two sizes."""
     from matplotlib import pyplot as plt
 
     measured: dict[tuple[str, str], list[Run]] = defaultdict(list)
@@ -283,7 +285,7 @@ def main() -> None:
     pages += wire_pages(found)
     slept = {run: m for run, m in runs.items() if "sleep_l1_first_s" in m}
     draw_times({run: m for run, m in slept.items() if run.model == "7b" and not run.host}, docs / "benchmarks.png")
-    pages += ["![times, by itself and with the plugin](benchmarks.png)", ""]
+    pages += ["![times, engine alone and with the plugin](benchmarks.png)", ""]
     if draw_sizes(runs, docs / "benchmarks-sizes.png"):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
     replace(docs / "benchmarks.md", pages)

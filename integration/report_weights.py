@@ -1,4 +1,4 @@
-"""The table of `bench_weights`: one row a route, one page an engine and model."""
+"""The tables of `bench_weights`: one row per route, one table per engine and model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 ROUTES = {
-    "direct": "trainer's tensors as they are, kept open",
-    "direct_unkept": "the same, opened every time",
-    "staged": "staged in two buckets",
-    "cpu": "from page-locked host memory",
-    "native": "the engine's own, a handle a tensor",
-    "native_packed": "the engine's own, in buckets",
+    "direct": "the trainer's own tensors, kept open (`cuda_direct`)",
+    "direct_unkept": "the trainer's own tensors, opened for each update",
+    "staged": "staged through two slots (`cuda_ipc`)",
+    "cpu": "from page-locked host memory (`cuda_ipc`)",
+    "native": "the engine's own route, one handle per tensor",
+    "native_packed": "the engine's own route, in buckets",
 }
-HEAD = ("", "whole call", "first call", "engine closed", "more memory, engine", "trainer")
+HEAD = ("", "whole call", "first call", "engine closed", "peak extra memory, engine", "peak extra memory, trainer")
 
 Record = dict[str, Any]
 Metrics = dict[str, dict[str, Record]]  # by metric and subject
 
 
 class Run(NamedTuple):
-    """What the figures of one table are of; the host is named where it is not the usual one."""
+    """The subject of one table. `host` is empty for the usual host."""
 
     engine: str
     version: str
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 def page(title: str, metrics: Metrics) -> list[str]:
-    """Lines of Markdown; none where no update was measured."""
+    """Lines of Markdown; none if no update was measured."""
     records = {metric: record for metric, subjects in metrics.items() for record in subjects.values()}
     about = [record for metric, record in records.items() if metric.startswith("update_") and "tensors" in record]
     if not about:
@@ -38,7 +38,7 @@ def page(title: str, metrics: Metrics) -> list[str]:
     lines = [f"### Weight updates through {title}: {first['tensors']} tensors, {first['bytes'] / 1e9:.1f} GB", ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|---" + "|---:" * (len(HEAD) - 1) + "|"]
     if "copy_floor_s" in records:
-        lines.append(f"| a copy on the GPU, and nothing else | {_ms(records['copy_floor_s'])} | | | | |")
+        lines.append(f"| only a copy on the GPU (the floor) | {_ms(records['copy_floor_s'])} | | | | |")
     for route, name in ROUTES.items():
         if f"update_{route}_s" not in records:
             continue
@@ -55,7 +55,7 @@ def page(title: str, metrics: Metrics) -> list[str]:
 
 
 def headline(runs: Mapping[Run, Metrics], shown: Sequence[Run], names: Mapping[str, str]) -> list[str]:
-    """One table of the runs `shown`, a column each; no lines if there are none."""
+    """One table with a column for each run in `shown`; no lines if there is none."""
     if not shown:
         return []
     first = runs[shown[0]]["update_direct_s"]["plugin"]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: each subject runs in a process of its own, on a GPU that is named in its records."""
+"""Helpers of the benchmarks: run each subject in a process of its own, and name its GPU in the records."""
 
 from __future__ import annotations
 

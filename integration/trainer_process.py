@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: a transformers model, a policy gradient step, and the weights' way out."""
+"""A trainer in a process of its own: a transformers model, a policy gradient step, and weight updates of the engine."""
 
 from __future__ import annotations
 

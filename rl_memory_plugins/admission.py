@@ -1,4 +1,4 @@
-"""The admission rule: when an engine may take a request, and what it says when it may not."""
+"""The admission rule: when an engine may take a request, and the error when it may not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RETRY_AFTER_SECONDS = 1
 
 
 def refusal(engine: EngineStatus) -> EngineAsleepError | None:
-    """`None` if the engine admits requests, else the error that says why not.
+    """The error that says why the engine does not admit requests; `None` if it does.
 
-    A request is admitted only while all tags are resident on every rank, the weights' content is valid, and
-    nothing is paused or under way.
+    An engine admits requests while all tags are resident on every rank, the content of the weights is valid, and no
+    pause and no transition is under way.
     """
     asleep = engine.asleep_tags()
     if engine.busy == "update_weights" or engine.content is Content.UPDATING:
@@ -27,7 +27,7 @@ def refusal(engine: EngineStatus) -> EngineAsleepError | None:
     if engine.content is Content.STALE:
         return _refuse("stale", "its weights were discarded: update them first")
     if engine.content is Content.FAILED:
-        return _refuse("failed", "a weight update broke off: complete one first")
+        return _refuse("failed", "a weight update broke off: send a complete update first")
     if engine.paused:
         return _refuse("paused", "it is paused: wake_up() first")
     return None

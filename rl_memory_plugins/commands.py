@@ -1,4 +1,4 @@
-"""The commands a controller obeys, and their encoding: tagged msgpack, the same on every engine's transport."""
+"""The commands of a controller, and their encoding: tagged msgpack, the same on the transport of every engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Sleep(Command, frozen=True):
     level: int = 1
     tags: list[str] | None = None
     mode: str = "abort"
-    hold: str = ""  # a ticket: stop after the first phase and wait for the `Decide` that names it
-    call: str = ""  # a name for `CancelDrain`
+    hold: str = ""  # a ticket: stop after the first phase, and wait for the `Decide` with this ticket
+    call: str = ""  # the name for `CancelDrain`
 
 
 class WakeUp(Command, frozen=True):
@@ -28,11 +28,11 @@ class WakeUp(Command, frozen=True):
 
 
 class UpdateWeights(Command, frozen=True):
-    """Connect the receivers of all ranks to a trainer's sockets and take its weights.
+    """Connect the receivers of all ranks to the sockets of a trainer, and take its weights.
 
-    `endpoints` maps a device's name (`RankStatus.device`) to the socket of the trainer process that serves
-    it; `"*"` serves every device that is not named. Where no `timeout_s` is given, the engine's option
-    `update_timeout_s` decides.
+    `endpoints` maps the name of a device (`RankStatus.device`) to the socket of the trainer process that serves the
+    device; `"*"` serves every device that has no entry. The default of `timeout_s` is the engine's option
+    `update_timeout_s`.
     """
 
     endpoints: dict[str, str]
@@ -47,8 +47,8 @@ class UpdateWeights(Command, frozen=True):
 class Drain(Command, frozen=True):
     """Wait for running requests, and stay closed until the command with this ticket as `hold`, or its `Decide`.
 
-    A request may be routed to any data-parallel engine, so none may open again while another still waits.
-    `operation` is what it is done for.
+    A router may send a request to any data-parallel engine, so no engine may open again while another still waits.
+    `operation` is the name of the transition that follows.
     """
 
     operation: str
@@ -57,22 +57,22 @@ class Drain(Command, frozen=True):
 
 
 class Decide(Command, frozen=True):
-    """The second phase of the command that was sent with this ticket as `hold`; `commit=False` also ends a `Drain`."""
+    """The second phase of the command with this ticket as `hold`. `commit=False` undoes it, and also ends a `Drain`."""
 
     ticket: str
     commit: bool
 
 
 class CancelDrain(Command, frozen=True):
-    """Give up the command of this name if it still waits for running requests; all that do, where none is named."""
+    """Give up the command of this name if it still waits for running requests. No name means all such commands."""
 
     call: str = ""
 
 
 class Resume(Command, frozen=True):
-    """Schedule again after a command with a ticket, if the admission rule holds; sent to all engines or to none.
+    """Schedule again after a command with a ticket, if the admission rule holds. All engines get it, or none.
 
-    Some data-parallel engines step together, so one that resumed alone would wait for the others.
+    Some data-parallel engines step together: an engine that resumed alone would wait for the others.
     """
 
     lift_pause: bool

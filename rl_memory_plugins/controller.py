@@ -1,10 +1,10 @@
-"""The state machine of one engine: every transition of all its ranks goes through here, one at a time.
+"""The state machine of one engine. It runs the transitions of all ranks, one at a time.
 
-The controller runs where the engine's scheduler runs: in vLLM's engine core, in each of SGLang's schedulers.
-It closes admission, lets the engine drain, has all ranks act in two phases, shows the result on the status
-board and opens admission again when the rule of `admission.py` holds; with data-parallel peers it schedules again
-at their client's `Resume`. Every command gets a reply, an error too; after any error the engine is in a state that
-the board names, and the next correct command works.
+The controller runs beside the scheduler of the engine: in vLLM's engine core, and in each of SGLang's schedulers. For a
+transition it closes admission, lets the engine drain, makes all ranks act in two phases, publishes the result on the
+status board, and opens admission again if the rule of `admission.py` holds. With data-parallel peers it schedules again
+at the `Resume` of their client. Every command gets a reply. After an error the board names the state of the engine, and
+the next correct command works.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
 from rl_memory_plugins import admission, commands
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
-from rl_memory_plugins.commands import AnyCommand, error_reply
+from rl_memory_plugins.commands import AnyCommand, encode_reply, error_reply
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
+from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import (
     DrainTimeoutError,
     InvalidRequestError,
@@ -35,94 +36,23 @@ from rl_memory_plugins.records import (
     EngineStatus,
     RankStatus,
     Reply,
-    Report,
-    TagChange,
 )
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
+from rl_memory_plugins.transition import Held, Transition
 
 logger = logging.getLogger(__name__)
-
-#: Every report names all steps of its operation; those that did not run stay 0.0.
-STEPS = {
-    "sleep": ("drain", "synchronize", "backup", "release", "total"),
-    "wake_up": ("reserve", "map", "restore", "total"),
-    "update_weights": ("drain", "connect", "validate", "wait", "load", "finish", "total"),
-}
-
-
-class EngineHooks(Protocol):
-    """What the controller asks of an engine. An adapter implements it and decides nothing."""
-
-    def drain(self, mode: PauseMode) -> Future[None]:
-        """Stop scheduling, deal with running requests by `mode`; done once no work touches the device.
-
-        Raises:
-            UnsupportedError: this version of the engine cannot do this mode; nothing happened.
-            StateConflictError: it cannot now; nothing happened.
-        """
-
-    def resume(self, *, lift_pause: bool) -> None:
-        """Schedule again; kept requests go on. Called only when the admission rule holds.
-
-        Args:
-            lift_pause: Also lift a pause that was made through the engine's own API, as its own wake does.
-        """
-
-    def reset_caches(self) -> None:
-        """Forget everything that was computed with the old weights or lies in the KV cache."""
-
-    def afterwards(self, act: Callable[[], None]) -> None:
-        """Call `act`, which does not raise, once the reply that is being made has been sent. Nobody waits for it."""
-
-    def show(self, asleep_tags: list[str], weight_version: str) -> None:
-        """Mirror the state into the engine's own fields, for its own code that looks at them."""
-
-
-class _Held(NamedTuple):
-    """A transition between its two phases; the engines of all data-parallel ranks decide on the second together."""
-
-    ticket: str
-    name: str
-    finish: Callable[[bool], Any]
-
-
-class _Operation:
-    """One transition from its command to its reply.
-
-    Args:
-        ticket: Where data-parallel engines do it together: none of them resumes by itself after it.
-        call: Names it for `CancelDrain`.
-    """
-
-    def __init__(self, name: str, ticket: str = "", call: str = "") -> None:
-        self.name = name
-        self.ticket = ticket
-        self.call = call
-        self.reply: Future[bytes] = Future()
-        self.seconds = dict.fromkeys(STEPS[name], 0.0)
-        self.cancelled = False
-        self._start = time.perf_counter()
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._start
-
-    def add_seconds(self, replies: list[Reply[Any]]) -> None:
-        """Add the steps the ranks ran; the slowest rank counts."""
-        for reply in replies:
-            for step, seconds in reply.result["seconds"].items():
-                self.seconds[step] = max(self.seconds.get(step, 0.0), seconds)
 
 
 class Controller:
     """Obeys the commands of `commands.py` for one engine.
 
     Args:
-        ranks: The engine's ranks.
-        engine: The engine itself.
-        board: Where the status is shown; `None` on ranks that run the controller in step but do not report.
-        engine_rank: This engine's data-parallel rank.
-        update_timeout_s: How long the trainer may be silent during an update whose command does not say.
-        capabilities: What the engine can do; the ranks add what they know.
+        ranks: The ranks of the engine.
+        engine: The scheduler of the engine.
+        board: The status board; `None` on ranks that run the controller in step and publish nothing.
+        engine_rank: The data-parallel rank of this engine.
+        update_timeout_s: The longest silence of a trainer, for updates whose command has no `timeout_s`.
+        capabilities: The abilities of the engine. The ranks add theirs.
     """
 
     def __init__(
@@ -144,9 +74,9 @@ class Controller:
         self._updates = 0
         self._paused = False
         self._busy = ""
-        self._draining: list[_Operation] = []
-        self._drained: dict[str, str] = {}  # by ticket: the operations for which this engine stays drained
-        self._held: _Held | None = None
+        self._draining: list[Transition] = []
+        self._drained: dict[str, str] = {}  # by ticket: the names of transitions that this engine stays drained for
+        self._held: Held | None = None
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
             commands.Sleep: self._sleep,
             commands.WakeUp: self._wake_up,
@@ -163,10 +93,10 @@ class Controller:
         self.status = EngineStatus(ranks=[], engine_rank=engine_rank, capabilities=self.capabilities)
         self.refresh()
 
-    # -- the face -------------------------------------------------------------------------------------------
+    # -- entry points -------------------------------------------------------------------------------------------
 
     def execute(self, payload: bytes) -> Future[bytes]:
-        """Obey an encoded command; the future holds the encoded reply. Neither ever raises."""
+        """Obey an encoded command. The future holds the encoded reply; it never holds an exception."""
         try:
             command = commands.decode_command(payload)
         except msgspec.MsgspecError as error:
@@ -182,32 +112,32 @@ class Controller:
             return self._refused(error)
 
     def refusal(self) -> RLMemoryError | None:
-        """Why the engine does not admit requests now, or `None` if it does."""
+        """Why the engine does not admit requests now; `None` if it does."""
         return admission.refusal(self.status)
 
     def require_free(self) -> None:
-        """Check that no operation is between its two phases, which what is done to the ranks now would not know of.
+        """Check that no transition is between its two phases: the ranks must not change then.
 
         Raises:
-            StateConflictError: one is.
+            StateConflictError: a transition waits for its second phase.
         """
         if self._held is not None:
             raise StateConflictError(f"{self._held.name} waits for the decision of its second phase")
 
     def refresh(self) -> None:
-        """Ask all ranks for their state and show it."""
+        """Ask all ranks for their state, and publish it."""
         replies = raise_failures(self._ranks.call("status"))
         if self._busy == UNKNOWN:
             self._busy = self._under_way()
         self._show_ranks(replies)
 
     def _refresh_or_close(self) -> None:
-        """Refresh, at the end of an operation: what the board showed meanwhile must not stay."""
+        """Refresh at the end of a transition, so that the board does not keep the state of its middle."""
         try:
             self.refresh()
             return
         except RLMemoryError:
-            logger.exception("the ranks did not say how they are; they are asked once more")
+            logger.exception("the ranks did not report their state; the controller asks them once more")
         try:
             self.refresh()
         except RLMemoryError:
@@ -216,30 +146,30 @@ class Controller:
             raise
 
     def _account(self) -> None:
-        """Show what is left on the devices, which takes too long to be found out within a sleep."""
+        """Publish the memory that is left on the devices. Measuring it takes too long for a sleep."""
         try:
             self._show_ranks(raise_failures(self._ranks.call("account")))
         except Exception:
-            logger.exception("what is left on the devices is not known")
+            logger.exception("the memory that is left on the devices could not be measured")
 
     def note_foreign_changes(self, weight_version: str | None = None, *, paused: bool = False) -> None:
-        """Others may have changed the ranks, e.g. loaded all weights: look, and schedule again if all is well.
+        """Publish changes that the engine's own calls have made, and schedule again if the admission rule holds.
 
-        All data-parallel engines are asked this at a time, so those that were open but waited for a peer go on too.
+        All data-parallel engines call this at the same time, so an engine that waited for a peer goes on too.
 
         Args:
-            weight_version: What they call the weights that are there now, if they said.
-            paused: The engine's own pause stands. What it holds in its middle is kept over an update of the engine's
-                own, as without us.
+            weight_version: The version that the caller gave the new weights, if it gave one.
+            paused: The engine is paused by its own API. Requests in that pause are kept over an update of the engine's
+                own, as on an engine without the plugin.
         """
-        if weight_version:  # whatever others take for a name must fit
+        if weight_version:  # others check neither its length nor its characters
             self._weight_version = weight_version[:LONGEST_VERSION].encode(errors="replace").decode()
         was_closed = self.refusal() is not None
         self.refresh()
         self._resume_if_admitting(lift_pause=False)
         kept = paused and self.status.content is Content.UPDATING
         if not was_closed and self.refusal() is not None and not kept:
-            self._engine.drain(PauseMode.ABORT)  # what runs would go on with a mixture of weights
+            self._engine.drain(PauseMode.ABORT)  # running requests would go on with a mixture of weights
 
     # -- commands -------------------------------------------------------------------------------------------
 
@@ -250,7 +180,7 @@ class Controller:
         self.require_free()
         if mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
-        operation = _Operation("sleep", command.hold, command.call)
+        operation = Transition("sleep", command.hold, command.call)
 
         def act() -> Any:
             self.require_free()
@@ -264,7 +194,7 @@ class Controller:
                 return abort(self._ranks, "sleep")
             replies = commit(self._ranks, "sleep")
             self._paused = self._paused or level is Level.PAUSE
-            return self._report(operation, replies)
+            return operation.report(replies)
 
         return self._drain_then(operation, mode, act)
 
@@ -272,7 +202,7 @@ class Controller:
         tags = parse_tags(command.tags)
         self.require_free()
         self._require_none_waiting(command.hold)
-        operation = _Operation("wake_up", command.hold)
+        operation = Transition("wake_up", command.hold)
 
         def act() -> Any:
             prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
@@ -284,7 +214,7 @@ class Controller:
             try:
                 replies = commit(self._ranks, "wake")
             except RLMemoryError:
-                paused, self._paused = self._paused, True  # the engine's own work may be left: the next wake does it
+                paused, self._paused = self._paused, True  # `after_wake` may have failed: the next wake calls it again
                 self.refresh()
                 if self.status.asleep_tags():
                     self._paused = paused
@@ -292,7 +222,7 @@ class Controller:
             self.refresh()
             if not self.status.asleep_tags():
                 self._paused = False
-            return self._report(operation, replies)
+            return operation.report(replies)
 
         self._run(operation, act)
         return operation.reply
@@ -307,7 +237,7 @@ class Controller:
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
                 asleep=self.status.asleep_tags(),
             )
-        operation = _Operation("update_weights", command.hold, command.call)
+        operation = Transition("update_weights", command.hold, command.call)
         received: list[Reply[Any]] = []
 
         def act() -> Any:
@@ -328,7 +258,7 @@ class Controller:
         def finish(agreed: bool) -> Any:
             start = time.perf_counter()
             try:
-                if agreed:  # first, for new weights must never answer from what the old ones left in a cache
+                if agreed:  # before the content is valid: caches hold results of the old weights
                     self._engine.reset_caches()
             except BaseException:
                 self._ranks.call("finish_update", complete=False)
@@ -339,8 +269,7 @@ class Controller:
             self._updates += 1
             self._weight_version = command.weight_version or str(self._updates)
             operation.seconds["finish"] = time.perf_counter() - start
-            return self._report(
-                operation,
+            return operation.report(
                 received,
                 weight_version=self._weight_version,
                 ranks=[reply.result for reply in received],
@@ -350,9 +279,9 @@ class Controller:
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self.require_free()
-        operation = _Operation(command.operation, command.ticket, command.call)
+        operation = Transition(command.operation, command.ticket, command.call)
 
-        def act() -> Any:  # also while another operation is held, whose turn it is first
+        def act() -> Any:  # also while another transition is held, which goes first
             self._drained[operation.ticket] = operation.name
             return {"drained": operation.elapsed()}
 
@@ -362,13 +291,13 @@ class Controller:
         held = self._held
         if held is not None and command.ticket == held.ticket:
             self._held = None
-            operation = _Operation(held.name, held.ticket)
+            operation = Transition(held.name, held.ticket)
             self._run(operation, lambda: held.finish(command.commit))
         elif command.ticket in self._drained and not command.commit:
-            operation = _Operation(self._drained.pop(command.ticket), command.ticket)
+            operation = Transition(self._drained.pop(command.ticket), command.ticket)
             self._run(operation, lambda: None)
-        else:  # perhaps another caller's operation is held
-            raise StateConflictError("no such operation waits for a decision")
+        else:  # the transition of another caller may be held
+            raise StateConflictError("no transition with this ticket waits for a decision")
         return operation.reply
 
     def _cancel_drain(self, command: commands.CancelDrain) -> Future[bytes]:
@@ -378,7 +307,7 @@ class Controller:
             operation.cancelled = True
         error: Exception = DrainTimeoutError(
             "running requests did not finish within drain_timeout_s, and nothing was released: "
-            "call with mode='abort' or 'keep', or allow them more time"
+            "use mode='abort' or mode='keep', or a larger drain_timeout_s"
         )
         try:
             if waiting:
@@ -389,7 +318,7 @@ class Controller:
         except Exception as failure:
             error = failure
         for operation in waiting:
-            operation.reply.set_result(self._encoded(self._failure(operation.name, error)))
+            operation.reply.set_result(encode_reply(self._failure(operation.name, error)))
         return self._answered({"cancelled": [operation.name for operation in waiting]})
 
     def _resume(self, command: commands.Resume) -> Future[bytes]:
@@ -404,10 +333,10 @@ class Controller:
     def _hello(self, command: commands.Hello) -> Future[bytes]:
         return self._answered({"board": self._board.path if self._board else None, "status": self.status})
 
-    # -- how an operation runs --------------------------------------------------------------------------------
+    # -- transitions --------------------------------------------------------------------------------
 
-    def _drain_then(self, operation: _Operation, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
-        self._begin(operation.name)  # first: whoever answers a request that the drain ends, looks up why
+    def _drain_then(self, operation: Transition, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
+        self._begin(operation.name)  # first: the server looks up why the drain has ended a request
         try:
             drained = self._engine.drain(mode)
         except BaseException:
@@ -431,8 +360,8 @@ class Controller:
         drained.add_done_callback(when_drained)
         return operation.reply
 
-    def _run(self, operation: _Operation, act: Callable[[], Any]) -> None:
-        """Run the body of an operation. Whatever happens the state is shown first, then the reply is sent."""
+    def _run(self, operation: Transition, act: Callable[[], Any]) -> None:
+        """Run the body of a transition. Publish the state in any case, and only then send the reply."""
         self._begin(operation.name)
         try:
             reply: Reply[Any] = Reply(rank=self._engine_rank, result=msgspec.to_builtins(act()))
@@ -443,45 +372,46 @@ class Controller:
             self._refresh_or_close()
             if not operation.ticket:
                 if reply.error is not None and self.refusal() is None:
-                    # Peers of which this client knows nothing may resume in step with it, once it has the answer.
-                    operation.reply.set_result(self._encoded(reply))
+                    # Reply first: peers that this client does not know may resume in step once it has the answer.
+                    operation.reply.set_result(encode_reply(reply))
                 self._resume_if_admitting(lift_pause=operation.name == "wake_up")
         except Exception as error:
             reply = self._failure(operation.name, error)
         if not operation.reply.done():
-            operation.reply.set_result(self._encoded(reply))
+            operation.reply.set_result(encode_reply(reply))
         if self.status.asleep_tags():
             self._engine.afterwards(self._account)
 
-    def _decided(self, operation: _Operation, finish: Callable[[bool], Any]) -> Any:
-        """Finish at once, or hold the second phase until the `Decide` with the ticket comes."""
+    def _decided(self, operation: Transition, finish: Callable[[bool], Any]) -> Any:
+        """Finish at once; or, with a ticket, hold the second phase until its `Decide` comes."""
         if not operation.ticket:
             return finish(True)
         self._drained.pop(operation.ticket, None)
-        self._held = _Held(operation.ticket, operation.name, finish)
+        self._held = Held(operation.ticket, operation.name, finish)
         return {"held": True}
 
     def _under_way(self) -> str:
-        """The name of an operation that has begun here and not ended; empty if there is none."""
+        """The name of a transition that has begun and not ended; empty if there is none."""
         if self._held is not None:
             return self._held.name
         return next(iter(self._waiting()), "")
 
     def _waiting(self, besides: str = "") -> list[str]:
-        """The names of operations that wait for running requests, here or on a data-parallel peer.
+        """The names of transitions that wait for running requests, here or on a data-parallel peer.
 
         Args:
-            besides: The ticket of one that is left out.
+            besides: The ticket of a transition to leave out.
         """
         drained = (name for ticket, name in self._drained.items() if ticket != besides)
         return [*(operation.name for operation in self._draining), *drained]
 
     def _require_none_waiting(self, ticket: str) -> None:
-        """Requests that somebody waits for must go on. What this operation itself has waited for is over."""
+        """Check that no other transition waits for running requests, which must go on for it."""
         waiting = self._waiting(besides=ticket)
         if waiting:
             raise StateConflictError(
-                "a call is still waiting for running requests; let it end, or sleep(mode='abort')", waiting=waiting
+                "another call still waits for running requests: let it end, or call sleep(mode='abort')",
+                waiting=waiting,
             )
 
     def _begin(self, name: str) -> None:
@@ -493,7 +423,7 @@ class Controller:
         if self.refusal() is None:
             self._engine.resume(lift_pause=lift_pause)
 
-    # -- what is shown ----------------------------------------------------------------------------------------
+    # -- the status ----------------------------------------------------------------------------------------
 
     def _show_ranks(self, replies: list[Reply[Any]]) -> None:
         self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
@@ -508,36 +438,24 @@ class Controller:
             capabilities=self.capabilities,
         )
         if self._board is not None:
-            self._board.publish(self.status)  # first: what is refused depends on it
+            self._board.publish(self.status)  # first: servers refuse requests by it
         self._engine.show(self.status.asleep_tags(), self._weight_version)
-
-    def _report(self, operation: _Operation, replies: list[Reply[Any]], **details: Any) -> Report:
-        operation.add_seconds(replies)
-        operation.seconds["total"] = operation.elapsed()
-        changes = [
-            msgspec.convert(change, TagChange) for reply in replies for change in reply.result.get("changes", ())
-        ]
-        return Report(changes=changes, seconds=operation.seconds, details=details)
 
     # -- replies ----------------------------------------------------------------------------------------------
 
     def _answered(self, result: Any) -> Future[bytes]:
-        return _done(self._encoded(Reply(rank=self._engine_rank, result=msgspec.to_builtins(result))))
+        return _done(Reply(rank=self._engine_rank, result=msgspec.to_builtins(result)))
 
     def _refused(self, error: BaseException) -> Future[bytes]:
-        return _done(self._encoded(error_reply(self._engine_rank, error)))
+        return _done(error_reply(self._engine_rank, error))
 
     def _failure(self, name: str, error: BaseException) -> Reply[Any]:
         if not isinstance(error, RLMemoryError):
             logger.error("%s failed", name, exc_info=error)
         return error_reply(self._engine_rank, error)
 
-    @staticmethod
-    def _encoded(reply: Reply[Any]) -> bytes:
-        return commands.encode_reply(reply)
 
-
-def _done(reply: bytes) -> Future[bytes]:
+def _done(reply: Reply[Any]) -> Future[bytes]:
     future: Future[bytes] = Future()
-    future.set_result(reply)
+    future.set_result(encode_reply(reply))
     return future

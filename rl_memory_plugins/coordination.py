@@ -1,4 +1,4 @@
-"""Two-phase calls over many participants: all of them prepare, and only if all could, all of them act."""
+"""Two-phase calls over many ranks or engines: all of them prepare; only if all succeed, all of them act."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class RankGroup(Protocol):
     """The ranks of one engine, as its controller reaches them."""
 
     def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
-        """Run a method of `RankAgent` on every rank; one reply each, in the order of ranks. Never raises."""
+        """Run a method of `RankAgent` on every rank. Returns one reply of each, in the order of ranks. Never raises."""
 
 
 def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
-    """The first phase of `operation` on all ranks; if one cannot, it is aborted on all.
+    """Run the first phase of `operation` on all ranks. If a rank fails, abort the operation on all ranks.
 
     Raises:
-        RLMemoryError: the first failing rank's, with `rank` and `failed_ranks` in its details.
+        RLMemoryError: the error of the first rank that failed; `rank` and `failed_ranks` in its details name the ranks.
     """
     try:
         raise_failures(ranks.call(f"prepare_{operation}", **arguments))
@@ -30,7 +30,7 @@ def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
 
 
 def commit(ranks: RankGroup, operation: str) -> list[Reply[Any]]:
-    """The second phase; raises as `prepare` does, and undoes nothing."""
+    """Run the second phase. Raises as `prepare` does, but undoes nothing."""
     return raise_failures(ranks.call(f"commit_{operation}"))
 
 
@@ -39,7 +39,7 @@ def abort(ranks: RankGroup, operation: str) -> None:
 
 
 def raise_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
-    """The ranks' replies, if none is an error; else one typed error that names every rank that failed."""
+    """Return the ranks' replies, or raise one typed error that names every rank that failed."""
     return _raise_failures(replies, "rank")
 
 

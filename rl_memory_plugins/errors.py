@@ -8,12 +8,12 @@
     ├── OutOfMemoryError              507  device or host memory does not suffice; nothing was changed
     │   ├── DeviceMemoryError
     │   └── HostMemoryError
-    ├── WeightUpdateError             502  an update broke off; the weights are `failed` until one completes
+    ├── WeightUpdateError             502  an update broke off; the weights are `failed` until an update completes
     ├── DrainTimeoutError             504  running requests did not finish in time; admission is open again
     ├── AuthenticationError           401
     ├── PermissionDeniedError         403
     ├── UnsupportedError              422  the engine or its version cannot do this
-    └── EngineFaultError              500  a rank failed in a way the contract does not foresee
+    └── EngineFaultError              500  a rank failed in a way that the contract does not foresee
 
 An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle, so its type
 and fields survive every hop from a rank to the HTTP client.
@@ -149,5 +149,5 @@ def as_rl_memory_error(error: BaseException) -> RLMemoryError:
 
 
 def unsupported(mode: str, why: str) -> UnsupportedError:
-    """For a mode of an engine in which the contract cannot be kept."""
+    """The error for a mode of an engine in which the contract cannot be kept."""
     return UnsupportedError(f"rl_memory does not work with {mode}: {why}", mode=mode)

@@ -1,4 +1,4 @@
-"""Replacing an engine's symbols, loudly: symbols that are not there stop the start, and all of them are named."""
+"""Replace symbols of an engine. A missing symbol stops the start, and the error names all missing symbols."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_memory_plugins.errors import UnsupportedError
 
 
 class Hooks:
-    """The symbols of one engine that this package has replaced, in this process.
+    """The symbols of one engine that this package has replaced in this process.
 
     Args:
         distribution: The engine's distribution names, for error messages; the first one installed counts.
@@ -21,15 +21,15 @@ class Hooks:
 
     def __init__(self, *distribution: str) -> None:
         self._distributions = distribution
-        self.table: dict[str, Callable[..., Any]] = {}  # "module:Owner.name" → what was there before
-        self._absent: dict[str, Exception] | None = None  # what `install` has not found so far, and why
+        self.table: dict[str, Callable[..., Any]] = {}  # "module:Owner.name" → the engine's own function
+        self._absent: dict[str, Exception] | None = None  # the symbols that `install` has missed so far, and why
 
     def install(self, *roles: Callable[[Hooks], None]) -> None:
         """Put in the hooks of all roles.
 
         Raises:
-            UnsupportedError: names every symbol that one of them needs and the installed engine does not have. Those
-                before it are in place, so the start must end here.
+            UnsupportedError: names every symbol that a role needs and the installed engine does not have. The other
+                hooks are in place, so the start must end here.
         """
         absent: dict[str, Exception] = {}
         self._absent = absent
@@ -45,14 +45,14 @@ class Hooks:
         """Replace the function at `"package.module:Owner.name"` by `make(original)`, once per process.
 
         Raises:
-            UnsupportedError: the symbol does not exist in the installed engine; within `install` it comes at its end.
+            UnsupportedError: the installed engine does not have the symbol. `install` raises it at its end.
         """
         if path in self.table:
             return
         owner, name, original = self._find(path)
         if owner is None:
             return
-        # What a class keeps beside the function it was given; a class method's function takes the class.
+        # A class stores a static or class method as a wrapper around its function.
         kind = type(owner.__dict__.get(name)) if isinstance(owner, type) else None
         if kind is classmethod:
             original = original.__func__
@@ -61,12 +61,14 @@ class Hooks:
         self.table[path] = original
 
     def require(self, path: str) -> Any:
-        """The object at `path`, for symbols that are used and not replaced; raises as `wrap` does."""
+        """The object at `path`, for symbols that are used and not replaced. Raises as `wrap` does."""
         owner, _, found = self._find(path)
-        return SimpleNamespace() if owner is None else found  # takes what the role would give the real one
+        return (
+            SimpleNamespace() if owner is None else found
+        )  # accepts the attributes that a role sets on the real object
 
     def _find(self, path: str) -> tuple[Any, str, Any]:
-        """The owner, the name and the object of a path; the owner is `None` if it is absent and `install` runs."""
+        """The owner, the name and the object of a path. During `install` the owner of a missing symbol is `None`."""
         module, _, attributes = path.partition(":")
         *owners, name = attributes.split(".")
         missing = module
@@ -100,7 +102,7 @@ class Hooks:
 
 
 def _described(absent: tuple[str, Exception]) -> str:
-    """A symbol, and why its module cannot be imported where the module itself is there."""
+    """A symbol, with the reason if its module exists and cannot be imported."""
     symbol, cause = absent
     is_there = isinstance(cause, ImportError) and not symbol.startswith(cause.name or "")
     return f"{symbol} ({cause})" if is_there else symbol

@@ -1,4 +1,4 @@
-"""One rank's end of the control plane: the methods that an engine's controller calls on every rank."""
+"""The methods that the controller of an engine calls on every rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
 
 class WeightReceiver(Protocol):
-    """What a rank needs of `weights/receiver.py`."""
+    """The part of `weights/receiver.py` that a rank uses."""
 
     def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
-        """Take one update from the trainer; returns its report, or raises a typed error."""
+        """Take one update from the trainer. Returns its report, or raises a typed error."""
 
     def checksums(self) -> dict[str, Any]:
         """Checksums of the weights as they are."""
@@ -29,13 +29,13 @@ class WeightReceiver(Protocol):
 
 
 class RankAgent:
-    """Runs calls of the controller against this rank's manager and receiver.
+    """Runs the controller's calls on the memory manager and the weight receiver of this rank.
 
     Args:
-        manager: The rank's state machine.
+        manager: The state machine of the rank.
         receiver: Takes weight updates.
-        after_wake: The engine's own work after tags became resident again, given those tags.
-        before_update: The engine's own work before an update: to end one of its own that was left open.
+        after_wake: The engine's own work after tags have become resident again; called with these tags.
+        before_update: The engine's own work before an update: it ends an update of the engine's own that is still open.
         resident_graphs: Why this rank's CUDA graphs stay on the device; empty if they can be released.
     """
 
@@ -50,7 +50,7 @@ class RankAgent:
         self.manager = manager
         self.receiver = receiver
         self._after_wake = after_wake
-        self._woken: set[Tag] = set()  # for which the engine's own work has not been done: the next wake tries again
+        self._woken: set[Tag] = set()  # whose `after_wake` has not succeeded yet: the next wake calls it again
         self._before_update = before_update
         self._resident_graphs = resident_graphs
         self._methods: dict[str, Callable[..., Any]] = {
@@ -72,7 +72,7 @@ class RankAgent:
         }
 
     def handle(self, payload: bytes) -> bytes:
-        """Decode a call, run it, encode its reply. Never raises: an engine's RPC does not survive that."""
+        """Decode a call, run it, and encode its reply. Never raises: an exception would break the engine's RPC."""
         return encode_reply(self.reply(payload))
 
     def reply(self, payload: bytes) -> Reply[Any]:

@@ -1,6 +1,6 @@
-"""The records that travel between ranks, engine and client, and that HTTP answers are made of.
+"""The records that ranks, engines and clients exchange, and that HTTP answers contain.
 
-All are msgspec structs: they encode to msgpack between processes and to JSON for HTTP, never to pickle.
+All are msgspec structs. They travel as msgpack between processes and as JSON over HTTP, never as pickles.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.tags import Content, TagState
 
 INITIAL_VERSION = "initial"
-"""Of the weights that an engine starts with."""
+"""The version of the weights that an engine starts with."""
 
 LONGEST_VERSION = 1024
-"""Characters of a weight version: it stands in every status, for which there is so much room."""
+"""The most characters of a weight version. Every status holds it, and the space of a status is limited."""
 
 
 class TagStatus(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class TagStatus(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One rank's memory, as it was when the record was made."""
+    """The memory of one rank at the time of the record."""
 
     rank: int
     device: str
@@ -40,29 +40,29 @@ class RankStatus(msgspec.Struct, frozen=True):
     device_free_bytes: int
     device_total_bytes: int
     host_arena_bytes: int  # host memory held by the arena, in use or kept for the next sleep
-    notes: tuple[str, ...] = ()  # what this rank cannot do, in words, e.g. why graphs are not pausable
-    left: dict[str, int] = {}  # what stays on the device while asleep, by cause, in bytes
+    notes: tuple[str, ...] = ()  # limits of this rank, for a person
+    left: dict[str, int] = {}  # bytes that stay on the device while asleep, by cause
 
 
-#: What keeps an engine busy whose ranks did not say how they are; any later command asks them again.
+#: `EngineStatus.busy` of an engine whose ranks did not report their state. Any later command asks them again.
 UNKNOWN = "status"
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine (one data-parallel rank): its ranks, and what the admission rule looks at."""
+    """One engine (one data-parallel rank): its ranks, and the fields that the admission rule reads."""
 
     ranks: list[RankStatus]
     weight_version: str = INITIAL_VERSION
-    paused: bool = False  # by sleep(level=0), or by a wake whose work in the engine failed
+    paused: bool = False  # by sleep(level=0), or because the engine's own work after a wake failed
     busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`
     engine_rank: int = 0
     capabilities: Capabilities = EVERYTHING
 
     @property
     def under_way(self) -> str:
-        """What `busy` means, for a message; empty if nothing keeps the engine busy."""
+        """The meaning of `busy`, for a message; empty if the engine is not busy."""
         if self.busy == UNKNOWN:
-            return "its ranks did not say how they are: wake_up() asks them again"
+            return "its ranks did not report their state: call wake_up(), which asks them again"
         return f"{self.busy} is under way" if self.busy else ""
 
     @property
@@ -78,12 +78,12 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 def weight_version(engines: Iterable[EngineStatus]) -> str:
-    """The version of all engines' weights; they differ only when an update broke off between them."""
+    """The weight version of all engines. They differ only if an update broke off between two engines."""
     return next((engine.weight_version for engine in engines), INITIAL_VERSION)
 
 
 class TagChange(msgspec.Struct, frozen=True):
-    """What one transition did to one tag on one rank."""
+    """The effect of one transition on one tag of one rank."""
 
     rank: int
     tag: str
@@ -94,7 +94,7 @@ class TagChange(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The answer to a transition. A step that did not run reports 0.0 seconds."""
+    """The report of one transition. A step that did not run took 0.0 seconds."""
 
     changes: list[TagChange]
     seconds: dict[str, float]  # by step; the slowest rank counts
@@ -105,7 +105,7 @@ T = TypeVar("T")
 
 
 class Reply(msgspec.Struct, Generic[T]):
-    """What a rank or an engine answers: a result or an error record. It is returned, never raised."""
+    """The answer of a rank or an engine: a result or an error record. It is returned, never raised."""
 
     rank: int
     result: Any = None

@@ -1,4 +1,4 @@
-"""Tags, levels, modes and states: the vocabulary of the contract, and what counts as a valid call."""
+"""The vocabulary of the contract: tags, levels, modes and states, and the checks of a caller's values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError:  # pragma: no cover
 
 
 class Tag(StrEnum):
-    """What a region of memory is for. `RUNTIME` is internal: it is never released."""
+    """The use of a region of memory. `RUNTIME` is internal and never released."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -36,7 +36,7 @@ class Level(IntEnum):
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests: finished early, waited for, or recomputed after the wake."""
+    """The treatment of running requests: ended early, waited for, or recomputed after the wake."""
 
     ABORT = "abort"
     WAIT = "wait"
@@ -82,10 +82,10 @@ def parse_mode(mode: object) -> PauseMode:
 
 
 def parse_tags(tags: Iterable[object] | str | None) -> tuple[Tag, ...]:
-    """Check `tags` and give them in canonical order.
+    """Check `tags` and return them in canonical order.
 
-    `None` means all tags. A comma-separated string is split. Duplicates fold. An empty list is an error: it
-    reads as "nothing" to one caller and as "everything" to another, and both engines have had it as a bug.
+    `None` means all tags. A string is split at its commas. Duplicates are dropped. An empty list is an error: some
+    callers mean no tag by it and others all tags, and both engines have had that as a bug.
 
     Raises:
         InvalidRequestError: empty, or a name that is not a public tag; lists what is allowed.

@@ -1,4 +1,4 @@
-"""How each engine is started, on the CPU or on GPUs, asked over HTTP, and looked at from outside."""
+"""The engines: how to start each one on the CPU or on GPUs, send it requests, and watch its memory."""
 
 from __future__ import annotations
 

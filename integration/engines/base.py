@@ -1,4 +1,4 @@
-"""An engine's server as a child process, for the demo, the benchmarks and the tests."""
+"""An engine's server as a child process, for the demos, the benchmarks and the tests."""
 
 from __future__ import annotations
 

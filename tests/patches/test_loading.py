@@ -283,7 +283,7 @@ from rl_memory_plugins import loader
 loader.load_sglang_plugins()
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import prepare_server_args
-from rl_memory_plugins.engines.sglang import register, switch
+from rl_memory_plugins.engines.sglang import hooks, options, register
 
 def error_of(call):
     try:
@@ -294,8 +294,8 @@ def error_of(call):
 ARGUMENTS = ["--model-path", "model", "--device", "cpu"]
 plain = prepare_server_args(ARGUMENTS)
 found = {
-    "hooks": sorted(switch.hooks.table),
-    "disabled": [switch.config_of(plain), plain.enable_memory_saver, switch.launching()],
+    "hooks": sorted(hooks.hooks.table),
+    "disabled": [options.config_of(plain), plain.enable_memory_saver, options.launching()],
     "flag": error_of(lambda: prepare_server_args([*ARGUMENTS, "--rl-memory"])),
     "keyword": error_of(lambda: Engine(model_path="model", device="cpu", rl_memory=True)),
 }

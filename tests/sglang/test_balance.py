@@ -61,7 +61,7 @@ def test_the_text_says_who_holds_what_and_what_to_do() -> None:
     text = balance.diagnosis(UNEVEN, PLAIN)
     assert "more than 10%" in text
     assert "rank 0 on GPU-aa: 70.00 GiB free, 10.00 GiB used, held by process 101 (8.50 GiB), process 102" in text
-    assert "rank 1 on GPU-bb: 30.00 GiB free, 50.00 GiB used (NVML does not say by whom)" in text
+    assert "rank 1 on GPU-bb: 30.00 GiB free, 50.00 GiB used (NVML does not name the processes)" in text
     assert "offload the trainer" in text  # the usual cause, and the cure
     assert "strict_tp_balance=true" in text
     assert "The start goes on" in text
@@ -69,7 +69,7 @@ def test_the_text_says_who_holds_what_and_what_to_do() -> None:
 
 def test_the_strict_text_says_how_to_go_on() -> None:
     text = balance.diagnosis(UNEVEN, STRICT)
-    assert "The start ends here because of strict_tp_balance" in text
+    assert "strict_tp_balance=true stops the start here" in text
     assert f"{balance.LEGACY_VARIABLE}=1" in text
 
 

@@ -68,7 +68,7 @@ def test_graphs_that_other_ranks_read_stay_and_that_is_said(monkeypatch: pytest.
 def test_an_allocator_without_a_graph_pool_says_so() -> None:
     memory = memory_of(FakeAllocator())
     load_weights(memory)
-    assert memory.notes == ["CUDA graphs stay resident: the fake allocator has no graph pool"]
+    assert memory.notes == ["CUDA graphs stay resident: the fake allocator has no pool for graphs"]
     assert pool.get_global_graph_memory_pool() is None
 
 

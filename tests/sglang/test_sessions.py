@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.sglang.native import NativeWrites, _in_agreement
+from rl_memory_plugins.engines.sglang.native import _in_agreement
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
 from rl_memory_plugins.tags import Content
+from rl_memory_plugins.weights.engine_updates import EngineUpdates
 from tests.sglang.test_worker import Model
 
 OPEN = types.SimpleNamespace(selector="all")
@@ -39,7 +40,7 @@ class Updater(types.SimpleNamespace):
             ),
             ranks=types.SimpleNamespace(gather=lambda mine: [mine, *others]),
             worker=worker,
-            writes=NativeWrites(worker.manager, worker.parameters),
+            updates=EngineUpdates(worker.manager, lambda: worker.parameters().values()),
         )
         super().__init__(scheduler=types.SimpleNamespace(rl_memory=added), _session=session)
 

@@ -26,7 +26,8 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         from sglang.srt.server_args import ServerArgs, prepare_server_args
         plugin.register()
         plugin.register()
-        from rl_memory_plugins.engines.sglang.switch import ATTRIBUTE, CHILD_VARIABLE, config_of, hooks
+        from rl_memory_plugins.engines.sglang.hooks import hooks
+        from rl_memory_plugins.engines.sglang.options import ATTRIBUTE, CHILD_VARIABLE, config_of
 
         WATCHED = (
             "sglang.srt.managers.scheduler:Scheduler",
@@ -101,7 +102,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         from rl_memory_plugins.engines.sglang import balance
         original = hooks.table[balance.CHECK]
         launched = []
-        import rl_memory_plugins.engines.sglang.switch as switch
+        from rl_memory_plugins.engines.sglang import install, switch
 
         def refusal(variables=None, engine=Engine, **options):
             arguments = switch._enable(ServerArgs(**KEYWORDS), switch.RLMemoryConfig())
@@ -109,7 +110,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
                 setattr(arguments, name, value)
             os.environ.update(variables or {})
             try:
-                launch = switch._launch_subprocesses(lambda *a, **k: launched.append(os.environ[CHILD_VARIABLE]))
+                launch = install._launch_subprocesses(lambda *a, **k: launched.append(os.environ[CHILD_VARIABLE]))
                 return error_of(lambda: launch(engine, arguments, run_scheduler_process_func=print))
             finally:
                 for name in variables or {}:

@@ -98,6 +98,12 @@ def test_weights_that_sglang_transforms_are_refused(tmp_path: Path) -> None:
         assert error.value.details["layers"]["model.layers.0.self_attn.o_proj"] == "UnquantizedLinearMethod"
         assert server.control.memory()["content"] == "valid"
         assert state(server) == before
+        with pytest.raises(UnsupportedError, match=r"sleep\(level=2\)"):
+            server.control.sleep(2)
+        assert server.http.post("/release_memory_occupation", json={}).status_code == 400
+        assert server.control.memory()["admitting"]
+        assert server.control.memory()["engines"][0]["capabilities"]["fixed_weights"]
+        assert state(server) == before
         server.control.sleep(1)
         server.control.wake_up()
         assert state(server) == before

@@ -242,7 +242,7 @@ def test_the_status_says_what_is_under_way(url, control):
     printed = run("status", "--url", url).stdout
     assert "engine 0: sleep is under way" in printed
     assert "engine 1: paused" in printed
-    assert "engine 2: its ranks did not say how they are" in printed
+    assert "engine 2: its ranks did not report their state" in printed
 
 
 def test_checksums(url):

@@ -12,7 +12,7 @@ from rl_memory_plugins import commands
 from rl_memory_plugins.board import BoardReader, StatusBoard
 from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import decode_reply, encode_command
-from rl_memory_plugins.controller import STEPS, Controller
+from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.errors import (
     DrainTimeoutError,
     EngineFaultError,
@@ -23,6 +23,7 @@ from rl_memory_plugins.errors import (
     from_record,
 )
 from rl_memory_plugins.tags import Content, PauseMode
+from rl_memory_plugins.transition import STEPS
 
 
 class Engine:
@@ -178,7 +179,7 @@ def test_nothing_stops_the_requests_that_a_sleep_waits_for(
     world.engine.hold_drain = isinstance(waits, commands.Sleep)
     reply = world.controller.execute(encode_command(waits))
     drains = list(world.engine.calls)
-    with pytest.raises(StateConflictError, match="still waiting"):
+    with pytest.raises(StateConflictError, match="still waits"):
         world.run(comes)
     assert world.engine.calls == drains
     if not reply.done():
@@ -276,7 +277,7 @@ def test_a_drained_engine_stays_closed_until_its_peers_have_drained_too(world: W
     assert world.controller.refusal() is not None
     assert world.reader.read().busy == "sleep"
     assert "resume" not in world.engine.calls
-    with pytest.raises(StateConflictError, match="waiting"):
+    with pytest.raises(StateConflictError, match="waits for running requests"):
         world.run(commands.WakeUp())
     assert world.reader.read().asleep_tags() == []
     world.run(commands.Sleep(hold="ticket"))

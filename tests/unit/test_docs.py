@@ -11,9 +11,10 @@ from fake_control import FakeControl
 
 from rl_memory_plugins import errors
 from rl_memory_plugins.config import ENV_PREFIX, RLMemoryConfig
-from rl_memory_plugins.controller import STEPS, EngineHooks
+from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.router import build_router
+from rl_memory_plugins.transition import STEPS
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

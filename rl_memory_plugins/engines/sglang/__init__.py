@@ -2,7 +2,10 @@
 
 | file         | runs in                 | adapts                                                              |
 |--------------|-------------------------|---------------------------------------------------------------------|
-| switch.py    | every process           | the flag, the configuration, when the hooks are put in              |
+| switch.py    | every process           | the flag and the keyword that enable it                             |
+| options.py   | every process           | how the options travel                                              |
+| modes.py     | every process           | modes that are refused at the start                                 |
+| install.py   | every process           | the composition root: all hooks, and how SGLang starts processes    |
 | worker.py    | each scheduler process  | regions, the rank's agent, the model's loader                       |
 | scheduler.py | each scheduler process  | the controller's ranks and engine, refusal of requests              |
 | native.py    | each scheduler process  | SGLang's own release, resume and weight updates                     |

@@ -1,4 +1,7 @@
-"""SGLang ends the start when tensor-parallel ranks differ in free memory. In colocated training they do."""
+"""SGLang's check that all tensor-parallel ranks see the same free memory.
+
+SGLang stops the start when they differ. In colocated training they usually differ, so here they give a warning.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rl_memory_plugins.hooking import Hooks
 logger = logging.getLogger(__name__)
 
 CHECK = "sglang.srt.distributed.bootstrap:_check_tp_memory_balance"
-LEGACY_VARIABLE = "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"  # users still export it; SGLang no longer reads it
+LEGACY_VARIABLE = "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"  # SGLang no longer reads it, but users still export it
 THRESHOLD = 0.9  # SGLang's own
 
 
@@ -41,13 +44,13 @@ def _check(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_strict(config: RLMemoryConfig) -> bool:
-    """Whether an imbalance ends the start: by the option, unless the legacy variable says it must not."""
+    """Whether an imbalance stops the start: the option asks for it, and the legacy variable forbids it."""
     legacy = os.environ.get(LEGACY_VARIABLE, "").strip().lower()
     return config.strict_tp_balance and legacy not in ("1", "true", "yes", "on")
 
 
 def diagnosis(ranks: list[dict[str, Any]], config: RLMemoryConfig) -> str:
-    """One text that says what differs, who holds it, why that usually is, and what can be done.
+    """A text for the log: free memory by rank, the processes that hold the rest, the usual cause, and the remedy.
 
     Args:
         ranks: Of each rank: `rank`, `device`, `free` and `total` (GiB), `processes` (pairs of pid and GiB;
@@ -58,20 +61,19 @@ def diagnosis(ranks: list[dict[str, Any]], config: RLMemoryConfig) -> str:
         used = rank["total"] - rank["free"]
         line = f"  rank {rank['rank']} on {rank['device']}: {rank['free']:.2f} GiB free, {used:.2f} GiB used"
         if rank["processes"] is None:
-            line += " (NVML does not say by whom)"
+            line += " (NVML does not name the processes)"
         elif rank["processes"]:
             line += ", held by " + ", ".join(f"process {pid} ({size:.2f} GiB)" for pid, size in rank["processes"])
         lines.append(line)
     lines.append(
-        "In colocated training this is usual: trainers load at different times, shards are uneven, and "
-        "offloaded parameters are released rank by rank. The KV cache is sized by the rank with the least free "
-        "memory, so the difference is lost to it. To even it out, offload the trainer and empty its cache on "
-        "every rank first."
+        "In colocated training this is usual: trainers load at different times, have uneven shards, and release "
+        "offloaded parameters rank by rank. SGLang sizes the KV cache of all ranks by the rank with the least free "
+        "memory. For a larger KV cache, offload the trainer and empty its CUDA cache on every rank before the start."
     )
     if is_strict(config):
-        lines.append(f"The start ends here because of strict_tp_balance; {LEGACY_VARIABLE}=1 lets it go on.")
+        lines.append(f"strict_tp_balance=true stops the start here; {LEGACY_VARIABLE}=1 lets the start go on.")
     else:
-        lines.append("The start goes on; the option strict_tp_balance=true makes this an error again.")
+        lines.append("The start goes on; strict_tp_balance=true would stop it here.")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer's process: calls to all schedulers, `Engine`'s methods, and SGLang's own calls led to them."""
+"""The hooks of the tokenizer's process: calls to all schedulers, methods of `Engine`, and SGLang's own calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rl_memory_plugins.admission import first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.sglang.native import WRITES, native_level
+from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
-from rl_memory_plugins.engines.sglang.switch import config_of
 from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
 from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks
@@ -23,7 +23,7 @@ from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 ENGINE = "sglang.srt.entrypoints.engine:Engine"
-SESSION = "_weight_update_session_call"  # which begins or ends one; since 0.5.21
+SESSION = "_weight_update_session_call"  # begins or ends a session; new in 0.5.21
 
 
 def install(hooks: Hooks) -> None:
@@ -47,7 +47,7 @@ def install(hooks: Hooks) -> None:
 
 
 class _Call:
-    """One request under way. Every engine answers once."""
+    """One command under way. Every engine answers once."""
 
     def __init__(self, engines: int) -> None:
         self.engines = engines
@@ -61,14 +61,14 @@ class _Call:
 
 
 class SglangFace(Face):
-    """The contract over a `TokenizerManager`; its coroutines run on the loop that manager runs on."""
+    """The contract over a `TokenizerManager`. Its coroutines run on that manager's event loop."""
 
     def __init__(self, tokenizer: Any, config: RLMemoryConfig) -> None:
         super().__init__()
         self._tokenizer = tokenizer
         self._drain_timeout_s = config.drain_timeout_s
         self._turns = asyncio.Lock()
-        self.native_updates = asyncio.Lock()  # held by those that pass by SGLang's own lock
+        self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock
         self._calls: dict[str, _Call] = {}
 
     # -- transport --------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class SglangFace(Face):
 
     def on_reply(self, output: Any) -> None:
         call = self._calls.get(output.rid)
-        if call is not None:  # else nobody waits for it any more
+        if call is not None:  # else the caller is gone
             call.add(decode_reply(output.payload))
 
     # -- SGLang's own words -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class SglangFace(Face):
         return report
 
     def native_release(self, tags: list[str] | None) -> Operation:
-        """SGLang's own release. It is for an engine without requests, or whose requests are paused.
+        """SGLang's own release, for an engine whose requests have ended or are paused.
 
         Raises:
             StateConflictError: requests are running.
@@ -111,7 +111,7 @@ class SglangFace(Face):
         running = [rid for rid in self._tokenizer.rid_to_state if not _is_health_check(rid)]
         if running and not self._tokenizer.is_pause:
             raise StateConflictError(
-                f"{len(running)} requests are running: abort them, let them end, or pause_generation() first",
+                f"{len(running)} requests are running: let them end, abort them, or call pause_generation() first",
                 running=len(running),
             )
         return (yield from self.sleep(native_level(self._tokenizer.server_args), tags, "keep"))
@@ -150,10 +150,11 @@ def _add_face(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_behind_a_pause(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang holds back all requests while paused. Health checks too, and so calls itself unhealthy.
+    """Answer health checks of a paused engine, and refuse requests of an engine that is paused and closed.
 
-    On an engine that is closed besides, what passed by our gates would wait for two others to open it. A request
-    that already waits when the engine closes goes on waiting: that is what its caller has paused for.
+    SGLang holds back all requests while paused, health checks too, and then calls itself unhealthy. A request to a
+    closed engine would wait for a wake and for the end of the pause. A request that already waits when the engine
+    closes goes on waiting, because its caller has paused the engine for that.
     """
 
     def generate_request(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,16 +171,16 @@ def _not_behind_a_pause(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _refuse(refusal: EngineAsleepError) -> AsyncIterator[Any]:
-    """In the place of a request's outputs: what SGLang itself raises for a request that its scheduler refuses."""
+    """Raise, in place of a request's outputs, the exception that SGLang raises when a scheduler refuses a request."""
     from fastapi import HTTPException
 
     report_refusal(refusal)
     raise HTTPException(status_code=refusal.status, detail=refusal.message)
-    yield  # makes it a generator
+    yield  # makes this function a generator
 
 
 async def _ask_schedulers(face: SglangFace) -> AsyncIterator[Any]:
-    """In the place of a health check's outputs: any reply tells SGLang that its schedulers live."""
+    """Yield a reply of the schedulers in place of a health check's outputs: any reply shows that they live."""
     yield await face.run(operations.hello())
 
 
@@ -206,7 +207,7 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Paused:
-    """A tokenizer manager as SGLang's own updates see one that is paused: they do not wait for running requests."""
+    """A view of a tokenizer manager that looks paused: SGLang's own updates then do not wait for running requests."""
 
     is_pause = True
 
@@ -221,9 +222,10 @@ class _Paused:
 
 
 def _not_behind_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On a closed engine no request ends, and SGLang's update would wait for those that are kept.
+    """Let SGLang's own updates run on a closed engine. They would wait for kept requests, which end after a wake.
 
-    Updates still wait for one another: SGLang mixes up the answers of two from disk, and ends the server.
+    Updates still wait for each other: SGLang mixes up the answers of two concurrent updates from disk and ends the
+    server.
     """
 
     async def update(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,7 +259,7 @@ def _engine_method(name: str) -> Callable[..., Any]:
 
 
 def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's own method has this name too. Ours has a token: `update_weights_from_ipc(endpoints, token)`."""
+    """Serve two methods of this name: with a token, `update_weights_from_ipc(endpoints, token)`; else SGLang's own."""
 
     def update_weights_from_ipc(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_ours = "token" in kwargs or (len(args) > 1 and isinstance(args[1], str))
@@ -268,7 +270,7 @@ def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls that run the model: refused at once while closed."""
+    """Refuse calls that run the model while the engine is closed."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         face = face_of(self.tokenizer_manager)
@@ -310,7 +312,7 @@ async def _checked(face: SglangFace, outputs: AsyncIterator[Any]) -> AsyncIterat
 
 
 def _raise_refusal(face: SglangFace, error: Exception) -> None:
-    """SGLang reports a request that arrived at a closed scheduler by an HTTP exception with our words in it."""
+    """Raise the typed refusal of a closed engine. SGLang reports it as an HTTP exception with the same message."""
     if getattr(error, "status_code", None) == EngineAsleepError.status:
         refusal = first_refusal(face.status_now())
         if refusal is not None:

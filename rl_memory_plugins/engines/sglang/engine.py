@@ -17,12 +17,12 @@ from rl_memory_plugins.tags import PauseMode, Tag
 originals: dict[str, Callable[..., Any]] = {}
 """SGLang's own `pause_generation` and `continue_generation`, which `scheduler.py` has wrapped."""
 
-#: Where SGLang keeps what the towers of a multimodal model made of an image, by release.
+#: The modules that hold SGLang's cache of image embeddings, by release.
 EMBEDDINGS = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
 
 
 def forget_embeddings() -> None:
-    """Drop what older weights made of images: SGLang finds it by the image alone, and flushes it never."""
+    """Drop cached image embeddings. SGLang looks them up by the image alone and never flushes them itself."""
     for name in EMBEDDINGS:
         cache = getattr(sys.modules.get(name), "embedding_cache", None)
         if cache is not None:
@@ -30,11 +30,11 @@ def forget_embeddings() -> None:
 
 
 class RankedGroup:
-    """The ranks that run this controller in step, over their group for CPU tensors.
+    """The ranks that run this controller in step. They exchange replies over their process group for CPU tensors.
 
     Args:
         agent: This rank's.
-        group: A `torch.distributed` group. Its members are all ranks that receive each request.
+        group: The `torch.distributed` group of all ranks that receive each request.
     """
 
     def __init__(self, agent: RankAgent, group: Any) -> None:
@@ -54,7 +54,7 @@ class RankedGroup:
             return [error_reply(self.rank, EngineFaultError(f"the ranks cannot agree: {error}", method=method))]
 
     def gather(self, mine: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+        """The value of every rank, in the order of ranks."""
         if self.size == 1:
             return [mine]
         everybody: list[Any] = [None] * self.size
@@ -76,7 +76,7 @@ class _Drain:
 
 
 class SglangEngine:
-    """A scheduler, for the controller. With attention-DP each rank has its own requests: all of them must agree."""
+    """The controller's view of a scheduler. With attention-DP each rank has requests of its own, so all must agree."""
 
     def __init__(self, scheduler: Any, ranks: RankedGroup) -> None:
         self._scheduler = scheduler
@@ -91,10 +91,11 @@ class SglangEngine:
         never_ends = mode is PauseMode.WAIT and self._scheduler._engine_paused
         if never_ends and not self._ranks.all(self._is_idle(mode)):
             raise StateConflictError(
-                "the engine is paused, so its requests never finish: continue_generation(), abort or keep"
+                "the engine is paused, so its requests never finish: "
+                "call continue_generation(), or use mode='abort' or mode='keep'"
             )
         if mode is PauseMode.ABORT:
-            if self._scheduler._engine_paused:  # nothing runs that could notice it is aborted: queue it first
+            if self._scheduler._engine_paused:  # a paused request would never notice the abort; a queued one does
                 self._retract()
             self._abort_all()
         drain = _Drain(mode)
@@ -105,7 +106,7 @@ class SglangEngine:
         self._afterwards.append(act)
 
     def poll(self) -> None:
-        """Complete drains that have ended, in the order they began. All ranks call it at the same point."""
+        """Complete the drains that have ended, in the order of their begin. All ranks call it at the same point."""
         while self._afterwards:
             self._afterwards.pop()()
         if self._drains and self._scheduler._engine_paused:
@@ -113,7 +114,7 @@ class SglangEngine:
         while self._drains:
             drain = self._drains[0]
             if drain.mode is PauseMode.KEEP and not self._paused_here:
-                # A request whose grammar is still compiled is in no queue that survives a flush.
+                # While SGLang compiles the grammar of a request, the request is in no queue that survives a flush.
                 if not self._ranks.all(not self._scheduler.grammar_manager.grammar_queue):
                     return
                 self._retract()
@@ -127,7 +128,7 @@ class SglangEngine:
         return bool(self._drains)
 
     def _retract(self) -> None:
-        """Take running requests back into the queue; their KV cache is computed again later."""
+        """Move running requests back into the queue. SGLang computes their KV cache again later."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._paused_here = True
@@ -136,7 +137,7 @@ class SglangEngine:
 
     @contextmanager
     def _unlimited_queue(self) -> Iterator[None]:
-        """`--max-queued-requests` is for those that arrive; who is put back into the queue would be aborted by it."""
+        """Lift `--max-queued-requests`, which is for new requests: it would abort requests that return to the queue."""
         limit, self._scheduler.max_queued_requests = self._scheduler.max_queued_requests, None
         try:
             yield
@@ -144,9 +145,9 @@ class SglangEngine:
             self._scheduler.max_queued_requests = limit
 
     def _settle_while_paused(self) -> None:
-        """What a paused loop leaves undone, and a drain waits for. All ranks call it at the same point."""
+        """Do the work that a paused event loop skips and a drain waits for. All ranks call it at the same point."""
         scheduler = self._scheduler
-        if scheduler.enable_hierarchical_cache:  # copies to host memory have ended, and nobody has looked
+        if scheduler.enable_hierarchical_cache:  # copies to host memory may have ended unnoticed
             scheduler.tree_cache.check_hicache_events()
         if not scheduler.grammar_manager.grammar_queue:
             return
@@ -154,7 +155,7 @@ class SglangEngine:
             for request in scheduler.grammar_manager.get_ready_grammar_requests():
                 scheduler._add_request_to_queue(request)
         if any(drain.mode is PauseMode.ABORT for drain in self._drains):
-            self._abort_all()  # in SGLang such a request ends by a forward pass, once it is in the queue
+            self._abort_all()  # an abort reaches such a request only once it is in the queue
 
     def _abort_all(self) -> None:
         from sglang.srt.managers.io_struct import AbortReq
@@ -162,7 +163,7 @@ class SglangEngine:
         self._scheduler.abort_request(AbortReq(abort_all=True))
 
     def resume(self, *, lift_pause: bool) -> None:
-        # SGLang's own resume does not lift a pause made by pause_generation, so `lift_pause` changes nothing.
+        # SGLang's own resume does not lift a pause by pause_generation, so `lift_pause` has no effect.
         self._drains.clear()
         paused_here, self._paused_here = self._paused_here, False
         if paused_here and not self.paused_natively:
@@ -174,7 +175,7 @@ class SglangEngine:
         originals["continue_generation"](self._scheduler, ContinueGenerationReqInput())
 
     def continue_later(self) -> None:
-        """The pause is lifted while closed: generation continues when the engine opens."""
+        """Lift the pause of a closed engine: generation continues when the engine opens."""
         self._paused_here = self._paused_here or self._scheduler._engine_paused
 
     @property
@@ -184,10 +185,10 @@ class SglangEngine:
     def reset_caches(self) -> None:
         forget_embeddings()
         if self.kv_cache_sleeps:
-            return  # it was flushed when it went to sleep, and its memory is not there to be touched
-        # Emptying torch's cache takes longer than a weight update; a sleep does it itself, where it is worth it.
+            return  # the sleep has flushed it, and its memory is released
+        # Emptying torch's cache takes longer than a weight update. A sleep empties it where that frees enough.
         if not self._ranks.all(self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False))):
-            raise EngineFaultError("SGLang refused to flush its caches although no request runs")
+            raise EngineFaultError("SGLang refused to flush its caches although no request is running")
 
     def _is_idle(self, mode: PauseMode) -> bool:
         if mode is PauseMode.KEEP:
@@ -195,7 +196,7 @@ class SglangEngine:
         return bool(self._scheduler.is_fully_idle())
 
     def _without_queue(self, call: Callable[[], Any]) -> bool:
-        """Call as if nothing were queued: requests in the queue hold no memory once they are retracted."""
+        """Call with an empty queue: retracted requests hold no memory, but SGLang counts queued requests as busy."""
         if not self._paused_here:
             return bool(call())
         queue, self._scheduler.waiting_queue = self._scheduler.waiting_queue, []
@@ -205,7 +206,7 @@ class SglangEngine:
             self._scheduler.waiting_queue = queue
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
-        # SGLang's data-parallel attention holds on to this very set, so it is changed in place.
+        # SGLang's data-parallel attention keeps a reference to this set, so change it in place.
         offloaded = self._scheduler.weight_updater.offload_tags
         offloaded.clear()
         offloaded.update(asleep_tags)

@@ -1,7 +1,7 @@
-"""The request by which the tokenizer's process reaches the schedulers, and its reply.
+"""The request from the tokenizer's process to the schedulers, and its reply.
 
-Replies carry the request's `rid`: SGLang's own communicators match replies by their order, and one cancelled
-call shifts every later one.
+A reply carries the `rid` of its request. SGLang's own communicators match replies by their order instead, so a
+cancelled call gives every later call the wrong reply.
 """
 
 from __future__ import annotations

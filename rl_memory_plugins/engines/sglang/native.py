@@ -1,48 +1,41 @@
-"""SGLang's own control requests, as the schedulers get them: they lead to the state machine and never raise.
+"""The handlers of SGLang's own control requests. They call the state machine and never raise.
 
-An exception in a handler ends the server, and a handler that raises on one rank leaves the others in a barrier.
-So each answers with what SGLang's own type can say, after all ranks have agreed on it.
+An exception in a handler ends the server. A handler that raises on one rank leaves the other ranks in a barrier. So
+each handler answers by SGLang's own reply type, after all ranks have agreed on the answer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.engines.sglang.engine import forget_embeddings
-from rl_memory_plugins.engines.sglang.switch import STORED
+from rl_memory_plugins.engines.sglang.modes import STORED
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
-from rl_memory_plugins.memory.manager import MemoryManager
-from rl_memory_plugins.tags import Content, Tag
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_memory_plugins.weights.regions import Coverage
-    from rl_memory_plugins.weights.written import Written
+from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
-#: Handlers that write weights, and whether they end in a barrier of the tensor-parallel ranks.
+#: Handlers that write weights. The value tells whether the handler ends in a barrier of the tensor-parallel ranks.
 WRITES = {
     "update_weights_from_disk": False,
     "update_weights_from_distributed": False,
     "update_weights_from_tensor": True,
     "update_weights_from_ipc": True,
 }
-#: Handlers that touch weights without completing an update; since 0.5.21.
+#: Handlers that begin and end a session of updates. New in 0.5.21.
 SESSIONS = {"begin_weight_update": True, "end_weight_update": True}
 READS = ("check_weights", "get_weights_by_name")
-#: Called by name, and answered from what they raise. While the weights sleep, zeros would be saved.
+#: Handlers that SGLang calls by name; their exceptions become answers. While the weights sleep they would save zeros.
 SAVES = ("save_sharded_model", "save_remote_model")
 SENDS = "send_weights_to_remote_instance"
 ATTACHES = "attach_hicache_storage_wrapped"
@@ -75,87 +68,8 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{UPDATER}.resume_memory_occupation", _led_to("ResumeMemoryOccupationReqOutput", _wake_up))
 
 
-class NativeWrites:
-    """What SGLang's own updates write. They announce nothing, and loaders do not say what they took.
-
-    Such updates are complete once every byte of every parameter has been written since the weights became
-    stale; then the content is valid again, as after one of our own updates. Within a session, which SGLang has
-    since 0.5.21, it is `updating` from the begin, which may lay out weights anew, and in which bytes may come past
-    SGLang's handlers, to the end: what was valid is valid again then.
-
-    Args:
-        parameters: The parameters that a complete update must cover.
-    """
-
-    def __init__(self, manager: MemoryManager, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        self._manager = manager
-        self._parameters = parameters
-        self._written: Coverage | None = None  # since the weights became stale
-        self._now: Written | None = None  # by the update under way
-        self._epoch = manager.epoch
-        self._before: Content | None = None  # a session: what the weights were worth before it, or are by now
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Note what the body writes, for the `settle` that follows."""
-        from rl_memory_plugins.weights.written import Written, recording
-
-        self._manager.require_writable()
-        self._now = Written()
-        with recording(self._now):
-            yield
-
-    @property
-    def wrote(self) -> bool:
-        """Whether the body that was watched last wrote into a parameter."""
-        now = self._now
-        return now is not None and any(now.touched.fraction(tensor) > 0 for tensor in self._parameters().values())
-
-    def begin_session(self) -> None:
-        """A session has begun on all ranks."""
-        self._before = self._manager.content
-        self._manager.begin_writing()
-
-    def settle(self, *, success: bool, in_session: bool = False) -> None:
-        """The update that was watched is over on all ranks, and some rank wrote: if it failed, a mixture."""
-        now, self._now = self._now, None
-        if not success:
-            self.tear()
-            return
-        if in_session and self._before is None:  # of a draft model that shares a parameter, or after a failure
-            self.begin_session()
-        if self._written is None or self._epoch != self._manager.epoch:  # something else happened in between
-            self._written = None if now is None else now.anew
-        elif now is not None:
-            self._written.extend(now.anew)
-        written = self._written
-        complete = written is not None and all(written.fraction(tensor) == 1 for tensor in self._parameters().values())
-        self._manager.note_foreign_load(complete and not in_session)
-        self._epoch = self._manager.epoch
-        if complete:
-            self._written = None
-        if in_session and complete:
-            self._before = Content.VALID
-
-    def tear(self) -> None:
-        """What the weights hold is undefined."""
-        self._written = self._before = None
-        self._manager.tear()
-
-    def end_session(self) -> bool:
-        """The session ended well on all ranks. Tells whether that has changed what the weights are worth."""
-        before, self._before = self._before, None
-        if before is None or self._manager.content is not Content.UPDATING:
-            return False
-        if before is Content.VALID:
-            self._manager.note_foreign_load(True)
-        else:
-            self._manager.content = before
-        return True
-
-
 def _refusal(added: Any) -> RLMemoryError | None:
-    """Why SGLang's own calls that touch weights cannot run now."""
+    """Why SGLang's own calls that touch weights cannot run now; `None` if they can."""
     status = added.controller.status
     if status.busy:
         return StateConflictError(status.under_way, busy=status.busy)
@@ -180,7 +94,7 @@ def _added(updater: Any) -> Any:
 
 
 def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]) -> Any:
-    """Run a handler on all ranks and answer alike on all: its own answer, or the failing ranks' messages."""
+    """Run a handler on all ranks and give all of them one answer: SGLang's own, or the messages of the failed ranks."""
     try:
         output = call()
         mine = None if getattr(output, "success", True) else str(output.message)
@@ -188,7 +102,7 @@ def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]
         logger.exception("%s failed", name)
         output = None
         mine = f"{type(error).__name__}: {error}"
-        if ends_in_barrier:  # where the other ranks wait
+        if ends_in_barrier:  # the other ranks wait there
             added.ranks.barrier()
     failures = [
         f"rank {rank}: {message}" for rank, message in enumerate(added.ranks.gather(mine)) if message is not None
@@ -199,10 +113,10 @@ def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]
 
 
 def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
-    """A handler that touches weights: SGLang's own without the plugin, refused while the weights are not there.
+    """Wrap a handler that touches weights: refuse the request while the weights are asleep or the engine is busy.
 
     Args:
-        handle: Given what was added to the scheduler, SGLang's updater, its request and its own handler.
+        handle: Called with the scheduler's `SglangScheduler`, SGLang's updater, the request, and SGLang's own handler.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,7 +137,7 @@ def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any
 def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
     def update(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         asleep = added.controller.status.asleep_tags()
-        if getattr(recv_req, "recapture_cuda_graph", False) and asleep:  # the model runs, to be captured
+        if getattr(recv_req, "recapture_cuda_graph", False) and asleep:  # a capture runs the model
             return _output(name, success=False, message=f"{', '.join(asleep)} asleep: wake_up() before a recapture")
         if getattr(recv_req, "flush_cache", False):
             refusal = added.cannot_flush()
@@ -231,22 +145,22 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
                 return _output(name, success=False, message=refusal.message)
 
         def call() -> Any:
-            forget_embeddings()  # nothing is computed before the handler returns
-            with added.writes.watch():
+            forget_embeddings()  # SGLang computes nothing before the handler returns
+            with added.updates.record():
                 return original()
 
         with _implicit_session(updater, name, recv_req, added) as session:
             in_session = _session(updater) is not None
             output = session.refused or _agree(added, name, ends_in_barrier, call)
-            wrote = any(added.ranks.gather(added.writes.wrote))
+            wrote = any(added.ranks.gather(added.updates.wrote))
             if wrote:
-                added.writes.settle(success=output.success, in_session=in_session)
+                _settle(added, success=output.success, in_session=in_session)
         output = session.refused or output
         if wrote and in_session and output.success:
-            added.controller.refresh()  # what is paused in its middle is kept, as over the whole session
+            added.controller.refresh()  # not `note_foreign_changes`, which would abort requests that are paused
         if not wrote and output.success and getattr(recv_req, "selector", "all") != "draft":
-            # The models' loaders only log names that they do not know.
-            output = _output(name, success=False, message="no tensor has the name of a parameter: nothing changed")
+            # The models' loaders log unknown names and go on.
+            output = _output(name, success=False, message="no tensor has the name of a parameter: nothing was written")
         version = getattr(recv_req, "weight_version", None)
         added.controller.note_foreign_changes(version if output.success else None)
         return output
@@ -254,20 +168,34 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
     return _guarded(name, update)
 
 
+def _settle(added: Any, *, success: bool, in_session: bool) -> None:
+    """An update is over on all ranks, and some rank wrote."""
+    if not success:
+        added.updates.fail()
+        return
+    if in_session and not added.updates.is_open:  # the session of a draft model that shares a parameter
+        added.updates.begin()
+    added.updates.settle()
+
+
 def _session(updater: Any) -> Any:
-    """SGLang's session that is open; `None` also where SGLang has none."""
+    """SGLang's open session; `None` if none is open, or if this version has no sessions."""
     return getattr(updater, "_session", None)
 
 
 class _Session:
-    """`refused`: SGLang's answer, if an update's own session could not be opened or ended."""
+    """The session around one update.
+
+    Attributes:
+        refused: SGLang's answer, if the session could not begin or end.
+    """
 
     refused: Any = None
 
 
 @contextmanager
 def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Iterator[_Session]:
-    """Begin and end a session around an update that needs one and whose caller opens none, where asked for."""
+    """Put a session around an update whose caller opens none. The option `implicit_update_session` asks for it."""
     session = _Session()
     needed = name in ("update_weights_from_tensor", "update_weights_from_distributed")
     if not needed or not added.config.implicit_update_session or getattr(updater, "_session", ...) is not None:
@@ -286,29 +214,30 @@ def _implicit_session(updater: Any, name: str, recv_req: Any, added: Any) -> Ite
 
 
 def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
-    """Begin and end of a session: they process weights."""
+    """Wrap the begin and the end of a session. Both process weights."""
     ends = name == "end_weight_update"
 
     def session(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         def call() -> Any:
-            forget_embeddings()  # what no handler writes may be there by now: sent past SGLang, by RDMA
+            forget_embeddings()  # a trainer may have written weights by RDMA, past SGLang's handlers
             with added.worker.region():
                 return original()
 
         opened = _session(updater)
         output = _agree(added, name, ends_in_barrier, call)
-        if (opened is not None) is not ends:  # called out of turn: SGLang has refused, and touched nothing
+        if (opened is not None) is not ends:  # out of turn: SGLang has refused the call and touched nothing
             return output
         of_target = getattr(opened if ends else recv_req, "selector", "all") in ("all", "target")
         if not output.success:
-            updater._session = None  # on all ranks, also those where it went well: the next call asks for it first
+            updater._session = None  # on every rank, or else the ranks would disagree on the next call
             if of_target:
-                added.writes.tear()
+                added.updates.fail()
+                added.updates.break_off()
                 added.controller.note_foreign_changes()
         elif not ends and of_target:
-            added.writes.begin_session()
-            added.controller.refresh()  # and not more, as in the session
-        elif ends and added.writes.end_session():
+            added.updates.begin()
+            added.controller.refresh()  # not `note_foreign_changes`: see above
+        elif ends and added.updates.end():
             added.controller.note_foreign_changes()
         return output
 
@@ -321,7 +250,7 @@ def _reading(name: str) -> Callable[..., Any]:
             getattr(recv_req, "action", None) == "reset_tensors" and getattr(recv_req, "selector", "all") != "draft"
         )
         try:
-            if resets:  # SGLang's checker overwrites the weights: nothing is generated until they are sent again
+            if resets:  # SGLang's checker overwrites the weights: the engine stays closed until an update
                 added.worker.manager.tear()
             return original()
         except Exception as error:
@@ -359,7 +288,7 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What `--hicache-storage-backend` names at the start, by a call: refused as that is."""
+    """Refuse to attach a storage backend, as `--hicache-storage-backend` is refused at the start."""
 
     def attach(self: Any, recv_req: Any) -> Any:
         if getattr(self, "rl_memory", None) is None:
@@ -373,7 +302,7 @@ def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _obey(added: Any, command: AnyCommand) -> None:
-    """For callers that pass by the tokenizer's process: its error can only be logged."""
+    """Obey a command of a caller that bypasses the tokenizer's process. Its error can only be logged."""
 
     def log(done: Any) -> None:
         try:
@@ -385,7 +314,12 @@ def _obey(added: Any, command: AnyCommand) -> None:
 
 
 def _led_to(output: str, command: Callable[[Any, Any], AnyCommand]) -> Callable[..., Any]:
-    """SGLang's release or resume, led to the state machine; `command` makes ours of the updater and its request."""
+    """Redirect SGLang's release or resume to the state machine.
+
+    Args:
+        output: The name of SGLang's reply type.
+        command: Makes the command, from SGLang's updater and its request.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def handler(self: Any, recv_req: Any) -> Any:
@@ -414,5 +348,5 @@ def _wake_up(updater: Any, recv_req: Any) -> AnyCommand:
 
 
 def native_level(server_args: Any) -> int:
-    """SGLang's own release keeps the weights' content only where the server was told to back it up."""
+    """The level of SGLang's own release: it keeps the weights only with `--enable-weights-cpu-backup`."""
     return 1 if server_args.enable_weights_cpu_backup else 2

@@ -1,4 +1,4 @@
-"""A scheduler's side: its controller, the refusal of requests, and native calls led to both."""
+"""The hooks of a scheduler's process: its controller, the refusal of requests, and SGLang's own control requests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.engine import RankedGroup, SglangEngine, originals
-from rl_memory_plugins.engines.sglang.native import NativeWrites
-from rl_memory_plugins.engines.sglang.switch import config_of, refuse_modes
+from rl_memory_plugins.engines.sglang.modes import refuse_modes
+from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.weights.engine_updates import EngineUpdates
 
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 SGLANG_DEFAULT_VERSION = "default"
-IDLE_SECONDS = 0.001  # between two looks for requests while closed; an SGLang scheduler otherwise never rests
+IDLE_SECONDS = 0.001  # between two polls for requests while closed; SGLang's own loop spins
 
 
 def install(hooks: Hooks) -> None:
@@ -46,7 +47,7 @@ def install(hooks: Hooks) -> None:
 
 
 class SglangScheduler:
-    """What this package adds to one scheduler."""
+    """The controller, the worker and the refusals of one scheduler; `scheduler.rl_memory`."""
 
     def __init__(self, scheduler: Any, memory: Memory, config: RLMemoryConfig) -> None:
         from torch import distributed
@@ -58,7 +59,7 @@ class SglangScheduler:
         self.worker = SglangWorker(scheduler.tp_worker.model_runner.model, memory, config, rank)
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
-        self.writes = NativeWrites(self.worker.manager, self.worker.parameters)
+        self.updates = EngineUpdates(self.worker.manager, lambda: self.worker.parameters().values())
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
             atexit.register(board.close)
@@ -70,7 +71,7 @@ class SglangScheduler:
             self.controller.note_foreign_changes(named)
 
     def handle(self, request: Any) -> None:
-        """Obey a command; the reply is sent, by one rank for all, when the operation has ended."""
+        """Obey a command. Rank 0 sends the reply for all ranks when the operation has ended."""
         from rl_memory_plugins.engines.sglang.messages import RLMemoryReqOutput
 
         def send(done: Future[bytes]) -> None:
@@ -81,7 +82,7 @@ class SglangScheduler:
         self.controller.execute(request.payload).add_done_callback(send)
 
     def answer_health_checks(self, requests: list[Any]) -> list[Any]:
-        """While closed, health checks are answered without a forward pass; gives the other requests."""
+        """Answer health checks of a closed engine without a forward pass. Returns the other requests."""
         from sglang.srt.managers.io_struct import HealthCheckOutput
         from sglang.srt.managers.utils import is_health_check_generate_req
 
@@ -97,7 +98,7 @@ class SglangScheduler:
         return others
 
     def cannot_flush(self) -> RLMemoryError | None:
-        """Why SGLang would fail to flush its caches after an update, or `None` if it would not."""
+        """Why SGLang would fail to flush its caches after an update; `None` if it would succeed."""
         if self.engine.kv_cache_sleeps:
             return None
         is_idle = self._scheduler.is_fully_idle
@@ -106,7 +107,9 @@ class SglangScheduler:
             options["ignore_waiting"] = self._scheduler._engine_paused
         if self.ranks.all(bool(is_idle(**options))):
             return None
-        return StateConflictError("requests are running: finish, abort or retract them before the update")
+        return StateConflictError(
+            "requests are running: let them finish, abort them, or pause with mode='retract' before the update"
+        )
 
     def after_input(self) -> None:
         self.engine.poll()
@@ -114,12 +117,12 @@ class SglangScheduler:
             time.sleep(IDLE_SECONDS)
 
     def refuse(self, request: Any, refusal: RLMemoryError) -> None:
-        """Answer a request that arrived while closed."""
+        """Answer a request that arrived while the engine is closed."""
         from sglang.srt.managers.io_struct import AbortReq
 
         for item in getattr(getattr(request, "mm_inputs", None), "mm_items", None) or ():
             release = getattr(item, "release_transport_proxies", None)
-            if release is not None:  # the sender's memory, which it lends until each rank has given it back
+            if release is not None:  # the sender lends this memory until each rank has released it
                 release()
         reason = {
             "type": "abort",
@@ -133,18 +136,18 @@ class SglangScheduler:
 
 
 def of(scheduler: Any) -> SglangScheduler | None:
-    """What was added to a scheduler; `None` if it is not enabled."""
+    """The `SglangScheduler` of a scheduler; `None` if its engine is not enabled."""
     return getattr(scheduler, "rl_memory", None)
 
 
 def given_version(server_args: Any) -> str | None:
-    """The version of the weights that SGLang is started with, where its own option names one."""
+    """The weight version that SGLang's own option names at the start; `None` if it names none."""
     version: str = getattr(server_args, "weight_version", SGLANG_DEFAULT_VERSION)
     return None if version == SGLANG_DEFAULT_VERSION else version
 
 
 def engine_rank(scheduler: Any) -> int:
-    """The data-parallel rank of this scheduler's engine. With attention-DP all ranks are one engine."""
+    """The data-parallel rank of this scheduler's engine. With attention-DP all ranks form one engine, rank 0."""
     if has_attention_dp(scheduler.server_args):
         return 0
     parallel = getattr(scheduler, "ps", None)
@@ -156,10 +159,10 @@ def engine_rank(scheduler: Any) -> int:
 
 
 def has_attention_dp(server_args: Any) -> bool:
-    """Whether the data-parallel ranks share one tensor-parallel group, through which they get control requests.
+    """Whether the data-parallel ranks share one tensor-parallel group and receive control requests through it.
 
     Raises:
-        UnsupportedError: they share the group but get control requests each for itself.
+        UnsupportedError: they share the group, but each receives control requests by itself.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -168,7 +171,7 @@ def has_attention_dp(server_args: Any) -> bool:
     if local is None:
         local = getattr(server_args, "enable_dp_attention_local_control_broadcast", False)
     if local:
-        why = "its ranks get a request at different steps, so they cannot agree"
+        why = "its ranks receive a request at different steps, so they cannot agree on a transition"
         raise unsupported("local control broadcast of DP attention", why)
     enabled = getattr(parallel, "attn_dp_enabled", None)
     return bool(getattr(server_args, "enable_dp_attention", False) if enabled is None else enabled)
@@ -183,7 +186,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         if config is None:
             original(self, server_args, *args, **kwargs)
             return
-        refuse_modes(server_args)  # whoever started it may know nothing of the plugin
+        refuse_modes(server_args)  # a launcher without the plugin has not checked them
         memory = Memory(config, lambda: _device_and_rank(self), server_args)
         worker.prepare(memory)
         original(self, server_args, *args, **kwargs)
@@ -193,7 +196,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _device_and_rank(scheduler: Any) -> tuple[str, int]:
-    """The device of this process, and its number among all schedulers of the engine's data-parallel ranks."""
+    """The device of this process, and its number among the schedulers of all data-parallel engines."""
     from sglang.srt.runtime_context import get_parallel
 
     args = scheduler.server_args
@@ -235,7 +238,7 @@ def _process_input_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stay_awake_while_draining(original: Callable[..., None]) -> Callable[..., None]:
-    """With --sleep-on-idle SGLang naps for a second once nothing runs, which is what a drain waits to see."""
+    """Keep SGLang awake during a drain. With --sleep-on-idle it would sleep for a second before the drain could end."""
 
     def maybe_sleep_on_idle(self: Any) -> None:
         added = of(self)
@@ -246,7 +249,7 @@ def _stay_awake_while_draining(original: Callable[..., None]) -> Callable[..., N
 
 
 def _refuse_while_closed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The last gate: a request that was sent before the engine closed and arrives after."""
+    """Refuse requests that were sent before the engine closed and arrive after."""
 
     def handle(self: Any, recv_req: Any, **kwargs: Any) -> Any:
         added = of(self)
@@ -259,7 +262,7 @@ def _refuse_while_closed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flush_what_is_there(original: Callable[..., bool]) -> Callable[..., bool]:
-    """A KV cache was emptied when it went to sleep; some models' caches have state there that a flush sets to zero."""
+    """Skip a flush while the KV cache sleeps: it is empty, and some models' flush would write into released memory."""
 
     def flush_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
         added = of(self)
@@ -279,14 +282,14 @@ def _native_pause(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, recv_req)
         added.engine.paused_natively = True
         original(self, recv_req)
-        self.cur_batch_for_debug = None  # the watchdog would take a batch that is paused in place for a hang
+        self.cur_batch_for_debug = None  # SGLang's watchdog would take a batch paused in place for a hang
         return None
 
     return pause_generation
 
 
 def _native_continue(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lifts the pause; but a closed engine continues only when it opens."""
+    """Lift the pause. A closed engine continues when it opens."""
     originals["continue_generation"] = original
 
     def continue_generation(self: Any, recv_req: Any) -> Any:
@@ -302,7 +305,7 @@ def _native_continue(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _native_weight_version(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's own way to name the weights."""
+    """Follow SGLang's own call that names the weight version."""
 
     def handle_update_weight_version(self: Any, recv_req: Any) -> Any:
         output = original(self, recv_req)

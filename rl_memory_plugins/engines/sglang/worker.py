@@ -1,4 +1,4 @@
-"""A scheduler process's memory: SGLang's memory saver becomes our regions, and the rank's agent is made."""
+"""The memory of a scheduler's process: regions in place of SGLang's memory saver, and the agent of the rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
-from rl_memory_plugins.engines.sglang.switch import launching
+from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
@@ -25,10 +25,10 @@ from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 if TYPE_CHECKING:
     import torch
 
-#: SGLang's region names. Every other name is run-time state and stays resident.
+#: SGLang's names of regions. A region of any other name holds run-time state and stays resident.
 TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
 REGISTERED_GRAPHS = (
-    "custom all-reduce registers graph memory with other ranks;"
+    "custom all-reduce registers the memory of graphs with other ranks;"
     " start with --disable-custom-all-reduce, or with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"
 )
 
@@ -42,11 +42,11 @@ def install(hooks: Hooks) -> None:
 
 
 class Memory:
-    """This process's allocator. It is made at the first region, when the device is known.
+    """The allocator of this process, made at the first region, because the device is known only then.
 
     Args:
         config: The engine's options.
-        place: Tells torch's name of the device, and the process's number among all schedulers.
+        place: Gives torch's name of the device, and the number of this process among all schedulers.
         server_args: SGLang's own options.
     """
 
@@ -79,7 +79,7 @@ class Memory:
         return self.allocator.region(tag)
 
     def _capture_graphs_in_a_region(self) -> None:
-        """Have SGLang capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
+        """Have SGLang capture its graphs into a pausable pool, or say in `resident_graphs` why that is not safe."""
         self.resident_graphs = self._use_graph_pool() if self.allocator.name != "host" else ""
 
     @property
@@ -89,7 +89,7 @@ class Memory:
     def _use_graph_pool(self) -> str:
         pool_id = getattr(self.allocator, "pool_id", None)
         if pool_id is None:
-            return f"the {self.allocator.name} allocator has no graph pool"
+            return f"the {self.allocator.name} allocator has no pool for graphs"
         unregistered = self._server_args.disable_custom_all_reduce or os.environ.get(
             "SGLANG_MEMORY_SAVER_CUDA_GRAPH", ""
         ).lower() in ("1", "true")
@@ -98,13 +98,13 @@ class Memory:
         try:
             from sglang.srt.model_executor.runner_utils import pool
         except ImportError:
-            return "this SGLang has no pool that all its graphs share"
+            return "this version of SGLang has no pool that all its graphs share"
         pool.set_global_graph_memory_pool(pool_id(Tag.CUDA_GRAPH))
         return ""
 
 
 def prepare(memory: Memory) -> None:
-    """Say what the regions of this process are to use, before the engine makes any."""
+    """Set the memory of this process, before the engine makes a region."""
     global _memory
     _memory = memory
 
@@ -126,7 +126,7 @@ def _create(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _initialize_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang makes a model: what it does to its weights after loading is to be seen."""
+    """Watch the post-load steps of each model that SGLang makes."""
 
     def _initialize_model(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
@@ -138,11 +138,11 @@ def _initialize_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RegionAdapter:
-    """Takes the place of SGLang's `TorchMemorySaverAdapter`. `pause` and `resume` are the manager's affair.
+    """Replaces SGLang's `TorchMemorySaverAdapter`. The manager pauses and resumes its memory.
 
     Args:
         memory: None in a process that owns no device.
-        enabled: What SGLang asked for. Graph backends go by it, and some refuse to start when they find it on.
+        enabled: SGLang's own argument. Graph backends read it, and some refuse to start when it is true.
     """
 
     def __init__(self, memory: Memory | None, enabled: bool) -> None:
@@ -179,7 +179,7 @@ class RegionAdapter:
 
 
 def derived_weights_error(model: torch.nn.Module) -> str | None:
-    """SGLang's own words on why the model cannot be updated, which its updates begin with; since 0.5.17."""
+    """Why SGLang itself refuses to update the model, in its own words; `None` if it does not. New in 0.5.17."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     ask = getattr(weight_updater, "_unsupported_derived_weight_cache_error", None)
@@ -193,7 +193,7 @@ class SglangWorker:
     """One rank's manager, receiver and agent.
 
     Args:
-        model: The target model. Draft models' weights count as run-time state: they are always preserved.
+        model: The target model. The weights of a draft model count as run-time state: they are always preserved.
         rank: The rank within its engine.
     """
 
@@ -206,7 +206,7 @@ class SglangWorker:
             memory.arena,
             self._discardable,
             poison=config.poison,
-            zero_on_wake=(Tag.KV_CACHE,),  # the table of requests and the padding rows must read as zeros
+            zero_on_wake=(Tag.KV_CACHE,),  # SGLang expects zeros in the table of requests and in the padding rows
             eager_backup=config.eager_backup,
             notes=memory.notes,
         )
@@ -225,31 +225,36 @@ class SglangWorker:
         receiver.warm_up()
 
     def region(self) -> AbstractContextManager[None]:
-        """For code that makes weights anew."""
+        """The region for code that makes new weights."""
         return self._allocator.region(Tag.WEIGHTS)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._model.named_parameters())
 
     def _refuse_transformed(self) -> None:
-        """SGLang's restore before loading covers few methods and may move what CUDA graphs have captured.
+        """Refuse models whose weights SGLang has transformed after loading.
+
+        SGLang can restore them before a load for few quantisation methods only, and may move memory that CUDA graphs
+        have captured.
 
         Raises:
-            UnsupportedError: SGLang has transformed weights after loading them, or may have, or keeps what it has
-                derived from them where no update reaches.
+            UnsupportedError: SGLang has transformed weights, or may have, or keeps tensors derived from weights where
+                no update reaches them.
         """
         derived = derived_weights_error(self._model)
         if derived is not None:
             raise UnsupportedError(derived)
         watch = post_load.of(self._model)
         if watch is None:
-            raise UnsupportedError("what this load format does to weights after loading is not known")
+            raise UnsupportedError(
+                "this load format hides from the plugin whether SGLang transforms weights after loading them"
+            )
         layers = watch.transformed()
         if layers:
             name, method = next(iter(layers.items()))
             raise UnsupportedError(
                 f"SGLang transforms the weights of {len(layers)} layers after loading, such as {name} by {method}, "
-                "and cannot do that again in place: start it without this quantisation, or reload from disk",
+                "and cannot transform new weights in place: start SGLang without this quantisation",
                 layers=dict(list(layers.items())[:20]),
             )
 
@@ -259,7 +264,7 @@ class SglangWorker:
         )
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
-        if tag is Tag.KV_CACHE:  # SGLang itself keeps nothing of this region
+        if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release
             return self._allocator.blocks(tag)
         storages = (tensor.untyped_storage() for tensor in self._model.parameters())
         return [Block(storage.data_ptr(), storage.nbytes()) for storage in storages]

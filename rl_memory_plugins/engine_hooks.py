@@ -1,0 +1,37 @@
+"""The interface between the controller and the scheduler of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from rl_memory_plugins.tags import PauseMode
+
+
+class EngineHooks(Protocol):
+    """The controller's calls to an engine. An adapter implements them and decides no rule of the contract."""
+
+    def drain(self, mode: PauseMode) -> Future[None]:
+        """Stop scheduling, and treat running requests by `mode`. The future is done once no work touches the device.
+
+        Raises:
+            UnsupportedError: this engine cannot do this mode; nothing was changed.
+            StateConflictError: the engine cannot do this mode now; nothing was changed.
+        """
+
+    def resume(self, *, lift_pause: bool) -> None:
+        """Schedule again; kept requests go on. The controller calls it only while the admission rule holds.
+
+        Args:
+            lift_pause: Also lift a pause by the engine's own API, as the engine's own wake does.
+        """
+
+    def reset_caches(self) -> None:
+        """Drop everything that was computed from the old weights or that lies in the KV cache."""
+
+    def afterwards(self, act: Callable[[], None]) -> None:
+        """Call `act` after the engine has sent the current reply. `act` must not raise, and nobody waits for it."""
+
+    def show(self, asleep_tags: list[str], weight_version: str) -> None:
+        """Copy the state into the engine's own fields, which the engine's own code reads."""

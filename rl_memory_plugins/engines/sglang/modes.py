@@ -1,0 +1,63 @@
+"""Modes of SGLang in which the contract cannot be kept. They are refused at the start, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_memory_plugins.errors import unsupported
+
+RAY = ("Ray schedulers", "their actors load no plugins")
+STORED = "it stores keys and values of the current weights, and requests after an update would find them again"
+
+
+def refuse_servers(server_args: Any) -> None:
+    """Refuse servers that start their processes by themselves: no plugin reaches these processes.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    for option in ("encoder_only", "smg_grpc_mode", "grpc_mode"):
+        if getattr(server_args, option, False):
+            raise unsupported(f"--{option.replace('_', '-')}", "this server starts processes that no plugin reaches")
+
+
+def refuse_modes(server_args: Any) -> None:
+    """Refuse modes with processes that no plugin reaches, and modes in which a call cannot be made safe.
+
+    Raises:
+        UnsupportedError: names the mode and why.
+    """
+    from sglang.srt.environ import envs
+
+    refuse_servers(server_args)
+    if server_args.tokenizer_worker_num > 1:
+        raise unsupported("--tokenizer-worker-num > 1", "its workers load no plugins")
+    rust = getattr(envs, "SGLANG_RUST_SERVER", None)
+    if rust is not None and rust.get():
+        raise unsupported("SGLANG_RUST_SERVER", "it has no Python server to put the routes and the gate in")
+    if getattr(server_args, "use_ray", False):
+        raise unsupported(*RAY)
+    if getattr(server_args, "weight_cache_mode", "off") != "off":
+        raise unsupported("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
+    if server_args.pp_size > 1:
+        raise unsupported(
+            "--pp-size > 1",
+            "a pipeline stage handles a request before it forwards it, so the stages cannot agree on a transition",
+        )
+    if server_args.disaggregation_mode not in (None, "null"):
+        raise unsupported("--disaggregation-mode", "the other side reads the KV cache at any time")
+    if server_args.enable_eplb:
+        raise unsupported("--enable-eplb", "experts change places between updates, and the plugin does not follow them")
+    if server_args.elastic_ep_backend is not None:
+        raise unsupported("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
+    if getattr(server_args, "enable_pdmux", False):
+        raise unsupported("--enable-pdmux", "its event loop ignores a pause")
+    if server_args.hicache_storage_backend is not None:
+        raise unsupported("--hicache-storage-backend", STORED)
+    for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
+        if getattr(server_args, option, False):
+            raise unsupported(f"--{option.replace('_', '-')}", STORED)
+    if getattr(server_args, "radix_cache_backend", None) == "flexkv":
+        raise unsupported("--radix-cache-backend=flexkv", STORED)
+    if not server_args.enable_memory_saver and server_args.device != "cpu":
+        raise unsupported("enable_memory_saver=False", "SGLang sizes and registers memory by this argument; pass True")
