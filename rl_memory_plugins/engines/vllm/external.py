@@ -45,7 +45,7 @@ class ExternalRanks:
         self._rank = rank
         self._ranks = ranks
         self._calls = 0
-        self._join_timeout_s: float | None = None
+        self._failure: StateConflictError | None = None  # of the last call, to which not all ranks came
 
     def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
         try:
@@ -73,12 +73,12 @@ class ExternalRanks:
         asked = {key: value for key, value in arguments.items() if key not in ("endpoints", "token")}  # a rank's own
         self._store.set(self._key("join", self._rank), msgspec.json.encode((method, asked)))
         try:
-            self._wait("join", method, self._join_timeout_s or JOIN_TIMEOUT_S)
-        except StateConflictError:
+            self._wait("join", method, JOIN_TIMEOUT_S if self._failure is None else _AFTER_A_FAILURE_S)
+        except StateConflictError as error:
             self._store.delete_key(self._key("join", self._rank))
-            self._join_timeout_s = _AFTER_A_FAILURE_S
-            raise
-        self._join_timeout_s = None
+            self._failure = self._failure or error  # the first one says for which call the others are missing
+            raise self._failure from None
+        self._failure = None
         calls = {rank: self._store.get(self._key("join", rank)) for rank in self._ranks}
         self._forget_former_call()
         if len(set(calls.values())) > 1:
