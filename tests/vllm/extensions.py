@@ -84,3 +84,21 @@ class Transfer:
 
     def shutdown(self) -> None:
         pass
+
+
+class PastTheLoader(Transfer):
+    """A transfer engine that writes parameters in place, where no operator of torch is run: what was remembered."""
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        parameters = dict(self._worker.model_runner.model.named_parameters())
+        names = list(parameters)
+        for name in names[: len(names) // 2] if info.get("fail") else names:
+            parameters[name].detach().numpy()[...] = self._worker.remembered[name].numpy()
+        if info.get("fail"):
+            raise ConnectionError("the trainer is gone")
+
+    def finish_weight_update(self) -> None:
+        pass

@@ -15,7 +15,7 @@ from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
 from rl_memory_plugins.engines.vllm.switch import config_of
-from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession
+from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession, WatchedLoads, loads_of
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
@@ -23,7 +23,6 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.foreign import ForeignLoads
 from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class VllmWorker:
         self._config = config
         self._manager: MemoryManager | None = None
         self._agent: RankAgent | None = None
-        self._foreign_loads: ForeignLoads | None = None
+        self._watched_loads: WatchedLoads | None = None
         self._resident_graphs = ""
 
     def attach(self) -> None:
@@ -116,7 +115,7 @@ class VllmWorker:
         self._capture_graphs_in_a_region()
         with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
-        self._foreign_loads = ForeignLoads(self.manager, self.model, lambda: reload.restore_layers(self.model))
+        self._watched_loads = WatchedLoads(self.manager, self.model, lambda: reload.restore_layers(self.model))
 
     def _capture_graphs_in_a_region(self) -> None:
         """Have vLLM capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
@@ -182,9 +181,9 @@ class VllmWorker:
         return self._agent
 
     @property
-    def _loads(self) -> ForeignLoads:
-        assert self._foreign_loads is not None
-        return self._foreign_loads
+    def _loads(self) -> WatchedLoads:
+        assert self._watched_loads is not None
+        return self._watched_loads
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
@@ -257,8 +256,8 @@ def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]
     """The end of vLLM's own reload, which writes the layers that it was not given whole."""
 
     def finalize_layerwise_processing(model: Any, *args: Any, **kwargs: Any) -> None:
-        loads = getattr(getattr(model, "load_weights", None), "__self__", None)
-        if not isinstance(loads, ForeignLoads):
+        loads = loads_of(model)
+        if loads is None:
             return original(model, *args, **kwargs)
         torn = any(_is_torn(layer) for layer in model.modules())
         with loads.watch():
