@@ -197,6 +197,10 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         controller = _controller(self)
         if controller is not None:
             refuse_resume(controller.refusal())
+            # Data-parallel engines of experts resume in an all-reduce. Where nothing is paused, one of them may be in a
+            # step and never come to it.
+            if not self.is_scheduler_paused():
+                return None
         result = original(self)
         if controller is not None:
             _end_wave(self)
