@@ -28,6 +28,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
     "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload.layerwise:_place_kernel_tensors": ("layer", "info"),
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": ("self",),
+    "vllm.platforms.interface:Platform._global_graph_pool": (),
     "vllm.v1.worker.gpu_worker:Worker.start_weight_update": ("self",),
     "vllm.v1.worker.gpu_worker:Worker.update_weights": ("self", "update_info"),
     "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),

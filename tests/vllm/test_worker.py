@@ -39,3 +39,28 @@ class FirstRunner(SecondRunner):
 def test_a_wake_refreshes_pointers_and_loses_no_scales(runner: Any, tags: list[Tag], refreshed: int) -> None:
     VllmWorker(SimpleNamespace(model_runner=runner), RLMemoryConfig())._after_wake(tags)
     assert runner.refreshed == refreshed
+
+
+class Allocator:
+    name = "vmm"
+
+    def pool_id(self, tag: Tag) -> str:
+        return f"the pool of {tag.value}"
+
+
+def test_engines_that_come_later_capture_into_a_pool_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool for captures is the platform's, which all engines of a process share."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
+    captured: list[Any] = []
+    vllm_worker = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compile_or_warm_up_model=lambda: captured.append(current_platform._global_graph_pool),
+    )
+    worker = VllmWorker(vllm_worker, RLMemoryConfig())
+    worker._manager = SimpleNamespace(allocator=Allocator())  # type: ignore[assignment]
+    worker._capture_graphs_in_a_region()
+    vllm_worker.compile_or_warm_up_model()
+    assert captured == ["the pool of cuda_graph"]
+    assert current_platform._global_graph_pool is None

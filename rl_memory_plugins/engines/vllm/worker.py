@@ -42,7 +42,7 @@ def install(hooks: Hooks) -> None:
     for symbol in reload.SYMBOLS:
         hooks.require(symbol)
     hooks.wrap("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
-    for name in ("_maybe_get_memory_pool_context", *UPDATE_METHODS):
+    for name in ("_maybe_get_memory_pool_context", "compile_or_warm_up_model", *UPDATE_METHODS):
         hooks.require(f"vllm.v1.worker.gpu_worker:Worker.{name}")
     base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
     base.rl_memory_rank_call = _rank_call
@@ -126,12 +126,27 @@ class VllmWorker:
         elif parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce:
             reason = "custom all-reduce registers graph memory with other ranks; start with --disable-custom-all-reduce"
         else:
-            from vllm.platforms import current_platform
-
-            type(current_platform)._global_graph_pool = pool_id(Tag.CUDA_GRAPH)
+            self._lend_graph_pool(pool_id(Tag.CUDA_GRAPH))
             return
         self._resident_graphs = reason
         self.manager.notes.append(f"CUDA graphs stay resident: {reason}")
+
+    def _lend_graph_pool(self, pool: Any) -> None:
+        """Make `pool` that of all of vLLM's captures, until this worker has made its own. Engines that come later in
+        this process have nothing to do with it."""
+        from vllm.platforms import current_platform
+
+        platform: Any = type(current_platform)
+        former, platform._global_graph_pool = platform._global_graph_pool, pool
+        capture = self._worker.compile_or_warm_up_model
+
+        def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return capture(*args, **kwargs)
+            finally:
+                platform._global_graph_pool = former
+
+        self._worker.compile_or_warm_up_model = compile_or_warm_up_model
 
     @property
     def manager(self) -> MemoryManager:
