@@ -42,9 +42,25 @@ class TrainerExtension:
     def rank_of_worker(self) -> int:
         return self.rank
 
+    def sleep_by_myself(self, level: int) -> None:
+        """What ROLL's worker does."""
+        self.sleep(level)
+
     def connect(self) -> None:
         """vLLM's transfer engines need GPUs."""
         self.weight_transfer_engine = Transfer(self)
+
+    def connect_past_the_loader(self) -> None:
+        """As vLLM's `nccl_m2n`, which needs GPUs."""
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        self.vllm_config.weight_transfer_config = WeightTransferConfig(backend="nccl_m2n")
+        self.weight_transfer_engine = PastTheLoader(self)
+
+    def remember(self) -> None:
+        """Keep the weights as they are, for `PastTheLoader`."""
+        model = self.model_runner.model
+        self.remembered = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
     def _load(self, tensors: list[tuple[str, Any]]) -> int:
         self.model_runner.model.load_weights(iter(tensors))

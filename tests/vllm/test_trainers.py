@@ -239,6 +239,20 @@ def test_a_caller_that_knows_only_vllm_s_tags(llm: Child, first_tokens: list[int
     assert llm(stock_cycle, first_tokens) == first_tokens
 
 
+def sleep_of_the_worker(llm: Any, first: list[int]) -> None:
+    for _ in range(2):  # no reply stays in a queue
+        with pytest.raises(Exception, match=r"collective_rpc\('sleep'\)"):
+            llm.collective_rpc("sleep_by_myself", args=(1,))
+    assert llm.collective_rpc("rank_of_worker") == [0, 1]
+    assert not llm.is_sleeping()
+    assert generate(llm) == first
+
+
+def test_an_extension_that_calls_the_worker_s_own_sleep(llm: Child, first_tokens: list[int]) -> None:
+    """One rank's memory is no concern of that rank alone: the scheduler must have stopped first."""
+    llm(sleep_of_the_worker, first_tokens)
+
+
 # -- vLLM's own updates in several calls ------------------------------------------------------------------------
 
 

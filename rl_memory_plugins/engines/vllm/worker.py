@@ -65,18 +65,25 @@ def _rank_call(worker: Any, payload: bytes) -> bytes:
     return worker.rl_memory.agent.handle(payload)  # type: ignore[no-any-return]
 
 
+_guarded = False  # this worker's current call may raise: see `call_guarded`
+
+
 def call_guarded(worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Run a worker's method by its name, or a pickled function of the worker.
 
     Returns: whether it failed, and its result or what failed.
     """
-    try:
-        from vllm.v1.serial_utils import run_method
+    global _guarded
+    from vllm.v1.serial_utils import run_method
 
+    _guarded = True
+    try:
         return False, run_method(worker, method, args, kwargs)
     except Exception as error:
         logger.exception("%s failed on this rank", method if isinstance(method, str) else "a function")
         return True, str(error)
+    finally:
+        _guarded = False
 
 
 class VllmWorker:
@@ -257,12 +264,21 @@ class VllmWorker:
 
         return reset_weights
 
-    @staticmethod
-    def _refuse_native(name: str) -> Callable[..., None]:
+    def _refuse_native(self, name: str) -> Callable[..., None]:
+        """The worker's own method, which would know nothing of the other ranks and of the scheduler.
+
+        A worker extension calls it, or an RPC of the executor that goes around the engine core.
+        """
+
         def refuse(*args: Any, **kwargs: Any) -> None:
-            # Raising here would leave other ranks' replies unread in vLLM's queues (executor hazard), and
-            # acting would disagree with the engine core's controller, which all public calls go through.
-            logger.error("worker.%s is managed by rl_memory: call %s on the engine; nothing was done", name, name)
+            error = UnsupportedError(
+                f"worker.{name}() releases and takes back no memory with rl_memory: call {name}() of the engine, or "
+                f"collective_rpc({name!r})"
+            )
+            parallel = self._worker.parallel_config
+            if _guarded or parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher":
+                raise error
+            logger.error("%s", error)  # raised here, it would leave other ranks' replies in vLLM's queues
 
         return refuse
 
