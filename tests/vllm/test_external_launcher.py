@@ -84,8 +84,7 @@ def states(llm: Any) -> list[tuple[int, list[str]]]:
     """Of each rank its number and the tags that are not resident."""
     (engine,) = llm.memory_status()
     return [
-        (rank.rank, sorted(name for name, tag in rank.tags.items() if tag.state != "resident"))
-        for rank in engine.ranks
+        (rank.rank, sorted(name for name, tag in rank.tags.items() if tag.state != "resident")) for rank in engine.ranks
     ]
 
 

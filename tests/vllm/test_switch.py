@@ -10,7 +10,7 @@ import pytest
 
 from integration.models import SHAPES, write_model
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.vllm import switch
+from rl_memory_plugins.engines.vllm import options, switch
 from rl_memory_plugins.errors import UnsupportedError
 
 
@@ -29,8 +29,8 @@ from rl_memory_plugins.errors import UnsupportedError
     ],
 )
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, variable: str, additional: Any, asked_for: Any) -> None:
-    monkeypatch.setenv(switch.FLAG_VARIABLE, variable)
-    assert switch._requested(types.SimpleNamespace(additional_config=additional)) == asked_for
+    monkeypatch.setenv(options.FLAG_VARIABLE, variable)
+    assert options.requested(types.SimpleNamespace(additional_config=additional)) == asked_for
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_modes_that_break_a_promise_are_refused(
 ) -> None:
     from vllm import EngineArgs
 
-    monkeypatch.setattr(switch, "install", lambda: None)
+    monkeypatch.setattr(switch, "_install", lambda: None)
     if mode == "VLLM_USE_RUST_FRONTEND":
         monkeypatch.setenv(mode, "1")
     started = []
@@ -108,9 +108,9 @@ def test_experts_whose_engines_no_one_client_reaches_are_refused(
     from vllm import EngineArgs
 
     folder = write_model(tmp_path / "model", SHAPES["tiny-moe" if experts else "tiny"])
-    monkeypatch.setattr(switch, "install", lambda: None)
-    monkeypatch.setattr(switch, "_made_here", False)
-    for left in (switch.CHILD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):  # put back after the test
+    monkeypatch.setattr(switch, "_install", lambda: None)
+    monkeypatch.setattr(options, "_made_here", False)
+    for left in (options.CHILD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):  # put back after the test
         monkeypatch.setenv(left, "")
     for name, value in (variables or {}).items():
         monkeypatch.setenv(name, value)

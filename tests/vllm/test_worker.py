@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.worker import VllmWorker
 from rl_memory_plugins.tags import Tag
 
@@ -46,6 +47,25 @@ class Allocator:
 
     def pool_id(self, tag: Tag) -> str:
         return f"the pool of {tag.value}"
+
+
+@pytest.mark.parametrize(
+    ("allocator", "tensor_parallel_size", "disable_custom_all_reduce", "why"),
+    [
+        (Allocator(), 1, False, ""),
+        (Allocator(), 2, True, ""),
+        (Allocator(), 2, False, "--disable-custom-all-reduce"),
+        (SimpleNamespace(name="tms"), 1, False, "the tms allocator"),
+    ],
+)
+def test_graphs_that_stay_say_why(
+    allocator: Any, tensor_parallel_size: int, disable_custom_all_reduce: bool, why: str
+) -> None:
+    parallel = SimpleNamespace(
+        tensor_parallel_size=tensor_parallel_size, disable_custom_all_reduce=disable_custom_all_reduce
+    )
+    found = resident_graphs(allocator, parallel)
+    assert why in found and bool(why) == bool(found)
 
 
 def test_engines_that_come_later_capture_into_a_pool_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

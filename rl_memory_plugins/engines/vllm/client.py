@@ -19,7 +19,7 @@ from rl_memory_plugins.engines.vllm.core import (
     with_graphs,
     without_scheduling,
 )
-from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks

@@ -13,8 +13,9 @@ from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
 from rl_memory_plugins.engines.vllm import external
+from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle, worker_here
-from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus
@@ -67,12 +68,14 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             board = StatusBoard()
             atexit.register(board.close)
+            capabilities = capabilities_of(self)
             self.rl_memory = Controller(
                 _ranks(self),
-                VllmEngine(self),
+                VllmEngine(self, capabilities.modes),
                 board,
                 vllm_config.parallel_config.data_parallel_index,
                 update_timeout_s=config.update_timeout_s,
+                capabilities=capabilities,
             )
         return result
 

@@ -13,8 +13,9 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.engines.vllm import reload
+from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
-from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession, WatchedLoads, loads_of
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -125,18 +126,13 @@ class VllmWorker:
         self._watched_loads = WatchedLoads(self.manager, self.model, lambda: reload.restore_layers(self.model))
 
     def _capture_graphs_in_a_region(self) -> None:
-        """Have vLLM capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
-        pool_id = getattr(self.manager.allocator, "pool_id", None)
-        parallel = self._worker.parallel_config
-        if pool_id is None:
-            reason = f"the {self.manager.allocator.name} allocator has no graph pool"
-        elif parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce:
-            reason = "custom all-reduce registers graph memory with other ranks; start with --disable-custom-all-reduce"
+        """Have vLLM capture its graphs into our pool, where that is safe; else the rank says why not."""
+        allocator: Any = self.manager.allocator
+        self._resident_graphs = resident_graphs(allocator, self._worker.parallel_config)
+        if not self._resident_graphs:
+            self._lend_graph_pool(allocator.pool_id(Tag.CUDA_GRAPH))
         else:
-            self._lend_graph_pool(pool_id(Tag.CUDA_GRAPH))
-            return
-        self._resident_graphs = reason
-        self.manager.notes.append(f"CUDA graphs stay resident: {reason}")
+            self.manager.notes.append(f"CUDA graphs stay resident: {self._resident_graphs}")
 
     def _lend_graph_pool(self, pool: Any) -> None:
         """Make `pool` that of all of vLLM's captures, until this worker has made its own. Engines that come later in
