@@ -77,26 +77,33 @@ class TrainerExtension:
 class Transfer:
     """A transfer engine as vLLM's are for NCCL and CUDA IPC: its updates go through the layer-wise reload."""
 
+    supports_draft_weight_update = True
+
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self.reset_weight_update_target()
+
+    def set_weight_update_target(self, model: Any, config: Any) -> None:
+        self._target = model, config
+
+    def reset_weight_update_target(self) -> None:
+        self._target = self._worker.model_runner.model, self._worker.model_config
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self._worker.model_runner.model)
+        initialize_layerwise_reload(self._target[0])
 
     def update_weights(self, info: dict[str, Any]) -> None:
         if "fail" in info:
             raise ConnectionError("the trainer is gone")
-        self._worker.update_weights_ipc(**info)
+        tensors = list(self._worker._tensors(info["folder"], info["seed"]))
+        self._target[0].load_weights(iter(tensors[info["start"] : info["start"] + info["count"]]))
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self._worker.model_runner.model, self._worker.model_config)
-
-    def reset_weight_update_target(self) -> None:
-        pass
+        finalize_layerwise_reload(*self._target)
 
     def shutdown(self) -> None:
         pass

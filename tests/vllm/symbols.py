@@ -95,6 +95,7 @@ OPTIONAL = (
     "vllm.v1.engine.core:EngineCore.save_sharded_state",
     "vllm.v1.engine.core:EngineCore.set_weight_version",
     "vllm.v1.engine.core:EngineCoreProc.resume_scheduler",
+    "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update",
 )
 #: Text that must stand somewhere in a module: attributes that are set and not declared.
 TEXTS = {

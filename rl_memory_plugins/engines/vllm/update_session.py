@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 UPDATE_METHODS = ("start_weight_update", "update_weights", "finish_weight_update")
 
+DRAFT_METHOD = "start_draft_weight_update"
+
 #: vLLM's transfer backends that write through the model's `load_weights` alone, where the writes are recorded.
 RECORDED = ("nccl", "ipc", "sparse_nccl")
 
@@ -51,7 +53,10 @@ def loads_of(model: Any) -> WatchedLoads | None:
 
 
 class UpdateSession:
-    """Put in front of one worker's methods. Updates of a draft model are not looked at.
+    """Put in front of one worker's methods.
+
+    An update of a draft model closes the engine as well, for the draft's parameters are on the meta device. What the
+    weights are worth does not depend on it: a draft that is out of step costs acceptance, and no answer is wrong.
 
     Args:
         worker: vLLM's.
@@ -64,6 +69,8 @@ class UpdateSession:
         self._has_updated = False  # a call of the open update has succeeded
         for name, wrap in zip(UPDATE_METHODS, (self._start, self._update, self._finish), strict=True):
             setattr(worker, name, wrap(getattr(worker, name)))
+        if hasattr(worker, DRAFT_METHOD):  # not in every version
+            setattr(worker, DRAFT_METHOD, self._start(getattr(worker, DRAFT_METHOD)))
 
     def abandon(self) -> None:
         """Somebody else updates the weights: what is still open ends here."""
@@ -71,6 +78,10 @@ class UpdateSession:
             self._worker._weight_update_active = False
             self._worker.weight_transfer_engine.reset_weight_update_target()
         self._loads().break_off()
+
+    @property
+    def _is_of_draft(self) -> bool:
+        return bool(getattr(self._worker, "_weight_update_is_draft", False))
 
     @property
     def _backend(self) -> str:
@@ -96,7 +107,8 @@ class UpdateSession:
 
     def _update(self, original: Callable[..., None]) -> Callable[..., None]:
         def update_weights(*args: Any, **kwargs: Any) -> None:
-            if self._loads().is_open and self._worker._weight_update_active and self._backend not in RECORDED:
+            is_open = self._loads().is_open and self._worker._weight_update_active
+            if is_open and not self._is_of_draft and self._backend not in RECORDED:
                 self._loads().assume_written()
             try:
                 original(*args, **kwargs)
@@ -114,9 +126,11 @@ class UpdateSession:
                 original()
             except BaseException:
                 if self._loads().is_open:  # half of it is done, which another try would take for all
-                    self._loads().manager.tear()
+                    if not self._is_of_draft:
+                        self._loads().manager.tear()
                     self.abandon()
                 raise
-            self._loads().end(complete=self._has_updated and self._backend in WHOLE)
+            is_whole = self._has_updated and not self._is_of_draft and self._backend in WHOLE
+            self._loads().end(complete=is_whole)
 
         return finish_weight_update

@@ -123,7 +123,7 @@ class VllmWorker:
         self._capture_graphs_in_a_region()
         with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
-        self._watched_loads = WatchedLoads(self.manager, self.model, lambda: reload.restore_layers(self.model))
+        self._watched_loads = WatchedLoads(self.manager, self.model, self._restore_layers)
 
     def _capture_graphs_in_a_region(self) -> None:
         """Have vLLM capture its graphs into our pool, where that is safe; else the rank says why not."""
@@ -202,6 +202,12 @@ class VllmWorker:
     def _loads(self) -> WatchedLoads:
         assert self._watched_loads is not None
         return self._watched_loads
+
+    def _restore_layers(self) -> None:
+        draft = getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
+        for model in (self.model, draft):
+            if model is not None:
+                reload.restore_layers(model)
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
