@@ -83,9 +83,10 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ranks(core: Any) -> RankGroup:
-    if core.vllm_config.parallel_config.distributed_executor_backend != "external_launcher":
-        return VllmRanks(core.model_executor)
-    return external.ranks_of(core, worker_here(core).agent)
+    parallel = core.vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return external.ranks_of(core, worker_here(core).agent)
+    return VllmRanks(core.model_executor)
 
 
 def _controller(core: Any) -> Controller | None:
