@@ -7,7 +7,7 @@ from typing import Any
 import vllm
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.vllm.switch import CONFIG_KEY
+from rl_memory_plugins.engines.vllm.options import CONFIG_KEY
 
 __all__ = ["LLM", "AsyncEngineArgs", "EngineArgs"]
 

@@ -131,13 +131,21 @@ class EngineUpdates:
         self.manager.begin_writing()
         self._is_open, self._before, self._wrote = True, before, False
 
-    def end(self) -> bool:
-        """The update ended well on every rank. Returns whether that has changed what the weights are worth."""
+    def assume_written(self) -> None:
+        """A call of the open update writes where nothing can be recorded, for example by NCCL or in another thread."""
+        self._wrote = True
+
+    def end(self, *, complete: bool = False) -> bool:
+        """The update ended well on every rank. Returns whether that has changed what the weights are worth.
+
+        Args:
+            complete: It has written every parameter, also where nothing was recorded.
+        """
         was_open, self._is_open = self._is_open, False
         if not was_open or self.manager.content is not Content.UPDATING:  # torn or discarded meanwhile
             return False
         self._forget_outdated()
-        self._leave(Content.VALID if self._covers(self._written) else self._before)
+        self._leave(Content.VALID if complete or self._covers(self._written) else self._before)
         return True
 
     def break_off(self) -> None:

@@ -24,9 +24,12 @@ class Child:
     Args:
         make: Gives an `LLM` or an `AsyncLLM`; may be a coroutine function.
         environment: Variables that are set before anything is imported.
+        wait: For the engine; else call `wait_ready` before the first function.
     """
 
-    def __init__(self, make: Callable[..., Any], *arguments: Any, environment: dict[str, str]) -> None:
+    def __init__(
+        self, make: Callable[..., Any], *arguments: Any, environment: dict[str, str], wait: bool = True
+    ) -> None:
         context = mp.get_context("spawn")
         self._pipe, inside = context.Pipe()
         former = dict(os.environ)
@@ -38,6 +41,10 @@ class Child:
             os.environ.clear()
             os.environ.update(former)
         inside.close()
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
         try:
             self._receive(START_TIMEOUT_S)
         except BaseException:

@@ -42,9 +42,25 @@ class TrainerExtension:
     def rank_of_worker(self) -> int:
         return self.rank
 
+    def sleep_by_myself(self, level: int) -> None:
+        """What ROLL's worker does."""
+        self.sleep(level)
+
     def connect(self) -> None:
         """vLLM's transfer engines need GPUs."""
         self.weight_transfer_engine = Transfer(self)
+
+    def connect_past_the_loader(self) -> None:
+        """As vLLM's `nccl_m2n`, which needs GPUs."""
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        self.vllm_config.weight_transfer_config = WeightTransferConfig(backend="nccl_m2n")
+        self.weight_transfer_engine = PastTheLoader(self)
+
+    def remember(self) -> None:
+        """Keep the weights as they are, for `PastTheLoader`."""
+        model = self.model_runner.model
+        self.remembered = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
     def _load(self, tensors: list[tuple[str, Any]]) -> int:
         self.model_runner.model.load_weights(iter(tensors))
@@ -61,26 +77,51 @@ class TrainerExtension:
 class Transfer:
     """A transfer engine as vLLM's are for NCCL and CUDA IPC: its updates go through the layer-wise reload."""
 
+    supports_draft_weight_update = True
+
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self.reset_weight_update_target()
+
+    def set_weight_update_target(self, model: Any, config: Any) -> None:
+        self._target = model, config
+
+    def reset_weight_update_target(self) -> None:
+        self._target = self._worker.model_runner.model, self._worker.model_config
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self._worker.model_runner.model)
+        initialize_layerwise_reload(self._target[0])
 
     def update_weights(self, info: dict[str, Any]) -> None:
         if "fail" in info:
             raise ConnectionError("the trainer is gone")
-        self._worker.update_weights_ipc(**info)
+        tensors = list(self._worker._tensors(info["folder"], info["seed"]))
+        self._target[0].load_weights(iter(tensors[info["start"] : info["start"] + info["count"]]))
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self._worker.model_runner.model, self._worker.model_config)
-
-    def reset_weight_update_target(self) -> None:
-        pass
+        finalize_layerwise_reload(*self._target)
 
     def shutdown(self) -> None:
+        pass
+
+
+class PastTheLoader(Transfer):
+    """A transfer engine that writes parameters in place, where no operator of torch is run: what was remembered."""
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        parameters = dict(self._worker.model_runner.model.named_parameters())
+        names = list(parameters)
+        for name in names[: len(names) // 2] if info.get("fail") else names:
+            parameters[name].detach().numpy()[...] = self._worker.remembered[name].numpy()
+        if info.get("fail"):
+            raise ConnectionError("the trainer is gone")
+
+    def finish_weight_update(self) -> None:
         pass

@@ -30,7 +30,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         rl_memory_plugins.engines.vllm.register()
         imported = {name.partition(".")[0] for name in set(sys.modules) - before}
 
-        from rl_memory_plugins.engines.vllm.switch import hooks
+        from rl_memory_plugins.engines.vllm.hooks import hooks
         from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
         from vllm.plugins import load_general_plugins
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -114,7 +114,8 @@ def test_only_the_two_switches_are_in_vllm(found: dict[str, Any]) -> None:
     assert found["disabled"]["ours"] == SWITCHES
     assert found["disabled"]["hooks"] == SWITCHES
     assert found["disabled"]["variables"] == []
-    assert found["disabled"]["modules"] == ["rl_memory_plugins.engines.vllm.switch"]
+    light = ("hooks", "modes", "options", "switch")
+    assert found["disabled"]["modules"] == [f"rl_memory_plugins.engines.vllm.{name}" for name in light]
 
 
 def test_off_and_absent_are_alike(found: dict[str, Any]) -> None:

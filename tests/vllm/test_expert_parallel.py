@@ -160,6 +160,16 @@ def test_resuming_by_vllms_own_call_while_one_of_them_is_closed(experts: Experts
     assert sorted(experts.asleep()) == [False, True]
 
 
+def test_resuming_what_runs_does_nothing(experts: Experts) -> None:
+    """vLLM's own resume is an all-reduce, to which an engine that runs a request does not come."""
+    with experts.server.generating(PROMPT, LONG) as request, ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            responses = [pool.submit(experts.server.http.post, "/resume", timeout=30) for _ in range(2)]
+            assert [response.result().status_code for response in responses] == [200, 200]
+            assert len(experts.generate()) == TOKENS
+        experts.assert_answered(request, LONG, aborted=False)
+
+
 def test_a_wait_that_takes_too_long_gives_up_and_reopens(experts: Experts) -> None:
     with experts.server.generating(PROMPT, 5 * LONG) as request:
         with pytest.raises(DrainTimeoutError):

@@ -26,7 +26,7 @@ from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.push import push_weights
 from rl_memory_plugins.weights.sender import WeightSender
 from tests.vllm.child import Child
-from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment
+from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment, greedy
 
 NUMBERS = itertools.count()
 
@@ -321,6 +321,62 @@ def test_sleep_that_waits(llm: Child, request: pytest.FixtureRequest, first_toke
 def finish_all(llm: Any) -> None:
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+
+
+LONG_PROMPT = list(range(5, 165))  # more than a block of the KV cache
+
+
+def load_here(llm: Any, folder: Path, seed: int) -> None:
+    """What TRL's colocated trainer does: no call of the engine is made."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    worker.model_runner.get_model().load_weights(iter(new_model(folder, seed).state_dict().items()))
+
+
+def answer(llm: Any, prompt: list[int], tokens: int = 8) -> list[int]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return list(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def loads_without_a_call(llm: Any, folder: Path) -> None:
+    first, other = (greedy(new_model(folder, seed), LONG_PROMPT) for seed in (SEED, OTHER_SEED))
+    assert answer(llm, LONG_PROMPT) == first
+    load_here(llm, folder, OTHER_SEED)
+    assert answer(llm, LONG_PROMPT) == other  # nothing of the prefix cache
+    llm.sleep(2)
+    llm.wake_up()
+    load_here(llm, folder, SEED)
+    assert llm.memory_status()[0].content == "valid"
+    assert answer(llm, LONG_PROMPT) == first
+
+
+def test_a_load_that_no_call_announces(llm: Child, request: pytest.FixtureRequest, model_folder: Path) -> None:
+    if "in-process" in request.node.name:  # elsewhere the model is in another process
+        llm(loads_without_a_call, model_folder)
+
+
+def load_in_the_middle(llm: Any, folder: Path) -> None:
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    engine.add_request(f"running-{next(NUMBERS)}", {"prompt_token_ids": LONG_PROMPT}, params)
+    begun: list[int] = []
+    while len(begun) < 4:
+        begun = [token for output in engine.step() for token in output.outputs[0].token_ids] or begun
+    load_here(llm, folder, OTHER_SEED)
+    tokens = begun
+    while engine.has_unfinished_requests():
+        tokens = [token for output in engine.step() for token in output.outputs[0].token_ids] or tokens
+    assert tokens == begun + greedy(new_model(folder, OTHER_SEED), LONG_PROMPT + begun, 12 - len(begun))
+
+
+def test_a_load_beside_a_request(llm: Child, request: pytest.FixtureRequest, model_folder: Path) -> None:
+    """Its keys and values are computed again."""
+    if "in-process" in request.node.name:
+        llm(load_in_the_middle, model_folder)
+        llm(restore, model_folder)
 
 
 # -- AsyncLLM --------------------------------------------------------------------------------------------------

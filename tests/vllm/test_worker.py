@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.worker import VllmWorker
 from rl_memory_plugins.tags import Tag
 
@@ -39,3 +40,47 @@ class FirstRunner(SecondRunner):
 def test_a_wake_refreshes_pointers_and_loses_no_scales(runner: Any, tags: list[Tag], refreshed: int) -> None:
     VllmWorker(SimpleNamespace(model_runner=runner), RLMemoryConfig())._after_wake(tags)
     assert runner.refreshed == refreshed
+
+
+class Allocator:
+    name = "vmm"
+
+    def pool_id(self, tag: Tag) -> str:
+        return f"the pool of {tag.value}"
+
+
+@pytest.mark.parametrize(
+    ("allocator", "tensor_parallel_size", "disable_custom_all_reduce", "why"),
+    [
+        (Allocator(), 1, False, ""),
+        (Allocator(), 2, True, ""),
+        (Allocator(), 2, False, "--disable-custom-all-reduce"),
+        (SimpleNamespace(name="tms"), 1, False, "the tms allocator"),
+    ],
+)
+def test_graphs_that_stay_say_why(
+    allocator: Any, tensor_parallel_size: int, disable_custom_all_reduce: bool, why: str
+) -> None:
+    parallel = SimpleNamespace(
+        tensor_parallel_size=tensor_parallel_size, disable_custom_all_reduce=disable_custom_all_reduce
+    )
+    found = resident_graphs(allocator, parallel)
+    assert why in found and bool(why) == bool(found)
+
+
+def test_engines_that_come_later_capture_into_a_pool_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool for captures is the platform's, which all engines of a process share."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
+    captured: list[Any] = []
+    vllm_worker = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compile_or_warm_up_model=lambda: captured.append(current_platform._global_graph_pool),
+    )
+    worker = VllmWorker(vllm_worker, RLMemoryConfig())
+    worker._manager = SimpleNamespace(allocator=Allocator())  # type: ignore[assignment]
+    worker._capture_graphs_in_a_region()
+    vllm_worker.compile_or_warm_up_model()
+    assert captured == ["the pool of cuda_graph"]
+    assert current_platform._global_graph_pool is None

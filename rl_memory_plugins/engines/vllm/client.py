@@ -12,8 +12,14 @@ from typing import Any
 from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.vllm.core import REFUSED, refuse_resume, with_graphs, without_scheduling
-from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.engines.vllm.core import (
+    REFUSED,
+    notice_loads,
+    refuse_resume,
+    with_graphs,
+    without_scheduling,
+)
+from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.face import Face
 from rl_memory_plugins.hooking import Hooks
@@ -44,6 +50,7 @@ def install(hooks: Hooks) -> None:
         for name, operation in NATIVE.items():
             hooks.wrap(f"{engine}.{name}", _led_to(make, operation))
     hooks.wrap(f"{SYNC}.add_request", _gated_add)
+    hooks.wrap(f"{SYNC}.step", _noticing_step)
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
     hooks.wrap(f"{ASYNC}.encode", _gated_stream)
     hooks.wrap(f"{ASYNC}.resume_generation", _native_resume)
@@ -94,14 +101,24 @@ class SyncFace(VllmFace):
         super().__init__(engine)
 
     def run(self, operation: Operation) -> Any:
+        self.notice_loads()
         return operations.run(operation, self._call)
 
+    def notice_loads(self) -> None:
+        """Look for weights that the caller has loaded without a call, where the engine core is in its process."""
+        if self._core_here is not None:
+            notice_loads(self._core_here)
+
+    @property
+    def _core_here(self) -> Any:
+        core = getattr(self._engine.engine_core, "engine_core", None)
+        return core if hasattr(core, "rl_memory_call") else None
+
     def _call(self, command: AnyCommand) -> list[Reply[Any]]:
-        client, payload = self._engine.engine_core, commands.encode_command(command)
-        core: Any = getattr(client, "engine_core", None)
-        if hasattr(core, "rl_memory_call"):  # in this process
-            return [decode_reply(core.rl_memory_call(payload))]
-        return [decode_reply(client.call_utility("rl_memory_call", payload))]
+        payload = commands.encode_command(command)
+        if self._core_here is not None:
+            return [decode_reply(self._core_here.rl_memory_call(payload))]
+        return [decode_reply(self._engine.engine_core.call_utility("rl_memory_call", payload))]
 
 
 class AsyncFace(VllmFace):
@@ -234,6 +251,18 @@ def _gated_add(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return add_request
+
+
+def _noticing_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A request that runs must not go on with keys and values of former weights."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        face = face_of(self, SyncFace)
+        if face is not None:
+            face.notice_loads()
+        return original(self, *args, **kwargs)
+
+    return step
 
 
 def _has_images(engine: Any) -> bool:

@@ -11,9 +11,11 @@ from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
-from rl_memory_plugins.coordination import raise_engine_failures
-from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle
-from rl_memory_plugins.engines.vllm.switch import config_of
+from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
+from rl_memory_plugins.engines.vllm import external
+from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
+from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle, worker_here
+from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus
@@ -66,16 +68,25 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             board = StatusBoard()
             atexit.register(board.close)
+            capabilities = capabilities_of(self)
             self.rl_memory = Controller(
-                VllmRanks(self.model_executor),
-                VllmEngine(self),
+                _ranks(self),
+                VllmEngine(self, capabilities.modes),
                 board,
                 vllm_config.parallel_config.data_parallel_index,
                 update_timeout_s=config.update_timeout_s,
+                capabilities=capabilities,
             )
         return result
 
     return _initialize_kv_caches
+
+
+def _ranks(core: Any) -> RankGroup:
+    parallel = core.vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return external.ranks_of(core, worker_here(core).agent)
+    return VllmRanks(core.model_executor)
 
 
 def _controller(core: Any) -> Controller | None:
@@ -89,6 +100,28 @@ def _call(self: Any, payload: bytes) -> Any:
         raise UnsupportedError("this engine was started without rl_memory")
     reply = controller.execute(payload)
     return reply.result() if reply.done() else reply
+
+
+def notice_loads(core: Any) -> None:
+    """Look for weights that somebody has loaded in the core's process without a call of the engine, for example by
+    `model.load_weights`. No cache of the former weights may serve the next request."""
+    controller = _controller(core)
+    if controller is None or controller.status.busy:  # an operation looks by itself, at its end
+        return
+    if worker_here(core) is not None and _was_changed(core, controller):
+        reset_caches(core)
+        controller.note_foreign_changes(paused=core.is_scheduler_paused())
+
+
+def _was_changed(core: Any, controller: Controller) -> bool:
+    """Whether somebody else may have written the weights since the controller looked. Workers in other processes would
+    have to be asked."""
+    worker = worker_here(core)
+    if worker is None:
+        return True
+    manager = worker.manager
+    known = [(rank.content_epoch, rank.content) for rank in controller.status.ranks if rank.rank == manager.rank]
+    return (manager.epoch, manager.content) not in known
 
 
 def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
@@ -168,6 +201,10 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         controller = _controller(self)
         if controller is not None:
             refuse_resume(controller.refusal())
+            # Data-parallel engines of experts resume in an all-reduce. Where nothing is paused, one of them may be in a
+            # step and never come to it.
+            if not self.is_scheduler_paused():
+                return None
         result = original(self)
         if controller is not None:
             _end_wave(self)
@@ -252,7 +289,8 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, method, timeout, args, kwargs)
             return _guarded_rpc(self, original, method, timeout, args, kwargs)
         finally:
-            controller.note_foreign_changes(paused=self.is_scheduler_paused())
+            if controller.status.busy or _was_changed(self, controller):
+                controller.note_foreign_changes(paused=self.is_scheduler_paused())
             if [rank.content_epoch for rank in controller.status.ranks] != epochs:
                 reset_caches(self)
 
@@ -304,6 +342,7 @@ def _refuse_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def _reject_add_in_shutdown(self: Any, request: Any) -> bool:
         if original(self, request):
             return True
+        notice_loads(self)
         controller = _controller(self)
         refusal = controller.refusal() if controller is not None else None
         if refusal is None:

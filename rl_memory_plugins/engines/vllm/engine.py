@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply
+from rl_memory_plugins.engines.vllm.capabilities import is_in_caller
 from rl_memory_plugins.errors import EngineFaultError, UnsupportedError
 from rl_memory_plugins.rank import encode_call
 from rl_memory_plugins.records import Reply
@@ -26,21 +27,28 @@ class VllmRanks:
 
 
 class VllmEngine:
-    """The scheduler of one engine core, for the controller."""
+    """The scheduler of one engine core, for the controller.
 
-    def __init__(self, core: Any) -> None:
+    Args:
+        core: vLLM's.
+        modes: The modes that it can do.
+    """
+
+    def __init__(self, core: Any, modes: Sequence[PauseMode] = tuple(PauseMode)) -> None:
         self._core = core
+        self._modes = modes
         self._paused_here = False
         self._paused_natively = False
         self._waits: list[Future[None]] = []
 
     def drain(self, mode: PauseMode) -> Future[None]:
-        if mode is PauseMode.WAIT and _is_in_caller(self._core):
+        if mode not in self._modes:
             if self._core.scheduler.has_unfinished_requests():
-                raise UnsupportedError("an in-process vLLM engine cannot wait for requests: use abort or keep")
-            mode = PauseMode.ABORT
-        if mode is PauseMode.WAIT and not hasattr(self._core, "_idle_state_callbacks"):
-            raise UnsupportedError("this version of vLLM cannot wait for requests: use abort or keep")
+                able = [one.value for one in self._modes]
+                raise UnsupportedError(
+                    f"this engine cannot {mode.value} for requests: use {' or '.join(able)}", modes=able
+                )
+            mode = PauseMode.ABORT  # there is none to be aborted
         if not self._paused_here:
             self._paused_natively = self._core.is_scheduler_paused()
         self._paused_here = True
@@ -48,7 +56,7 @@ class VllmEngine:
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         untold: list[Any] = []  # of what the pause aborts; an engine core in its own process tells its clients
-        if mode is PauseMode.ABORT and _is_in_caller(self._core):
+        if mode is PauseMode.ABORT and is_in_caller(self._core):
             untold = [request for request in self._core.scheduler.requests.values() if not request.is_finished()]
         with self._without_agreement():
             paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
@@ -114,7 +122,7 @@ class VllmEngine:
         reset_caches(self._core)
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        if _is_in_caller(self._core):
+        if is_in_caller(self._core):
             act()
         else:
             self._core._idle_state_callbacks.append(lambda core: act())
@@ -129,15 +137,16 @@ class VllmEngine:
             self._core._weight_version = weight_version
 
 
-def _is_in_caller(core: Any) -> bool:
-    """Whether the core runs in the caller's process: it has no loop and no queues then, and steps when it is told."""
-    return not hasattr(core, "input_queue")
+def worker_here(core: Any) -> Any:
+    """The `VllmWorker` of the worker that runs in the core's process; `None` where workers have processes."""
+    wrapper = getattr(core.model_executor, "driver_worker", None)
+    return getattr(getattr(wrapper, "worker", None), "rl_memory", None)
 
 
 def _wake_loop(core: Any) -> None:
     """Have an idle loop look for work again. What waits for the last step of a batch in flight (asynchronous
     scheduling) runs just before the loop blocks for the next message; requests kept until then would not go on."""
-    if not _is_in_caller(core):
+    if not is_in_caller(core):
         from vllm.v1.engine import EngineCoreRequestType
 
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
@@ -168,7 +177,7 @@ def _end_idle_sessions(core: Any) -> None:
     idle = [number for number, request in core.scheduler.requests.items() if request.status is waiting]
     if idle:
         ended = core.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
-        if _is_in_caller(core):
+        if is_in_caller(core):
             _hand_out_aborts(core, ended)
         else:
             core._send_abort_outputs(ended)

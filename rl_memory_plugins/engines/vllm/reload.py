@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.engines.post_load import PostLoad, tensors_of
+from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.plan import Loader
 
@@ -67,6 +68,12 @@ class LayerwiseReload:
         kept = post_load.kept_elsewhere()
         if kept:
             raise self._unsupported("their kernels keep packed copies in memory of their own", kept)
+        passed_over = self._passed_over(layers)
+        if passed_over:
+            raise self._unsupported(
+                "the model's load_weights copies into their parameters by itself, where vLLM's reload sees no weights",
+                passed_over,
+            )
         if graphs and self._device.type == "cpu":
             raise self._unsupported("compiled code on the CPU keeps what was packed: start with enforce_eager", layers)
         hidden = post_load.hidden()
@@ -75,6 +82,19 @@ class LayerwiseReload:
                 "they keep tensors that CUDA graphs use and that a reload would replace: start with enforce_eager",
                 hidden,
             )
+
+    def _passed_over(self, transformed: Mapping[str, str]) -> dict[str, str]:
+        """The layers with a parameter whose weights a reload would lose, see `FirstLoad`; empty if none is known."""
+        first_load = first_load_of(self._model)
+        if first_load is None or not first_load.is_known:
+            return {}
+        if first_load.passed_over is None:
+            layers = dict(self._model.named_modules())
+            with self.checkpoint_layout() as layout:
+                places = [name.rpartition(".") for name in layout]
+            names = [layer for layer, _, name in places if not first_load.has_given(layers[layer], name)]
+            first_load.passed_over = {name: transformed.get(name, type(layers[name]).__name__) for name in names}
+        return first_load.passed_over
 
     def _unsupported(self, why: str, layers: Mapping[str, str]) -> UnsupportedError:
         name, method = next(iter(layers.items()))

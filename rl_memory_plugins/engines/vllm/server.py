@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.engines.vllm.client import AsyncFace, face_of
-from rl_memory_plugins.engines.vllm.switch import may_serve
+from rl_memory_plugins.engines.vllm.options import may_serve
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus

@@ -13,8 +13,10 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.engines.vllm import reload
-from rl_memory_plugins.engines.vllm.switch import config_of
-from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession
+from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
+from rl_memory_plugins.engines.vllm.first_load import enabled_load
+from rl_memory_plugins.engines.vllm.options import config_of
+from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession, WatchedLoads, loads_of
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
@@ -22,7 +24,6 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.foreign import ForeignLoads
 from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 
 if TYPE_CHECKING:
@@ -36,15 +37,13 @@ TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
 
 def install(hooks: Hooks) -> None:
     hooks.wrap("vllm.v1.worker.worker_base:WorkerBase.__init__", _init)
-    hooks.wrap("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", _keep_weights_in_parameters)
     hooks.wrap(
         "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing", _finish_layerwise_load
     )
-    hooks.wrap("vllm.model_executor.model_loader.utils:record_metadata_for_reloading", _watch_post_load)
     for symbol in reload.SYMBOLS:
         hooks.require(symbol)
     hooks.wrap("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
-    for name in ("_maybe_get_memory_pool_context", *UPDATE_METHODS):
+    for name in ("_maybe_get_memory_pool_context", "compile_or_warm_up_model", *UPDATE_METHODS):
         hooks.require(f"vllm.v1.worker.gpu_worker:Worker.{name}")
     base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
     base.rl_memory_rank_call = _rank_call
@@ -67,18 +66,25 @@ def _rank_call(worker: Any, payload: bytes) -> bytes:
     return worker.rl_memory.agent.handle(payload)  # type: ignore[no-any-return]
 
 
+_guarded = False  # this worker's current call may raise: see `call_guarded`
+
+
 def call_guarded(worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Run a worker's method by its name, or a pickled function of the worker.
 
     Returns: whether it failed, and its result or what failed.
     """
-    try:
-        from vllm.v1.serial_utils import run_method
+    global _guarded
+    from vllm.v1.serial_utils import run_method
 
+    _guarded = True
+    try:
         return False, run_method(worker, method, args, kwargs)
     except Exception as error:
         logger.exception("%s failed on this rank", method if isinstance(method, str) else "a function")
         return True, str(error)
+    finally:
+        _guarded = False
 
 
 class VllmWorker:
@@ -89,7 +95,7 @@ class VllmWorker:
         self._config = config
         self._manager: MemoryManager | None = None
         self._agent: RankAgent | None = None
-        self._foreign_loads: ForeignLoads | None = None
+        self._watched_loads: WatchedLoads | None = None
         self._resident_graphs = ""
 
     def attach(self) -> None:
@@ -115,25 +121,35 @@ class VllmWorker:
     @contextlib.contextmanager
     def _load_weights_region(self) -> Iterator[None]:
         self._capture_graphs_in_a_region()
-        with self.manager.allocator.region(Tag.WEIGHTS), _enabled_load():
+        with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
-        self._foreign_loads = ForeignLoads(self.manager, self.model, lambda: reload.restore_layers(self.model))
+        self._watched_loads = WatchedLoads(self.manager, self.model, self._restore_layers)
 
     def _capture_graphs_in_a_region(self) -> None:
-        """Have vLLM capture its graphs into our pool, where that is safe; else `memory_status` says why not."""
-        pool_id = getattr(self.manager.allocator, "pool_id", None)
-        parallel = self._worker.parallel_config
-        if pool_id is None:
-            reason = f"the {self.manager.allocator.name} allocator has no graph pool"
-        elif parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce:
-            reason = "custom all-reduce registers graph memory with other ranks; start with --disable-custom-all-reduce"
+        """Have vLLM capture its graphs into our pool, where that is safe; else the rank says why not."""
+        allocator: Any = self.manager.allocator
+        self._resident_graphs = resident_graphs(allocator, self._worker.parallel_config)
+        if not self._resident_graphs:
+            self._lend_graph_pool(allocator.pool_id(Tag.CUDA_GRAPH))
         else:
-            from vllm.platforms import current_platform
+            self.manager.notes.append(f"CUDA graphs stay resident: {self._resident_graphs}")
 
-            type(current_platform)._global_graph_pool = pool_id(Tag.CUDA_GRAPH)
-            return
-        self._resident_graphs = reason
-        self.manager.notes.append(f"CUDA graphs stay resident: {reason}")
+    def _lend_graph_pool(self, pool: Any) -> None:
+        """Make `pool` that of all of vLLM's captures, until this worker has made its own. Engines that come later in
+        this process have nothing to do with it."""
+        from vllm.platforms import current_platform
+
+        platform: Any = type(current_platform)
+        former, platform._global_graph_pool = platform._global_graph_pool, pool
+        capture = self._worker.compile_or_warm_up_model
+
+        def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return capture(*args, **kwargs)
+            finally:
+                platform._global_graph_pool = former
+
+        self._worker.compile_or_warm_up_model = compile_or_warm_up_model
 
     @property
     def manager(self) -> MemoryManager:
@@ -183,9 +199,15 @@ class VllmWorker:
         return self._agent
 
     @property
-    def _loads(self) -> ForeignLoads:
-        assert self._foreign_loads is not None
-        return self._foreign_loads
+    def _loads(self) -> WatchedLoads:
+        assert self._watched_loads is not None
+        return self._watched_loads
+
+    def _restore_layers(self) -> None:
+        draft = getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
+        for model in (self.model, draft):
+            if model is not None:
+                reload.restore_layers(model)
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
@@ -244,12 +266,21 @@ class VllmWorker:
 
         return reset_weights
 
-    @staticmethod
-    def _refuse_native(name: str) -> Callable[..., None]:
+    def _refuse_native(self, name: str) -> Callable[..., None]:
+        """The worker's own method, which would know nothing of the other ranks and of the scheduler.
+
+        A worker extension calls it, or an RPC of the executor that goes around the engine core.
+        """
+
         def refuse(*args: Any, **kwargs: Any) -> None:
-            # Raising here would leave other ranks' replies unread in vLLM's queues (executor hazard), and
-            # acting would disagree with the engine core's controller, which all public calls go through.
-            logger.error("worker.%s is managed by rl_memory: call %s on the engine; nothing was done", name, name)
+            error = UnsupportedError(
+                f"worker.{name}() releases and takes back no memory with rl_memory: call {name}() of the engine, or "
+                f"collective_rpc({name!r})"
+            )
+            parallel = self._worker.parallel_config
+            if _guarded or parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher":
+                raise error
+            logger.error("%s", error)  # raised here, it would leave other ranks' replies in vLLM's queues
 
         return refuse
 
@@ -258,8 +289,8 @@ def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]
     """The end of vLLM's own reload, which writes the layers that it was not given whole."""
 
     def finalize_layerwise_processing(model: Any, *args: Any, **kwargs: Any) -> None:
-        loads = getattr(getattr(model, "load_weights", None), "__self__", None)
-        if not isinstance(loads, ForeignLoads):
+        loads = loads_of(model)
+        if loads is None:
             return original(model, *args, **kwargs)
         torn = any(_is_torn(layer) for layer in model.modules())
         with loads.watch():
@@ -296,43 +327,3 @@ def _flatten(caches: Any) -> Iterator[torch.Tensor]:
             yield cache
         else:
             yield from _flatten(cache)
-
-
-_loading = False
-
-
-@contextlib.contextmanager
-def _enabled_load() -> Iterator[None]:
-    """In this process an enabled engine makes its models now."""
-    global _loading
-    _loading = True
-    try:
-        yield
-    finally:
-        _loading = False
-
-
-def _watch_post_load(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM calls it for each model that it has just made."""
-
-    def record_metadata_for_reloading(model: Any) -> None:
-        original(model)
-        if _loading:
-            post_load.attach(model)
-
-    return record_metadata_for_reloading
-
-
-def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's CPU build packs linear weights into copies that closures hold and that nothing can release or
-    update. In an enabled engine a linear layer multiplies by its parameter, from its first load on."""
-
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        from torch.nn.functional import linear
-
-        if _loading or getattr(layer, "cpu_linear", None) is linear:
-            layer.cpu_linear = linear
-        else:
-            original(layer, remove_weight)
-
-    return dispatch_cpu_unquantized_gemm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -183,3 +185,81 @@ def test_a_load_that_raises_has_changed_nothing_or_failed_or_is_complete(
     assert rank.content is (after or before)
     assert rank.undone == 1
     assert rank.manager.epoch > epoch  # not every write is seen
+
+
+OLD = {
+    "scaled": lambda p, new: p.mul_(2),
+    "accumulated": lambda p, new: p.index_put_((torch.arange(8),), new, accumulate=True),
+    "put": lambda p, new: p.index_put_((torch.tensor([0, 3]),), new[:2]),
+    "copied by index": lambda p, new: p.index_copy_(0, torch.arange(7), new[:7]),
+    "filled by index": lambda p, new: p.index_fill_(0, torch.tensor([1]), 0.0),
+    "masked": lambda p, new: p.masked_fill_(new > 1, 0.0),
+    "put into columns": lambda p, new: p.view(2, 4).__setitem__((slice(None), torch.arange(3)), 1.0),
+    "scattered": lambda p, new: p.scatter_(0, torch.tensor([1]), new[:1]),
+    "selected": lambda p, new: torch.where(new > 1, new, p, out=p),
+    "added": lambda p, new: torch.add(p, new, out=p),
+}
+NEW = {
+    "copied": lambda p, new: p.copy_(new),
+    "filled": lambda p, new: p.fill_(1),
+    "put": lambda p, new: p.index_put_((torch.arange(8),), new),
+    "put into columns": lambda p, new: p.view(2, 4).__setitem__((slice(None), torch.arange(4)), 1.0),
+    "put into columns of a part": lambda p, new: [
+        p.view(2, 4)[row : row + 1].__setitem__((slice(None), torch.arange(4)), new[:4]) for row in (0, 1)
+    ],
+    "put by a mask": lambda p, new: p.index_put_((new > -1,), new),
+    "copied by index": lambda p, new: p.index_copy_(0, torch.arange(8), new),
+    "computed": lambda p, new: torch.add(new, new, out=p),
+    "all at once": lambda p, new: torch._foreach_copy_([p[:4], p[4:]], [new[:4], new[4:]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("write", "content"),
+    [
+        *(pytest.param(write, Content.STALE, id=f"{name}-stale") for name, write in OLD.items()),
+        *(pytest.param(write, Content.VALID, id=f"{name}-valid") for name, write in NEW.items()),
+    ],
+)
+def test_only_what_no_longer_depends_on_the_old_bytes_counts(rank: Rank, write: Any, content: Content) -> None:
+    rank.manager.content = Content.STALE
+    with rank.updates.watch():
+        for parameter in rank.parameters.values():
+            write(parameter, torch.ones(8))
+    assert rank.content is content
+
+
+def test_a_write_that_does_not_count_still_tears_what_breaks_off(rank: Rank) -> None:
+    with pytest.raises(ConnectionError), rank.updates.watch():
+        rank.parameters["a"].mul_(2)
+        raise ConnectionError("the trainer is gone")
+    assert rank.content is Content.FAILED
+
+
+def test_loads_of_one_tensor_again_and_again_are_not_kept(rank: Rank) -> None:
+    for _ in range(100):
+        with rank.updates.watch():
+            rank.write("a")
+    written = rank.updates._written
+    assert len(written._small) + sum(len(starts) for starts, _ in written._large) == 1
+
+
+# -- writes that nothing can record -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [Content.VALID, Content.STALE])
+def test_an_update_that_breaks_off_after_unrecorded_writes_has_failed(rank: Rank, before: Content) -> None:
+    rank.manager.content = before
+    rank.updates.begin()
+    rank.updates.assume_written()
+    rank.updates.break_off()
+    assert rank.content is Content.FAILED
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_unrecorded_writes_count_where_the_engine_says_that_they_are_all(rank: Rank, complete: bool) -> None:
+    rank.manager.content = Content.STALE
+    rank.updates.begin()
+    rank.updates.assume_written()
+    rank.updates.end(complete=complete)
+    assert rank.content is (Content.VALID if complete else Content.STALE)

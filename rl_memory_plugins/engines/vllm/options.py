@@ -1,0 +1,58 @@
+"""How the options travel: in `vllm_config.additional_config["rl_memory"]`, which vLLM carries to every process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rl_memory_plugins.config import RLMemoryConfig
+
+CONFIG_KEY = "rl_memory"
+FLAG_VARIABLE = "RL_MEMORY"
+CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # set by an enabled parent for its children
+
+_made_here = False  # an enabled engine's configuration, by this process
+
+
+def config_of(vllm_config: Any) -> RLMemoryConfig | None:
+    """The options of an engine, or `None` if it is not enabled."""
+    additional = getattr(vllm_config, "additional_config", None)
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return None
+    return RLMemoryConfig.from_dict(additional[CONFIG_KEY])
+
+
+def requested(engine_args: Any) -> Any:
+    """What the user asked for: in Python by `additional_config`, else by the flag or the environment; `None` if the
+    engine is not to be enabled."""
+    additional = getattr(engine_args, "additional_config", None)
+    if isinstance(additional, dict) and CONFIG_KEY in additional:
+        value = additional[CONFIG_KEY]
+        return None if value is False else {} if value is None else value
+    return RLMemoryConfig.from_environment()
+
+
+def enable(engine_args: Any, value: Any) -> None:
+    """Write the options where every process of the engine finds them, and tell children to put in the hooks."""
+    global _made_here
+    engine_args.additional_config = dict(engine_args.additional_config or {})
+    engine_args.additional_config[CONFIG_KEY] = RLMemoryConfig.parse(value).to_dict()
+    _made_here = True
+    os.environ[CHILD_VARIABLE] = "1"
+    _let_ray_copy(CHILD_VARIABLE)
+
+
+def may_serve(args: Any) -> bool:
+    """Whether a server that was given these arguments may have an enabled engine.
+
+    Variables that an enabled parent left for its children say nothing: a plain server may be one of them.
+    """
+    return _made_here or requested(args) is not None
+
+
+def _let_ray_copy(variable: str) -> None:
+    """Remote Ray workers see only variables that vLLM is told to copy."""
+    name = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+    copied = [entry for entry in os.environ.get(name, "").split(",") if entry]
+    if variable not in copied:
+        os.environ[name] = ",".join([*copied, variable])
