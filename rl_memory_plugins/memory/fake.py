@@ -120,13 +120,17 @@ class FakeDevice:
 
 
 class FakeAllocator:
-    """Pausable regions on a `FakeDevice`. Released memory reads as garbage."""
+    """Pausable regions on a `FakeDevice`. Released memory reads as garbage.
+
+    Args:
+        maps_zeroed: Newly mapped memory reads as zeros, and not as garbage.
+    """
 
     name = "fake"
-    maps_zeroed = False  # it hands out garbage
 
-    def __init__(self, device: FakeDevice | None = None) -> None:
+    def __init__(self, device: FakeDevice | None = None, *, maps_zeroed: bool = False) -> None:
         self.device = device or FakeDevice()
+        self.maps_zeroed = maps_zeroed
         self.unused_blocks: list[Block] = []
         self._local = threading.local()
 
@@ -224,6 +228,8 @@ class FakeReservation:
             for range_ in live:
                 device._enter("map")
                 range_.mapped = True
+                if self._allocator.maps_zeroed:
+                    ctypes.memset(range_.block.address, 0, range_.block.nbytes)
         except Exception:
             for range_ in live:
                 self._allocator._unmap(range_)
