@@ -36,6 +36,10 @@ _COMPRESSED = {
 }
 
 
+HOST_MARGIN_BYTES = 256 << 20
+"""Host memory that an offload leaves free: without any, the kernel ends a process, and often another one."""
+
+
 class Moved(NamedTuple):
     """One move. `seconds` is 0.0 where there was nothing to move."""
 
@@ -214,9 +218,9 @@ class Offloader:
         if self._host is None:
             if device.type == "cuda":
                 index = torch.cuda.current_device() if device.index is None else device.index
-                self._host = _HostMemory(PinnedArena(index))
+                self._host = _HostMemory(PinnedArena(index, margin_bytes=HOST_MARGIN_BYTES))
             else:
-                self._host = _HostMemory(PagedArena())
+                self._host = _HostMemory(PagedArena(margin_bytes=HOST_MARGIN_BYTES))
         return self._host
 
 
