@@ -38,6 +38,7 @@ class FakeDevice:
         self.name = name
         self.capacity = capacity
         self.used = 0
+        self.allocated = 0
         self.calls: dict[str, int] = defaultdict(int)
         """How often each operation ran: `synchronize`, `trim`, `begin_copy_to_host`, `end_copy_to_host` (where the
         bytes are moved, as late as can be), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve`,
@@ -60,6 +61,9 @@ class FakeDevice:
 
     def trim(self, worth: int = 0) -> None:
         self._enter("trim")
+
+    def allocations(self) -> int:
+        return self.allocated
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         self._enter("begin_copy_to_host")

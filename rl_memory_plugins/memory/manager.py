@@ -84,6 +84,7 @@ class MemoryManager:
         self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # what the latest release left for later is done
+        self._allocations = 0  # of this process on the device, as of the end of the latest transition
         self._left: dict[str, int] | None = None  # of the latest sleep, once it is accounted for
         self._seconds: dict[str, float] = {}
 
@@ -239,13 +240,17 @@ class MemoryManager:
             return
         if all(state is TagState.RESIDENT for state in self._states.values()):
             return
+        self._allocations = self.device.allocations()
         try:
             self._reclaim = Reclaim(self._reclaim_memory)
         except RuntimeError:  # no more threads
             logger.exception("what was released is not reclaimed early; a wake does it")
 
     def _reclaim_memory(self) -> None:
-        self.device.trim()
+        # Whoever has allocated since, in an engine that sleeps, is a trainer in this process: torch's cache is its own
+        # now, and emptying it would break off a graph that it captures.
+        if self.device.allocations() == self._allocations:
+            self.device.trim()
         self.allocator.reclaim()
         self._reclaimed = True
 
