@@ -49,7 +49,7 @@ def one_at_a_time(what: str, timeout_s: float) -> Iterator[None]:
     """Wait for other processes that do `what`, for as long as that; then go on all the same, with a warning."""
     path = private_directory() / f"{what}.lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "r+b") as file:
+    try:
         deadline = time.monotonic() + timeout_s
         while not try_lock(fd):
             if time.monotonic() > deadline:
@@ -59,7 +59,9 @@ def one_at_a_time(what: str, timeout_s: float) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have the file open too, so closing it here is not enough
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a fork may have the file open too, so closing it here is not enough
+    finally:
+        os.close(fd)
 
 
 def try_lock(fd: int) -> bool:

@@ -168,9 +168,7 @@ class CudaGpu:
     def bytes_from(self, address: int) -> int:
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         with self._current():
-            self._call(
-                "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
-            )
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
         return base.value + nbytes.value - address
 
     def close(self, address: int) -> None:

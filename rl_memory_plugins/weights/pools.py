@@ -21,8 +21,9 @@ class _Here(threading.local):
 _here = _Here()
 _lock = threading.Lock()
 _users = 0
+_original = ThreadPoolExecutor.submit
 _installed: Any = None
-"""What stands in `ThreadPoolExecutor.submit` for as long as anybody watches."""
+"""What stands in `ThreadPoolExecutor.submit`, in the place of `_original`, for as long as anybody watches."""
 
 
 @contextmanager
@@ -31,10 +32,11 @@ def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None
 
     Others may replace `ThreadPoolExecutor.submit` meanwhile, as instrumentation does: what they put there stays.
     """
-    global _users, _installed
+    global _users, _original, _installed
     with _lock:
         if _users == 0:
-            _installed = _wrapped(ThreadPoolExecutor.submit)
+            _original = ThreadPoolExecutor.submit
+            _installed = _wrapped(_original)
             ThreadPoolExecutor.submit = _installed  # type: ignore[method-assign]
         _users += 1
     before, _here.instead = _here.instead, instead
@@ -46,7 +48,7 @@ def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None
             _users -= 1
             if _users == 0:
                 if ThreadPoolExecutor.submit is _installed:
-                    ThreadPoolExecutor.submit = _installed.__wrapped__  # type: ignore[method-assign]
+                    ThreadPoolExecutor.submit = _original  # type: ignore[method-assign]
                 _installed = None
 
 
