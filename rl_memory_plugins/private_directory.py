@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -45,13 +45,17 @@ def private_directory() -> Path:
 
 
 @contextmanager
-def one_at_a_time(what: str, timeout_s: float) -> Iterator[None]:
-    """Wait for other processes that do `what`, for as long as that; then go on all the same, with a warning."""
+def one_at_a_time(what: str, timeout_s: float, go_on: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Wait for other processes that do `what`, for as long as that; then go on all the same, with a warning.
+
+    Args:
+        go_on: Asked while it waits; if it says no, the body runs at once.
+    """
     path = private_directory() / f"{what}.lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + timeout_s
-        while not try_lock(fd):
+        while not try_lock(fd) and go_on():
             if time.monotonic() > deadline:
                 logger.warning("another process holds the lock %s for more than %g s", path, timeout_s)
                 break

@@ -95,7 +95,7 @@ class MemoryManager:
         """
         with suppress(DeviceMemoryError):
             self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
-        tags = (Tag.CUDA_GRAPH,) if self._eager_backup else (Tag.WEIGHTS, Tag.CUDA_GRAPH)
+        tags = (Tag.WEIGHTS, Tag.CUDA_GRAPH)
         self.arena.prepare([sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in tags])
         self._start_eager_backup()
 
@@ -158,6 +158,9 @@ class MemoryManager:
         prepared = _PreparedSleep(level)
         try:
             if Tag.WEIGHTS in tags and level is not Level.PAUSE:
+                if self._states[Tag.WEIGHTS] is TagState.RESIDENT:
+                    # A copy that is made in advance is one, though this sleep may not want it.
+                    self.arena.note_sleep(preserves(level, Tag.WEIGHTS) or self._eager_backup)
                 with self._timed("backup"):
                     self._end_eager_backup(wanted=preserves(level, Tag.WEIGHTS))
             with self._timed("synchronize"):
@@ -252,6 +255,7 @@ class MemoryManager:
         if self.device.allocations() == self._allocations:
             self.device.trim()
         self.allocator.reclaim()
+        self.arena.settle()
         self._reclaimed = True
 
     def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:

@@ -380,6 +380,5 @@ def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     """Identifies the memory that a plan writes, of parameters and buffers; a plan is void once it changes."""
     with torch._C.DisableTorchFunctionSubclass():  # engines' parameters are subclasses: each look would run Python
         return tuple(
-            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            for name, tensor in tensors.items()
+            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
         )
