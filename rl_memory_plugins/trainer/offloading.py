@@ -331,7 +331,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class borrowed:
-    """Offloaded tensors on the device for a moment; what is written to them is lost."""
+    """Offloaded tensors on the device for a moment; what is written to them is lost, unless they are loaded meanwhile."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
@@ -349,7 +349,8 @@ class borrowed:
     def __exit__(self, *_: object) -> None:
         _synchronize(self._borrowed)
         for storage in self._borrowed:
-            storage.resize_(0)
+            if storage in _away:  # else it was loaded meanwhile, and what is here is all there is of it
+                storage.resize_(0)
 
 
 _offloaders: weakref.WeakKeyDictionary[Any, Offloader] = weakref.WeakKeyDictionary()

@@ -151,6 +151,20 @@ def test_an_offload_leaves_host_memory_free(monkeypatch):
     assert offloader.offload().bytes > 4096
 
 
+def test_what_is_loaded_while_it_is_borrowed_stays():
+    tensor = torch.arange(100.0)
+    offloader = Offloader([tensor], moves=everything)
+    offloader.offload()
+    with borrowed([tensor]):
+        offloader.load()
+        tensor[0] = -1
+    assert tensor.tolist() == [-1.0, *map(float, range(1, 100))]
+    offloader.offload()
+    with borrowed([tensor]):
+        assert tensor[0] == -1
+    assert tensor.untyped_storage().nbytes() == 0
+
+
 def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
     model = Tied()
     expected = whole(model)
