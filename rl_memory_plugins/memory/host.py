@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info
 from rl_memory_plugins.memory.fingerprint import fingerprint_of_ranges
+from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info
 from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.tags import Tag
 

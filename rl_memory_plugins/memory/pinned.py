@@ -9,7 +9,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -183,38 +183,39 @@ def touch(address: int, nbytes: int, threads: int) -> None:
 def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run the calls at once, each in a thread of its own, and return what they return.
 
-    Unlike an executor's these threads still start while Python ends. None outlives the call, whose caller may unmap
+    Unlike an executor's these threads still start while Python ends. No call outlives this one, whose caller may unmap
     what they write to.
     """
     futures: list[Future[Any]] = [Future() for _ in calls]
 
     def run(future: Future[Any], call: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
-    threads = [
-        threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True)
-        for future, call in zip(futures, calls, strict=True)
-    ]
     try:
-        for thread in threads:
-            thread.start()
+        for future, call in zip(futures, calls, strict=True):
+            threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True).start()
+    except BaseException:
+        for future in futures:  # a thread whose start was interrupted may begin yet: then it does nothing
+            future.cancel()
+        raise
     finally:
-        _join(threads)
+        _await(futures)
     return [future.result() for future in futures]
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    """Wait for those that were started, whatever a signal's handler raises meanwhile."""
+def _await(futures: Sequence[Future[Any]]) -> None:
+    """Wait for those that were not cancelled, whatever a signal's handler raises meanwhile."""
     interrupted: BaseException | None = None
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:
-                interrupted = error
+    while running := [future for future in futures if not future.done()]:
+        try:
+            wait(running)
+        except BaseException as error:
+            interrupted = error
     if interrupted is not None:
         raise interrupted
 

@@ -331,7 +331,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class borrowed:
-    """Offloaded tensors on the device for a moment; what is written to them is lost, unless they are loaded meanwhile."""
+    """Offloaded tensors on the device for a moment; what is written is lost, unless they are loaded meanwhile."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)

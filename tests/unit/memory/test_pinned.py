@@ -131,6 +131,23 @@ def test_no_thread_outlives_one_that_cannot_be_had(mapping, monkeypatch):
     assert all_ended()
 
 
+def test_a_thread_whose_start_was_interrupted_writes_nothing(mapping, monkeypatch):
+    """It may begin after the interruption, when the memory is gone."""
+    written, late = [], []
+
+    def interrupted(thread):
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "memset", lambda address, value, nbytes: written.append(address))
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pinned.touch(address_of(mapping), len(mapping), threads=4)
+        late[0].run()
+    assert len(late) == 1 and written == []
+
+
 def test_no_thread_outlives_an_interruption(mapping, monkeypatch):
     all_ended = slow_pages(monkeypatch)
     former = signal.signal(signal.SIGALRM, signal.default_int_handler)
