@@ -84,6 +84,7 @@ class MemoryManager:
         self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # what the latest release left for later is done
+        self._allocations = 0  # of this process on the device, as of the end of the latest transition
         self._left: dict[str, int] | None = None  # of the latest sleep, once it is accounted for
         self._seconds: dict[str, float] = {}
 
@@ -94,7 +95,7 @@ class MemoryManager:
         """
         with suppress(DeviceMemoryError):
             self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
-        tags = (Tag.CUDA_GRAPH,) if self._eager_backup else (Tag.WEIGHTS, Tag.CUDA_GRAPH)
+        tags = (Tag.WEIGHTS, Tag.CUDA_GRAPH)
         self.arena.prepare([sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in tags])
         self._start_eager_backup()
 
@@ -157,6 +158,9 @@ class MemoryManager:
         prepared = _PreparedSleep(level)
         try:
             if Tag.WEIGHTS in tags and level is not Level.PAUSE:
+                if self._states[Tag.WEIGHTS] is TagState.RESIDENT:
+                    # A copy that is made in advance is one, though this sleep may not want it.
+                    self.arena.note_sleep(preserves(level, Tag.WEIGHTS) or self._eager_backup)
                 with self._timed("backup"):
                     self._end_eager_backup(wanted=preserves(level, Tag.WEIGHTS))
             with self._timed("synchronize"):
@@ -239,14 +243,19 @@ class MemoryManager:
             return
         if all(state is TagState.RESIDENT for state in self._states.values()):
             return
+        self._allocations = self.device.allocations()
         try:
             self._reclaim = Reclaim(self._reclaim_memory)
         except RuntimeError:  # no more threads
             logger.exception("what was released is not reclaimed early; a wake does it")
 
     def _reclaim_memory(self) -> None:
-        self.device.trim()
+        # Whoever has allocated since, in an engine that sleeps, is a trainer in this process: torch's cache is its own
+        # now, and emptying it would break off a graph that it captures.
+        if self.device.allocations() == self._allocations:
+            self.device.trim()
         self.allocator.reclaim()
+        self.arena.settle()
         self._reclaimed = True
 
     def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:

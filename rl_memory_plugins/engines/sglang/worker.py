@@ -214,6 +214,7 @@ class SglangWorker:
             self.manager,
             load_weights=model.load_weights,
             parameters=self.parameters,
+            buffers=lambda: dict(model.named_buffers()),
             reload=self._refuse_transformed,
             transformed=lambda: post_load.transformed_in(model),
             ignorable=self._ignorable,

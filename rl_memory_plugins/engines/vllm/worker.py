@@ -181,6 +181,7 @@ class VllmWorker:
                 self.manager,
                 load_weights=self._load_weights,
                 parameters=lambda: dict(self.model.named_parameters()),
+                buffers=lambda: dict(self.model.named_buffers()),
                 reload=self._reload,
                 transformed=lambda: post_load.transformed_in(self.model),
                 ignorable=self._ignorable,
