@@ -12,13 +12,10 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_memory_plugins.errors import AuthenticationError, InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.weights import wire
-
-if TYPE_CHECKING:
-    from rl_memory_plugins.weights.lanes import Lane
 
 
 class ConnectedRank:
@@ -29,9 +26,8 @@ class ConnectedRank:
         self.rank = hello.rank
         self.device = hello.device
         self.unacknowledged: list[int] = []
-        self.ways: list[str] = []  # transports that may still serve it, the best first
+        self.candidate_transports: list[str] = []  # not refused yet, the best first
         self.refused: list[dict[str, str]] = []
-        self.lane: Lane | None = None
         connection.peer = f"rank {hello.rank} on {hello.device}"
         connection.details = {"rank": hello.rank, "device": hello.device}
 

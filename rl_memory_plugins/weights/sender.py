@@ -15,9 +15,9 @@ from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightU
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.buffers import TRANSPORTS
-from rl_memory_plugins.weights.lanes import Lane, Lanes, refuse
 from rl_memory_plugins.weights.listener import ConnectedRank, Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.routes import Route, Routes
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_source, name_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class WeightSender:
             RLMemoryError: whatever else a receiver reported.
         """
         seconds: dict[str, float] = {}
-        lanes: Lanes | None = None
+        routes: Routes | None = None
         given: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
             source = as_source(tensors)
@@ -143,36 +143,36 @@ class WeightSender:
             with timed(seconds, "connect"):
                 self._listener.connect()
             resident = source.resident() if isinstance(source, ResidentSource) else None
-            lanes = Lanes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
-            answers, buckets = self._offer(manifest, lanes, seconds)
+            routes = Routes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
+            answers, buckets = self._offer(manifest, routes, seconds)
             self._judge(answers)
             given = source.tensors()
-            self._stream(manifest, buckets, lanes.in_use(), given, seconds)
+            self._stream(manifest, buckets, routes.in_use(), given, seconds)
             with timed(seconds, "commit"):
                 self._listener.broadcast(wire.Commit())
                 done = self._listener.gather(self._listener.ranks, wire.Done)
-            self._hold_leases(lanes.in_use())
+            self._hold_leases(routes.in_use())
             report = {
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
-                "staging_bytes": sum(lane.buffer.nbytes for lane in lanes.in_use()),
-                "transport": max((lane.transport for lane in lanes.in_use()), key=TRANSPORTS.index),
+                "staging_bytes": sum(route.buffer.nbytes for route in routes.in_use()),
+                "transport": max((route.transport for route in routes.in_use()), key=TRANSPORTS.index),
                 "fallbacks": [refusal for rank, _ in done for refusal in rank.refused],
                 "seconds": seconds,
                 "receivers": [message.report for _, message in done],
             }
-            lanes.close()
+            routes.close()
             return report
         except BaseException as error:
             known = wire.as_update_error(error)
             for rank in self._listener.ranks:
                 rank.connection.fail(known)
-            if lanes is not None:
+            if routes is not None:
                 with contextlib.suppress(Exception):  # the first error is the cause
-                    lanes.close()
+                    routes.close()
             # Whoever keeps the error must not keep tensors through the frames of its traceback.
-            self._current = lanes = resident = None
+            self._current = routes = resident = None
             traceback.clear_frames(error.__traceback__)
             close_iterator(given)
             try:
@@ -187,23 +187,23 @@ class WeightSender:
     # -- the steps of a session -------------------------------------------------------------------------------
 
     def _offer(
-        self, manifest: Manifest, lanes: Lanes, seconds: dict[str, float]
+        self, manifest: Manifest, routes: Routes, seconds: dict[str, float]
     ) -> tuple[list[tuple[ConnectedRank, wire.Answer]], list[list[BucketEntry]]]:
-        """Find a lane for each rank, and have all check the manifest.
+        """Find a route for each rank, and have all check the manifest.
 
-        Returns: what each says of it, and the cut for the lanes that were found.
+        Returns: what each says of it, and the cut for the routes that were found.
         """
         for rank in self._listener.ranks:
-            rank.ways = lanes.ways(rank.device)
+            rank.candidate_transports = routes.candidate_transports(rank.device)
         answers: list[tuple[ConnectedRank, wire.Answer]] = []
         buckets: list[list[BucketEntry]] = []
         waiting = self._listener.ranks
         while waiting:
             for rank in waiting:
                 with timed(seconds, "open"):
-                    description, fds = lanes.assign(rank).buffer.export()
+                    description, fds = routes.assign(rank).buffer.export()
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
-            buckets = lanes.buckets()  # while they check
+            buckets = routes.buckets()  # while they check
             with timed(seconds, "validate"):
                 got = self._listener.gather(waiting, wire.Answer, wire.Unopened)
             waiting = []
@@ -211,7 +211,7 @@ class WeightSender:
                 if isinstance(answer, wire.Answer):
                     answers.append((rank, answer))
                 elif isinstance(answer, wire.Unopened):
-                    refuse(rank, answer.reason)
+                    routes.refuse(rank, answer.reason)
                     waiting.append(rank)
         return answers, buckets
 
@@ -243,7 +243,7 @@ class WeightSender:
         self,
         manifest: Manifest,
         buckets: list[list[BucketEntry]],
-        lanes: list[Lane],
+        routes: list[Route],
         tensors: Iterator[tuple[str, torch.Tensor]],
         seconds: dict[str, float],
     ) -> None:
@@ -253,9 +253,9 @@ class WeightSender:
             with timed(seconds, "wait"):
                 self._await_slot(slot)
             with timed(seconds, "pack"):
-                placed = self._pack(slot, entries, manifest, lanes, tensors)
-            for lane, places in placed.items():
-                for rank in lane.ranks:
+                placed = self._pack(slot, entries, manifest, routes, tensors)
+            for route, places in placed.items():
+                for rank in route.ranks:
                     rank.unacknowledged.append(slot)
                     rank.connection.send(wire.Bucket(slot, places), self._timeout_s)
         for extra, _ in tensors:
@@ -282,11 +282,11 @@ class WeightSender:
         slot: int,
         entries: Sequence[BucketEntry],
         manifest: Manifest,
-        lanes: list[Lane],
+        routes: list[Route],
         tensors: Iterator[tuple[str, torch.Tensor]],
-    ) -> dict[Lane, list[BucketEntry]]:
-        """Put the next tensors into all buffers; where each lane's receivers find them."""
-        placed: dict[Lane, list[BucketEntry]] = {lane: [] for lane in lanes}
+    ) -> dict[Route, list[BucketEntry]]:
+        """Put the next tensors into all buffers; where each route's receivers find them."""
+        placed: dict[Route, list[BucketEntry]] = {route: [] for route in routes}
         for entry in entries:
             spec = manifest.tensors[entry.index]
             if entry.start == 0:
@@ -294,21 +294,21 @@ class WeightSender:
             part, nbytes = self._current, spec.nbytes
             if entry.nbytes != nbytes:
                 part = part.narrow(0, entry.start // spec.row_nbytes, entry.nbytes // spec.row_nbytes)
-            for lane, places in placed.items():
-                places.append(lane.buffer.put(slot, entry, spec, part))
+            for route, places in placed.items():
+                places.append(route.buffer.put(slot, entry, spec, part))
             if entry.start + entry.nbytes == nbytes:
                 self._current = part = None
-        for lane in placed:
-            lane.buffer.publish()
+        for route in placed:
+            route.buffer.publish()
         return placed
 
-    def _hold_leases(self, lanes: list[Lane]) -> None:
+    def _hold_leases(self, routes: list[Route]) -> None:
         """Keep the connections by which receivers know that this process still has its memory."""
         if not self._keep_mapped:
             return
-        for lane in lanes:
-            if lane.transport == "cuda_direct":
-                for rank in lane.ranks:
+        for route in routes:
+            if route.transport == "cuda_direct":
+                for rank in route.ranks:
                     self._listener.ranks.remove(rank)
                     cuda_ipc.leases.hold(rank.connection.peer_process(), rank.connection)
 

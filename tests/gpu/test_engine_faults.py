@@ -249,14 +249,14 @@ TRAINER = """
     from pathlib import Path
     from integration.models import new_model
     from rl_memory_plugins.client import EngineClient
-    from rl_memory_plugins.weights import lanes
+    from rl_memory_plugins.weights import routes
     from tests.conformance.trainers import BUCKET_BYTES, BreakingSource
 
     class Resident(BreakingSource):
         def resident(self):
             return self._inner.resident()
 
-    lanes.DIRECT_BUCKET_BYTES = BUCKET_BYTES  # so that some are sent before the end
+    routes.DIRECT_BUCKET_BYTES = BUCKET_BYTES  # so that some are sent before the end
     model = new_model(Path({folder!r}), 2, {dtype!r}).to("cuda")
     source = Resident(model, after=30, release=threading.Event())
 

@@ -5,7 +5,7 @@ from fake_gpu import FakeGpu
 from toys import Receiving
 
 from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.weights import cuda_ipc, lanes
+from rl_memory_plugins.weights import cuda_ipc, routes
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "local_gpu", local_gpu)
     monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-0": 0, "GPU-1": 1})
     monkeypatch.setattr(cuda_ipc, "process_id", process_id)
-    monkeypatch.setattr(lanes, "MIN_MEAN_ALLOCATION", 0)
-    monkeypatch.setattr(lanes, "_home", lambda resident, local: "GPU-0" if resident else None)
+    monkeypatch.setattr(routes, "MIN_MEAN_ALLOCATION", 0)
+    monkeypatch.setattr(routes, "_home", lambda resident, local: "GPU-0" if resident else None)
     yield found
     cuda_ipc.release_mapped()

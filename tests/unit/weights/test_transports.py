@@ -21,13 +21,13 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, cuda_ipc, lanes, push, wire
+from rl_memory_plugins.weights import buffers, cuda_ipc, push, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _Bounce
 from rl_memory_plugins.weights.host_copy import HostCopier
-from rl_memory_plugins.weights.lanes import ways
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
+from rl_memory_plugins.weights.routes import candidate_transports
 from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import ModuleSource, spec_of
 
@@ -57,7 +57,7 @@ def send(ranks, source, **options):
     ],
 )
 def test_the_order_in_which_transports_are_tried(wanted, device, home, expected):
-    assert ways(wanted, device, {"GPU-a", "GPU-b"}, home) == expected
+    assert candidate_transports(wanted, device, {"GPU-a", "GPU-b"}, home) == expected
 
 
 def test_an_unknown_transport_is_refused_with_those_there_are():
@@ -131,7 +131,7 @@ def test_an_update_from_kept_memory_looks_at_no_tensor_again(gpus, monkeypatch):
     assert {key: value for key, value in sent[2].items() if key != "seconds"} == {
         key: value for key, value in sent[1].items() if key != "seconds"
     }
-    monkeypatch.setattr(lanes, "DIRECT_BUCKET_BYTES", 100)
+    monkeypatch.setattr(routes, "DIRECT_BUCKET_BYTES", 100)
     send_again(3)  # cut otherwise
     rank.model.qkv = torch.nn.Parameter(torch.zeros_like(rank.model.qkv), requires_grad=False)
     send_again(4)  # to other memory
@@ -178,7 +178,7 @@ def test_a_failed_update_closes_what_was_kept(gpus):
 
 def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):
     gpu, rank = gpus["GPU-0"], gpu_rank()
-    monkeypatch.setattr(lanes, "MIN_MEAN_ALLOCATION", 1 << 10)
+    monkeypatch.setattr(routes, "MIN_MEAN_ALLOCATION", 1 << 10)
     placed = gpu.place(checkpoint(1))
     report, _ = send([rank], placed)
     assert report["transport"] == "cuda_ipc"
@@ -246,7 +246,7 @@ def test_staging_takes_no_more_memory_than_the_tensors(gpus):
 
 
 def test_small_models_are_sent_in_several_buckets_too(gpus, monkeypatch):
-    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
     rank, tensors = gpu_rank(), checkpoint(5)
     report, _ = send([rank], OneByOne(tensors), bucket_bytes=1 << 30)
     assert report["buckets"] >= 4
@@ -255,7 +255,7 @@ def test_small_models_are_sent_in_several_buckets_too(gpus, monkeypatch):
 
 
 def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
-    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
     ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
     tensors = checkpoint(6)
     gpus["GPU-1"].capacity = 1024
@@ -267,7 +267,7 @@ def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
 
 
 def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypatch):
-    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
     tensors = checkpoint(6)
     largest = max(tensor.nbytes for tensor in tensors.values())
     gpu, left = gpus["GPU-0"], []
@@ -288,7 +288,7 @@ def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypat
 
 
 def test_a_gpu_that_is_full_leaves_the_others_their_buckets(gpus, monkeypatch):
-    monkeypatch.setattr(lanes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
     ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
     gpus["GPU-1"].capacity = 1
     report, threads = send(ranks, OneByOne(checkpoint(6)), bucket_bytes=1024)
@@ -328,7 +328,7 @@ def test_a_cpu_engine_gets_shared_memory_whatever_the_trainer_has(gpus):
 def test_a_handle_for_another_gpu_is_refused(gpus, monkeypatch):
     rank = gpu_rank()
     monkeypatch.setattr(
-        lanes, "CudaStaging", lambda device, *arguments, **options: buffers.CudaStaging("GPU-1", *arguments)
+        routes, "CudaStaging", lambda device, *arguments, **options: buffers.CudaStaging("GPU-1", *arguments)
     )
     before = rank.model.snapshot()
     error, (thread,) = send([rank], OneByOne(checkpoint(1)))

@@ -30,7 +30,7 @@ MIN_MEAN_ALLOCATION = 16 << 20
 """With fewer bytes to an allocation, staging takes less time than to open and close all of them for one update."""
 
 
-class Lane:
+class Route:
     """One buffer, and the ranks that it serves."""
 
     def __init__(self, transport: str, buffer: StagingBuffer) -> None:
@@ -39,8 +39,8 @@ class Lane:
         self.ranks: list[ConnectedRank] = []
 
 
-class Lanes:
-    """The lanes of one update.
+class Routes:
+    """The routes of one update.
 
     Args:
         transport: One of `buffers.TRANSPORTS`, or `auto`.
@@ -57,31 +57,31 @@ class Lanes:
         self._resident = resident
         self._gpus = cuda_ipc.local_gpus(initialise=transport == "cuda_ipc")
         self._home = _home(resident, self._gpus)  # the GPU on which all tensors lie
-        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._routes: dict[tuple[str, str], Route] = {}
 
-    def ways(self, device: str) -> list[str]:
-        return ways(self._transport, device, self._gpus, self._home)
+    def candidate_transports(self, device: str) -> list[str]:
+        return candidate_transports(self._transport, device, self._gpus, self._home)
 
-    def assign(self, rank: ConnectedRank) -> Lane:
-        """The best lane that may still serve the rank: one that is there, or a new one.
+    def assign(self, rank: ConnectedRank) -> Route:
+        """The best route that may still serve the rank: one that is there, or a new one.
 
         Raises:
             UnsupportedError: there is none.
             OutOfMemoryError: there is no memory for the last one.
         """
         error: RLMemoryError | None = None
-        while rank.ways:
-            way = rank.ways[0]
-            key = (way, rank.device if way.startswith("cuda") else "")
+        while rank.candidate_transports:
+            transport = rank.candidate_transports[0]
+            key = (transport, rank.device if transport.startswith("cuda") else "")
             try:
-                if key not in self._lanes:
-                    self._lanes[key] = Lane(way, self._buffer(way, rank.device))
-                lane = rank.lane = self._lanes[key]
-                lane.ranks.append(rank)
-                return lane
+                if key not in self._routes:
+                    self._routes[key] = Route(transport, self._buffer(transport, rank.device))
+                route = self._routes[key]
+                route.ranks.append(rank)
+                return route
             except (UnsupportedError, OutOfMemoryError) as failure:
                 error = failure
-                refuse(rank, str(failure))
+                self.refuse(rank, str(failure))
         if isinstance(error, OutOfMemoryError):
             raise error
         raise UnsupportedError(
@@ -91,19 +91,19 @@ class Lanes:
             tried=rank.refused,
         )
 
-    def _buffer(self, way: str, device: str) -> StagingBuffer:
+    def _buffer(self, transport: str, device: str) -> StagingBuffer:
         stable = self._resident is not None
-        if way == "cuda_direct":
+        if transport == "cuda_direct":
             if self._resident is None:
                 raise UnsupportedError("the source makes its tensors one by one")
             if self._home != device:
                 raise UnsupportedError(f"not all tensors lie on {device}")
-            mean = 0 if self._keep_mapped or self._transport == way else MIN_MEAN_ALLOCATION
+            mean = 0 if self._keep_mapped or self._transport == transport else MIN_MEAN_ALLOCATION
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
-        if way == "cuda_ipc":
+        if transport == "cuda_ipc":
             return self._staging(device, stable)
         smaller = _with_buckets(self._manifest, HOST_BUCKET_BYTES)
-        return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=way == "shm_pinned", stable=stable)
+        return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
         """Buckets as `_share` says; of half the size, and so on, where there is no room for them.
@@ -129,12 +129,20 @@ class Lanes:
                 staging.close()
             cut = smaller
 
-    def in_use(self) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if lane.ranks]
+    def refuse(self, rank: ConnectedRank, reason: str) -> None:
+        """Drop the best transport that is left for the rank, and the rank from its route."""
+        transport = rank.candidate_transports.pop(0)
+        for route in self._routes.values():
+            if rank in route.ranks:
+                route.ranks.remove(rank)
+        rank.refused.append({"device": rank.device, "transport": transport, "reason": reason})
+
+    def in_use(self) -> list[Route]:
+        return [route for route in self._routes.values() if route.ranks]
 
     def buckets(self) -> list[list[BucketEntry]]:
-        """The cut that the buffers of all lanes have room for."""
-        transports = {lane.transport for lane in self.in_use()}
+        """The cut that the buffers of all routes have room for."""
+        transports = {route.transport for route in self.in_use()}
         if transports == {"cuda_direct"}:
             nbytes = max(self._manifest.bucket_bytes, DIRECT_BUCKET_BYTES)
             return msgspec.structs.replace(self._manifest, bucket_bytes=nbytes).buckets(split=False)
@@ -143,20 +151,11 @@ class Lanes:
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, whatever another one raises
-            for lane in self._lanes.values():
-                closing.callback(lane.buffer.close)
+            for route in self._routes.values():
+                closing.callback(route.buffer.close)
 
 
-def refuse(rank: ConnectedRank, reason: str) -> None:
-    """Strike out the transport that the rank was to be served by."""
-    transport = rank.ways.pop(0)
-    if rank.lane is not None:
-        rank.lane.ranks.remove(rank)
-        rank.lane = None
-    rank.refused.append({"device": rank.device, "transport": transport, "reason": reason})
-
-
-def ways(wanted: str, device: str, local: Collection[str], home: str | None) -> list[str]:
+def candidate_transports(wanted: str, device: str, local: Collection[str], home: str | None) -> list[str]:
     """The transports to try for a rank, the best first.
 
     Args:
