@@ -51,7 +51,7 @@ class ExternalRanks:
         try:
             self._join(method, arguments)
         except Exception as error:
-            if method.startswith("abort_"):  # what this rank has prepared is undone whoever comes
+            if _undoes(method, arguments):  # whoever comes
                 self._agent.reply(encode_call(method, arguments))
             return [error_reply(self._rank, error)]
         try:
@@ -107,6 +107,11 @@ class ExternalRanks:
 
     def _key(self, phase: str, rank: int, call: int | None = None) -> str:
         return f"{self._calls if call is None else call}/{phase}/{rank}"
+
+
+def _undoes(method: str, arguments: dict[str, Any]) -> bool:
+    """Whether a call ends what a rank has begun, so that the rank must not wait for others with it."""
+    return method.startswith("abort_") or (method == "finish_update" and not arguments["complete"])
 
 
 def ranks_of(core: Any, agent: RankAgent) -> ExternalRanks:
