@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
@@ -24,7 +25,6 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 
 if TYPE_CHECKING:
     import torch
@@ -158,16 +158,8 @@ class VllmWorker:
             # Among the workers of all data-parallel engines, each of which counts its own from 0.
             own = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             number = parallel.data_parallel_index * own + self._worker.rank
-            allocator, arena = choose_allocator(self._config, self._worker.device, number)
-            self._manager = MemoryManager(
-                self._worker.rank,
-                allocator,
-                arena,
-                self._discardable,
-                poison=self._config.poison,
-                zero_on_wake=(Tag.KV_CACHE,),  # vLLM allocates it zeroed, and reads masked entries
-                eager_backup=self._config.eager_backup,
-            )
+            memory = choose_allocator(self._config, self._worker.device, number)
+            self._manager = build_manager(self._config, self._worker.rank, memory, self._discardable)
         return self._manager
 
     @property
@@ -177,26 +169,17 @@ class VllmWorker:
     @property
     def agent(self) -> RankAgent:
         if self._agent is None:
-            receiver = WeightReceiver(
+            self._agent = build_agent(
+                self._config,
                 self.manager,
+                lambda: self.model,
                 load_weights=self._load_weights,
-                parameters=lambda: dict(self.model.named_parameters()),
-                buffers=lambda: dict(self.model.named_buffers()),
                 reload=self._reload,
-                transformed=lambda: post_load.transformed_in(self.model),
-                ignorable=self._ignorable,
-                allow_cast=self._config.allow_cast,
-                check_finite=self._config.check_finite,
-            )
-            self._agent = RankAgent(
-                self.manager,
-                receiver,
+                model_config=lambda: self._worker.model_config.hf_config,
                 after_wake=self._after_wake,
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
             )
-            self.manager.warm_up()
-            receiver.warm_up()
         return self._agent
 
     @property
@@ -236,9 +219,6 @@ class VllmWorker:
             region=lambda: self.manager.allocator.region(Tag.WEIGHTS),
             graphs=not self._worker.model_config.enforce_eager,
         )
-
-    def _ignorable(self, name: str) -> bool:
-        return is_ignorable(name, tied=bool(getattr(self._worker.model_config.hf_config, "tie_word_embeddings", False)))
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.WEIGHTS:
