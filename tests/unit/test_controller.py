@@ -49,7 +49,7 @@ class Engine:
     def reset_caches(self) -> None:
         self.calls.append("reset_caches")
 
-    def afterwards(self, act: Any) -> None:
+    def call_after_reply(self, act: Any) -> None:
         self.later.append(act)
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
