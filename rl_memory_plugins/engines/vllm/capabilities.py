@@ -12,7 +12,13 @@ from rl_memory_plugins.tags import PauseMode
 
 
 def capabilities_of(core: Any) -> Capabilities:
-    return Capabilities(steps_with_peers=hasattr(core, "ignore_start_dp_wave"), modes=_modes(core))
+    """The abilities by the core's class: when its KV cache has been made, vLLM has not finished to make the core."""
+    # An engine can wait for requests where a loop steps meanwhile and says when nothing is left.
+    can_wait = hasattr(core, "_notify_idle_state_callbacks")
+    return Capabilities(
+        steps_with_peers=hasattr(core, "_has_global_unfinished_reqs"),
+        modes=tuple(mode for mode in PauseMode if mode is not PauseMode.WAIT or can_wait),
+    )
 
 
 def resident_graphs(allocator: Any, parallel: Any) -> str:
@@ -27,14 +33,3 @@ def resident_graphs(allocator: Any, parallel: Any) -> str:
     if parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce:
         return "custom all-reduce registers graph memory with other ranks; start with --disable-custom-all-reduce"
     return ""
-
-
-def is_in_caller(core: Any) -> bool:
-    """Whether the core runs in the caller's process: it has no loop and no queues then, and steps when it is told."""
-    return not hasattr(core, "input_queue")
-
-
-def _modes(core: Any) -> tuple[PauseMode, ...]:
-    """An engine can wait for requests where a loop steps while the call waits, and says when it is idle."""
-    can_wait = not is_in_caller(core) and hasattr(core, "_idle_state_callbacks")
-    return tuple(mode for mode in PauseMode if mode is not PauseMode.WAIT or can_wait)
