@@ -55,6 +55,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core:EngineCore.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
     "vllm.v1.engine.core:EngineCoreProc._reject_add_in_shutdown": ("self", "request"),
     "vllm.v1.engine.core:EngineCoreProc._send_abort_outputs": ("self", "aborted_reqs"),
+    "vllm.v1.engine.core:EngineCoreProc._notify_idle_state_callbacks": ("self",),
+    "vllm.v1.engine.core:DPEngineCoreProc._has_global_unfinished_reqs": ("self",),
     "vllm.v1.engine.core:DPEngineCoreProc.resume_scheduler": ("self",),
     "vllm.v1.engine:EngineCoreOutput.finish_reason": (),
     "vllm.v1.engine:EngineCoreOutput.stop_reason": (),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
+from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.core import _native_collective_rpc
 from rl_memory_plugins.engines.vllm.engine import VllmEngine
 from rl_memory_plugins.errors import StateConflictError
@@ -119,3 +120,13 @@ def test_a_pause_of_the_users_own_survives_until_a_wake() -> None:
         assert core.paused
     engine.resume(lift_pause=True)
     assert not core.paused
+
+
+@pytest.mark.parametrize(
+    ("core", "can_wait", "steps_with_peers"),
+    [(EngineCore, False, False), (EngineCoreProc, True, False), (DPEngineCoreProc, True, True)],
+)
+def test_what_a_core_can_do_is_known_before_it_is_whole(core: type, can_wait: bool, steps_with_peers: bool) -> None:
+    """The controller is made when the KV cache is: most attributes of the core are set after that."""
+    found = capabilities_of(object.__new__(core))
+    assert (PauseMode.WAIT in found.modes, found.steps_with_peers) == (can_wait, steps_with_peers)

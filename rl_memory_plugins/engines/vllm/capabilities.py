@@ -9,7 +9,13 @@ from rl_memory_plugins.tags import PauseMode
 
 
 def capabilities_of(core: Any) -> Capabilities:
-    return Capabilities(steps_with_peers=hasattr(core, "ignore_start_dp_wave"), modes=_modes(core))
+    """The abilities by the core's class: when its KV cache has been made, vLLM has not finished to make the core."""
+    # An engine can wait for requests where a loop steps meanwhile and says when nothing is left.
+    can_wait = hasattr(core, "_notify_idle_state_callbacks")
+    return Capabilities(
+        steps_with_peers=hasattr(core, "_has_global_unfinished_reqs"),
+        modes=tuple(mode for mode in PauseMode if mode is not PauseMode.WAIT or can_wait),
+    )
 
 
 def resident_graphs(allocator: Any, parallel: Any) -> str:
@@ -26,14 +32,3 @@ def resident_graphs(allocator: Any, parallel: Any) -> str:
             "custom all-reduce registers the memory of graphs with other ranks; start with --disable-custom-all-reduce"
         )
     return ""
-
-
-def is_in_caller(core: Any) -> bool:
-    """Whether the engine core runs in the caller's process, without a loop: it steps only when the caller calls it."""
-    return not hasattr(core, "input_queue")
-
-
-def _modes(core: Any) -> tuple[PauseMode, ...]:
-    """An engine can wait for requests only if a loop of its own steps meanwhile and reports that it is idle."""
-    can_wait = not is_in_caller(core) and hasattr(core, "_idle_state_callbacks")
-    return tuple(mode for mode in PauseMode if mode is not PauseMode.WAIT or can_wait)

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply
-from rl_memory_plugins.engines.vllm.capabilities import is_in_caller
 from rl_memory_plugins.errors import EngineFaultError, UnsupportedError
 from rl_memory_plugins.rank import encode_call
 from rl_memory_plugins.records import Reply
@@ -56,7 +55,7 @@ class VllmEngine:
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         untold: list[Any] = []  # of what the pause aborts; an engine core in its own process tells its clients
-        if mode is PauseMode.ABORT and is_in_caller(self._core):
+        if mode is PauseMode.ABORT and _is_in_caller(self._core):
             untold = [request for request in self._core.scheduler.requests.values() if not request.is_finished()]
         with self._without_agreement():
             paused = self._core.pause_scheduler(mode=mode.value, clear_cache=False)
@@ -125,7 +124,7 @@ class VllmEngine:
         reset_caches(self._core)
 
     def call_after_reply(self, act: Callable[[], None]) -> None:
-        if is_in_caller(self._core):
+        if _is_in_caller(self._core):
             act()
         else:
             self._core._idle_state_callbacks.append(lambda core: act())
@@ -146,13 +145,18 @@ def worker_here(core: Any) -> Any:
     return getattr(getattr(wrapper, "worker", None), "rl_memory", None)
 
 
+def _is_in_caller(core: Any) -> bool:
+    """Whether the core runs in the caller's process, without a loop: it steps only when the caller calls it."""
+    return not hasattr(core, "input_queue")
+
+
 def _wake_loop(core: Any) -> None:
     """Make an idle loop look for work again.
 
     A callback that waits for the last step of a batch in flight (asynchronous scheduling) runs just before the loop
     blocks for the next message. Requests that were kept until then would not go on.
     """
-    if not is_in_caller(core):
+    if not _is_in_caller(core):
         from vllm.v1.engine import EngineCoreRequestType
 
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
@@ -182,7 +186,7 @@ def _end_idle_sessions(core: Any) -> None:
     idle = [number for number, request in core.scheduler.requests.items() if request.status is waiting]
     if idle:
         ended = core.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
-        if is_in_caller(core):
+        if _is_in_caller(core):
             _hand_out_aborts(core, ended)
         else:
             core._send_abort_outputs(ended)
