@@ -1,8 +1,11 @@
 """Sleep, wake and in-place weight updates for vLLM and SGLang, for reinforcement learning on shared GPUs.
 
+Everything that users import stands in one of four places. The errors, the records, the options and the client of
+an engine's server are here, `rl_memory_plugins.trainer` has the trainer's side, and `rl_memory_plugins.vllm` and
+`rl_memory_plugins.sglang` have the two engines.
+
 Importing this package imports no engine, no torch, no FastAPI and no pydantic: names that need one are resolved
-when they are first used. `rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` hold what one engine has of
-its own.
+when they are first used.
 """
 
 from __future__ import annotations
@@ -29,17 +32,21 @@ from rl_memory_plugins.errors import (
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, TagState
 
 if TYPE_CHECKING:
+    from rl_memory_plugins.client import EngineClient
     from rl_memory_plugins.config import RLMemoryConfig
     from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
+    from rl_memory_plugins.weights.checksums import Checksums
 
     __version__: str
 
 __all__ = [
     "AuthenticationError",
+    "Checksums",
     "Content",
     "DeviceMemoryError",
     "DrainTimeoutError",
     "EngineAsleepError",
+    "EngineClient",
     "EngineFaultError",
     "EngineStatus",
     "HostMemoryError",
@@ -64,6 +71,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Checksums": "weights.checksums",
+    "EngineClient": "client",
     "EngineStatus": "records",
     "RLMemoryConfig": "config",
     "RankStatus": "records",
@@ -71,7 +80,7 @@ _LAZY = {
     "TagChange": "records",
     "TagStatus": "records",
 }
-_ENGINES = ("sglang", "vllm")
+_PACKAGES = ("sglang", "trainer", "vllm")
 
 
 def __getattr__(name: str) -> Any:
@@ -79,7 +88,7 @@ def __getattr__(name: str) -> Any:
         value: Any = _version()
     elif name in _LAZY:
         value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    elif name in _ENGINES:
+    elif name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -88,7 +97,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_ENGINES, "__version__"})
+    return sorted({*globals(), *_LAZY, *_PACKAGES, "__version__"})
 
 
 def _version() -> str:
