@@ -90,9 +90,8 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 COVERAGE_FLOOR := 85
 PYTHONS := 3.10 3.11 3.12 3.13
 # The unit tests that import no torch, for Pythons without a CPU build of it.
-WITHOUT_TORCH := $(addprefix tests/unit/,engines/test_vllm_client.py memory/test_faults.py memory/test_ranges.py server \
-	$(addprefix test_,$(addsuffix .py,admission board cli client config controller coordination docs errors face \
-	hooking import operations packaging private_directory tags)))
+WITHOUT_TORCH := $(addprefix tests/unit/,memory/test_faults.py memory/test_ranges.py server $(addprefix test_,$(addsuffix \
+	.py,admission board client config docs errors hooking import operations packaging private_directory tags)))
 
 .PHONY: lint types spelling lines hooks coverage test-python release
 
@@ -132,7 +131,7 @@ test-python:
 test-python-%: .venv-python-%/.ready
 	@if .venv-python-$*/bin/python -c "import torch" 2>/dev/null; then tests=tests/unit; else tests="$(WITHOUT_TORCH)"; \
 	echo "Python $*: there is no CPU build of torch for it here. Only the tests that need no torch run."; fi; \
-	set -x; .venv-python-$*/bin/python -m pytest $(PYTEST_FLAGS) $$tests
+	set -ex; .venv-python-$*/bin/python -m compileall -qf rl_memory_plugins; .venv-python-$*/bin/python -m pytest $(PYTEST_FLAGS) $$tests
 
 # The version of torch is that of a CPU build: pip takes no CUDA build, of several GB, in its place.
 .PRECIOUS: .venv-python-%/.ready

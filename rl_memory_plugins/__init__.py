@@ -1,8 +1,8 @@
 """Sleep, wake and in-place weight updates for vLLM and SGLang, for reinforcement learning on shared GPUs.
 
-Everything that users import stands in one of four places. The errors, the records, the options and the client of
-an engine's server are here, `rl_memory_plugins.trainer` has the trainer's side, and `rl_memory_plugins.vllm` and
-`rl_memory_plugins.sglang` have the two engines.
+Everything that users import stands in one of four places. The names that most programs need are here: the client of
+an engine's server, errors, records, options, and how weights are sent. `rl_memory_plugins.trainer` has the whole
+trainer's side. `rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` have the two engines.
 
 Importing this package imports no engine, no torch, no FastAPI and no pydantic: names that need one are resolved
 when they are first used.
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from rl_memory_plugins.client import EngineClient
     from rl_memory_plugins.config import RLMemoryConfig
     from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
-    from rl_memory_plugins.weights.checksums import Checksums
+    from rl_memory_plugins.trainer.push import push_weights
+    from rl_memory_plugins.trainer.sources.model import ModelSource
+    from rl_memory_plugins.weights.checksums import Checksums, tensor_checksum
+    from rl_memory_plugins.weights.cuda_ipc import release_mapped
 
     __version__: str
 
@@ -53,6 +56,7 @@ __all__ = [
     "InvalidRequestError",
     "Level",
     "ManifestError",
+    "ModelSource",
     "OutOfMemoryError",
     "PauseMode",
     "PermissionDeniedError",
@@ -68,17 +72,24 @@ __all__ = [
     "UnsupportedError",
     "WeightUpdateError",
     "__version__",
+    "push_weights",
+    "release_mapped",
+    "tensor_checksum",
 ]
 
 _LAZY = {
     "Checksums": "weights.checksums",
     "EngineClient": "client",
     "EngineStatus": "records",
+    "ModelSource": "trainer.sources.model",
     "RLMemoryConfig": "config",
     "RankStatus": "records",
     "Report": "records",
     "TagChange": "records",
     "TagStatus": "records",
+    "push_weights": "trainer.push",
+    "release_mapped": "weights.cuda_ipc",
+    "tensor_checksum": "weights.checksums",
 }
 _PACKAGES = ("sglang", "trainer", "vllm")
 

@@ -54,8 +54,8 @@ def test_each_extra_that_an_error_names_exists():
     assert not {(name, extra) for name, extra in named if extra not in EXTRAS}
 
 
-def test_the_version_stands_in_one_place_and_heads_the_changelog():
-    [latest, *_] = re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+def test_the_version_stands_in_one_place_and_is_the_last_of_the_changelog():
+    [latest, *_] = re.findall(r"^## (\d\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert latest == PROJECT["version"]
     assert not [path for path in PACKAGE.rglob("*.py") if f'"{PROJECT["version"]}"' in path.read_text()]
 
