@@ -107,9 +107,9 @@ types: env-vllm
 spelling: env-vllm
 	$(VLLM_ENV)/bin/codespell
 
-# Python's lines are ruff's. Tables may be wider, and so may what cannot be broken: a link, a command between backticks.
+# ruff checks Python. Tables, headings, links and long commands between backticks cannot be broken, so they may be wider.
 lines:
-	@! LC_ALL=C.UTF-8 grep -rnE --include='*.md' --exclude-dir='.?*' --exclude-dir=site '^[^|].{119}.* ' . \
+	@! LC_ALL=C.UTF-8 grep -rnE --include='*.md' --exclude-dir='.?*' --exclude-dir=site '^[^|#].{119}.* ' . \
 		| grep -vE '`[^`]{80,}`' || { echo "These lines of Markdown have more than 120 characters."; exit 1; }
 
 hooks: env-vllm
