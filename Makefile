@@ -84,10 +84,78 @@ test-gpu:
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-8} $(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --engine $(ENGINE) --device cuda \
 		$(if $(REPORT),--report $(REPORT))
 
-check: env-vllm
+# -- habits: what every change passes, what a release passes -------------------------------------------------
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+COVERAGE_FLOOR := 85
+PYTHONS := 3.10 3.11 3.12 3.13
+# The unit tests that import no torch, for Pythons without a CPU build of it.
+WITHOUT_TORCH := $(addprefix tests/unit/,memory/test_faults.py memory/test_ranges.py server $(addprefix test_,$(addsuffix \
+	.py,admission board client config docs errors hooking import operations packaging private_directory tags)))
+
+.PHONY: lint types spelling lines hooks coverage test-python release
+
+check: lint types spelling lines
+
+lint: env-vllm
 	$(VLLM_ENV)/bin/ruff check .
 	$(VLLM_ENV)/bin/ruff format --check .
+
+types: env-vllm
 	$(VLLM_ENV)/bin/python -m mypy
+
+spelling: env-vllm
+	$(VLLM_ENV)/bin/codespell
+
+# ruff checks Python. Tables, headings, links and long commands between backticks cannot be broken, so they may be wider.
+lines:
+	@! LC_ALL=C.UTF-8 grep -rnE --include='*.md' --exclude-dir='.?*' --exclude-dir=site '^[^|#].{119}.* ' . \
+		| grep -vE '`[^`]{80,}`' || { echo "These lines of Markdown have more than 120 characters."; exit 1; }
+
+hooks: env-vllm
+	$(VLLM_ENV)/bin/pre-commit install
+
+coverage: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) --cov --cov-fail-under $(COVERAGE_FLOOR) tests/unit
+
+# An interpreter of this version: on the PATH, of pyenv, or of uv; nothing if there is none.
+find_python = $(shell for python in python$(1) $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python \
+	$$HOME/.local/share/uv/python/cpython-$(1).*/bin/python; do \
+	if $$python -c "" 2>/dev/null; then echo $$python; break; fi; done)
+
+test-python:
+	@set -e; $(foreach version,$(PYTHONS),$(if $(call find_python,$(version)),\
+		$(MAKE) --no-print-directory test-python-$(version),\
+		echo "Python $(version): there is no interpreter of it here. Nothing was tested.");) true
+
+test-python-%: .venv-python-%/.ready
+	@if .venv-python-$*/bin/python -c "import torch" 2>/dev/null; then tests=tests/unit; else tests="$(WITHOUT_TORCH)"; \
+	echo "Python $*: there is no CPU build of torch for it here. Only the tests that need no torch run."; fi; \
+	set -ex; .venv-python-$*/bin/python -m compileall -qf rl_memory_plugins; .venv-python-$*/bin/python -m pytest $(PYTEST_FLAGS) $$tests
+
+# The version of torch is that of a CPU build: pip takes no CUDA build, of several GB, in its place.
+.PRECIOUS: .venv-python-%/.ready
+.venv-python-%/.ready: pyproject.toml
+	$(call find_python,$*) -m venv .venv-python-$*
+	.venv-python-$*/bin/python -m pip install -q -e ".[test]"
+	.venv-python-$*/bin/python -m pip install -q "torch==$(TORCH_CPU)" triton || true
+	touch $@
+
+release: .venv-release/.ready
+	rm -rf dist .venv-installed
+	.venv-release/bin/python -m build --outdir dist
+	.venv-release/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv .venv-installed
+	.venv-installed/bin/python -m pip install -q dist/*.whl
+	.venv-installed/bin/python -I tests/installed.py $(VERSION)
+	.venv-installed/bin/python -m pip install -q "$$(echo dist/*.whl)[server,cli]"
+	.venv-installed/bin/python -I tests/installed.py $(VERSION) server cli
+	.venv-installed/bin/rl-memory version
+
+.venv-release/.ready:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install -q build twine
+	touch $@
 
 format: env-vllm
 	$(VLLM_ENV)/bin/ruff check --fix .
@@ -97,7 +165,7 @@ docs: $(DOCS_ENV)/.ready
 	$(DOCS_ENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv-* site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv-* dist site demo-out .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 env-vllm: $(VLLM_ENV)/.ready
 env-sglang: $(SGLANG_ENV)/.ready

@@ -30,7 +30,8 @@ from rl_memory_plugins.errors import RLMemoryError, from_record
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.cuda_ipc import release_mapped
+from rl_memory_plugins.trainer import release_mapped
+from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.sender import WeightSender
 
@@ -207,7 +208,7 @@ class Engine:
             thread = threading.Thread(target=receive, args=(sender,), daemon=True)
             thread.start()
             try:
-                report = sender.send(source)
+                report = sender.send(as_source(source))
                 report["seconds"]["total"] = time.perf_counter() - start
             finally:
                 thread.join(timeout_s)

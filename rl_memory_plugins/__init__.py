@@ -1,8 +1,11 @@
 """Sleep, wake and in-place weight updates for vLLM and SGLang, for reinforcement learning on shared GPUs.
 
+Everything that users import stands in one of four places. The names that most programs need are here: the client of
+an engine's server, errors, records, options, and how weights are sent. `rl_memory_plugins.trainer` has the whole
+trainer's side. `rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` have the two engines.
+
 Importing this package imports no engine, no torch, no FastAPI and no pydantic: names that need one are resolved
-when they are first used. `rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` hold what one engine has of
-its own.
+when they are first used.
 """
 
 from __future__ import annotations
@@ -29,23 +32,31 @@ from rl_memory_plugins.errors import (
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, TagState
 
 if TYPE_CHECKING:
+    from rl_memory_plugins.client import EngineClient
     from rl_memory_plugins.config import RLMemoryConfig
     from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
+    from rl_memory_plugins.trainer.push import push_weights
+    from rl_memory_plugins.trainer.sources.model import ModelSource
+    from rl_memory_plugins.weights.checksums import Checksums, tensor_checksum
+    from rl_memory_plugins.weights.cuda_ipc import release_mapped
 
     __version__: str
 
 __all__ = [
     "AuthenticationError",
+    "Checksums",
     "Content",
     "DeviceMemoryError",
     "DrainTimeoutError",
     "EngineAsleepError",
+    "EngineClient",
     "EngineFaultError",
     "EngineStatus",
     "HostMemoryError",
     "InvalidRequestError",
     "Level",
     "ManifestError",
+    "ModelSource",
     "OutOfMemoryError",
     "PauseMode",
     "PermissionDeniedError",
@@ -61,17 +72,26 @@ __all__ = [
     "UnsupportedError",
     "WeightUpdateError",
     "__version__",
+    "push_weights",
+    "release_mapped",
+    "tensor_checksum",
 ]
 
 _LAZY = {
+    "Checksums": "weights.checksums",
+    "EngineClient": "client",
     "EngineStatus": "records",
+    "ModelSource": "trainer.sources.model",
     "RLMemoryConfig": "config",
     "RankStatus": "records",
     "Report": "records",
     "TagChange": "records",
     "TagStatus": "records",
+    "push_weights": "trainer.push",
+    "release_mapped": "weights.cuda_ipc",
+    "tensor_checksum": "weights.checksums",
 }
-_ENGINES = ("sglang", "vllm")
+_PACKAGES = ("sglang", "trainer", "vllm")
 
 
 def __getattr__(name: str) -> Any:
@@ -79,7 +99,7 @@ def __getattr__(name: str) -> Any:
         value: Any = _version()
     elif name in _LAZY:
         value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    elif name in _ENGINES:
+    elif name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -88,7 +108,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_ENGINES, "__version__"})
+    return sorted({*globals(), *_LAZY, *_PACKAGES, "__version__"})
 
 
 def _version() -> str:

@@ -13,16 +13,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NoReturn
 
 import msgspec
-import typer
-from rich.console import Console
-from rich.table import Table
 
 import rl_memory_plugins
 from rl_memory_plugins import patch_cli
 from rl_memory_plugins.client import EngineClient
-from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
+from rl_memory_plugins.extras import needs
 from rl_memory_plugins.records import EngineStatus, RankStatus, Report
+
+with needs("cli"):
+    import typer
+    from rich.console import Console
+    from rich.table import Table
 
 PLUGIN = "rl_memory"  # the name of our entry points
 FLAG = "--rl-memory"
@@ -90,6 +92,8 @@ def sglang_command(arguments: Sequence[str]) -> list[str]:
 def _with_flag(arguments: Sequence[str]) -> list[str]:
     if not arguments:
         raise InvalidRequestError("name a model: rl-memory serve ENGINE MODEL [ARGS]...")
+    from rl_memory_plugins.config import RLMemoryConfig
+
     given = any(argument.split("=", 1)[0].replace("_", "-") == FLAG for argument in arguments)
     if given or RLMemoryConfig.from_environment() is not None:  # a flag would win over what RL_MEMORY holds
         return [*arguments]
@@ -98,6 +102,8 @@ def _with_flag(arguments: Sequence[str]) -> list[str]:
 
 def with_saver(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment, with torch_memory_saver's library preloaded if the options ask for that mode of it."""
+    from rl_memory_plugins.config import RLMemoryConfig
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(FLAG, "--rl_memory", dest="options", nargs="?", const="")
     options = parser.parse_known_args(list(arguments))[0].options

@@ -101,13 +101,13 @@ class EngineClient:
         """Send weights from this process to every rank of the engine, which must be on the same host.
 
         Args:
-            tensors: A module, a mapping of names to tensors, or a `weights.source.TensorSource`.
+            tensors: A module, a mapping of names to tensors, or a `trainer.TensorSource`.
             receivers: The devices to serve; all of the engine's where not given.
-            **options: As for `weights.push.push_weights`.
+            **options: As for `trainer.push_weights`.
 
         Returns: the sender's report, with the engine's under `engine`.
         """
-        from rl_memory_plugins.weights.push import push_weights
+        from rl_memory_plugins.trainer.push import push_weights
 
         return push_weights(
             self.post_update, tensors, receivers=self.devices() if receivers is None else receivers, **options

@@ -12,11 +12,13 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
-
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.extras import needs
 from rl_memory_plugins.timing import LONGEST_S
+
+with needs("server"):
+    from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+    from pydantic_settings import BaseSettings, SettingsConfigDict
 
 __all__ = ["RLMemoryConfig"]
 

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from rl_memory_plugins import patching
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.extras import needs
 from rl_memory_plugins.patching import Installation, PatchReport
+
+with needs("cli"):
+    import typer
 
 app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 
 def free_host_bytes() -> int:
     """Host memory this process can still get: the machine's, or its cgroup's where that is less."""
@@ -16,8 +14,7 @@ def free_host_bytes() -> int:
 
 def host_memory_info() -> tuple[int, int]:
     """Free and total bytes of host memory, each the least of the machine's and its cgroups'."""
-    memory = psutil.virtual_memory()
-    free, total = int(memory.available), int(memory.total)
+    free, total = _machine_memory()
     for directory, files in _memory_cgroups():
         try:
             usage = int((directory / files.usage).read_text())
@@ -34,6 +31,13 @@ def host_memory_info() -> tuple[int, int]:
             free = min(free, limit - usage + cached)
             total = min(total, limit)
     return max(free, 0), total
+
+
+def _machine_memory() -> tuple[int, int]:
+    """Free and total bytes of the machine's memory, as the kernel counts them."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available, total = (int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    return available, total
 
 
 class _Files(NamedTuple):

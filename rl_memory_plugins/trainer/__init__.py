@@ -1,4 +1,4 @@
-"""The trainer's side: hand devices over, send weights, offload. Needs torch and no engine.
+"""The trainer's side: hand devices over, send weights, offload, compare checksums. Needs torch and no engine.
 
     engine = EngineClient("http://127.0.0.1:8000")
     source = ModelSource(model, dtype=torch.bfloat16)
@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
     from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
     from rl_memory_plugins.trainer.peers import Peers
+    from rl_memory_plugins.trainer.push import push_weights
     from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
     from rl_memory_plugins.trainer.sources.fsdp1 import FSDP1Source
     from rl_memory_plugins.trainer.sources.megatron import FusedQKV, GateUp, MegatronSource, Replicated, Split
     from rl_memory_plugins.trainer.sources.model import ModelSource
     from rl_memory_plugins.trainer.sources.stream import StreamSource
     from rl_memory_plugins.trainer.update import push_from_all
+    from rl_memory_plugins.weights.checksums import tensor_checksum
+    from rl_memory_plugins.weights.cuda_ipc import release_mapped
+    from rl_memory_plugins.weights.manifest import TensorSpec
+    from rl_memory_plugins.weights.source import ResidentSource, TensorSource
 
 __all__ = [
     "AsyncRolloutHandoff",
@@ -46,22 +51,33 @@ __all__ = [
     "Offloader",
     "Peers",
     "Replicated",
+    "ResidentSource",
     "RolloutHandoff",
     "Split",
     "StreamSource",
+    "TensorSource",
+    "TensorSpec",
     "aggressive_empty_cache",
     "load",
     "offload",
     "push_from_all",
+    "push_weights",
+    "release_mapped",
+    "tensor_checksum",
 ]
 
 _MODULES = {
     "rl_memory_plugins.client": ["EngineClient"],
+    "rl_memory_plugins.weights.checksums": ["tensor_checksum"],
+    "rl_memory_plugins.weights.cuda_ipc": ["release_mapped"],
+    "rl_memory_plugins.weights.manifest": ["TensorSpec"],
+    "rl_memory_plugins.weights.source": ["ResidentSource", "TensorSource"],
     f"{__name__}.cache": ["CacheClearing", "aggressive_empty_cache"],
     f"{__name__}.engines": ["Engine", "EngineObject"],
     f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
     f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
     f"{__name__}.peers": ["Peers"],
+    f"{__name__}.push": ["push_weights"],
     f"{__name__}.sources.checkpoint": ["CheckpointSource"],
     f"{__name__}.sources.fsdp1": ["FSDP1Source"],
     f"{__name__}.sources.megatron": ["FusedQKV", "GateUp", "MegatronSource", "Replicated", "Split"],

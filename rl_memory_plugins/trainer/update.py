@@ -10,21 +10,22 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.trainer.engines import Engine, as_engines
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
-from rl_memory_plugins.trainer.sources.model import ModelSource
+from rl_memory_plugins.trainer.push import specificity
+from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
-from rl_memory_plugins.weights.push import specificity
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Site(NamedTuple):
@@ -58,7 +59,7 @@ def push_from_all(
         engines: Those that this process controls, as for `RolloutHandoff`: each engine is given to one process.
         tensors: What to send, the same on every process.
         peers: The trainer's processes; this one alone where not given.
-        partial, weight_version, mode, timeout_s: As for `weights.push.push_weights`, the same everywhere.
+        partial, weight_version, mode, timeout_s: As for `push_weights`, the same everywhere.
         **options: Of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
     Returns: this process's part of the sender's report (`receivers` is empty where it did not send), and under
@@ -70,7 +71,7 @@ def push_from_all(
     engines = as_engines(engines)
     peers = peers or Peers()
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    source = ModelSource(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors
+    source = as_source(tensors)
     shared: list[tuple[str, _Site]] = peers.agree(
         lambda: (secrets.token_urlsafe(32), _Site(own_gpu(), [engine.devices() for engine in engines])),
         as_type=tuple[str, _Site],
@@ -152,6 +153,7 @@ def _send(
     try:
         if sender is not None:
             return sender.send(once, partial=partial), None
+        once.specs()  # a source may keep what it lists for the `tensors()` that follows; and its errors are shared
         begin.settle(None)
         once.drain()
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from rl_memory_plugins.weights.buffers import TRANSPORTS
 from rl_memory_plugins.weights.listener import ConnectedRank, Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.routes import Route, Routes
-from rl_memory_plugins.weights.source import ResidentSource, TensorSource, as_source, name_of
+from rl_memory_plugins.weights.source import ResidentSource, TensorSource, name_of
 
 if TYPE_CHECKING:
     import torch
@@ -110,15 +110,13 @@ class WeightSender:
         """Make a `send` that waits in another thread raise `error` and abort at all receivers."""
         self._listener.cancel(error)
 
-    def send(
-        self, tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor], *, partial: bool = False
-    ) -> dict[str, Any]:
+    def send(self, source: TensorSource, *, partial: bool = False) -> dict[str, Any]:
         """Send one update to all receivers; returns when all of them have it, and closes the sender.
 
-        Where it fails, the iterator that `tensors` gave is closed too.
+        Where it fails, the iterator that the source gave is closed too.
 
         Args:
-            tensors: What to send.
+            source: The tensors to send.
             partial: The update changes some weights only, and the others are valid.
 
         Returns: bytes, tensors, buckets, `staging_bytes` (of this process, on all devices together), seconds by
@@ -127,7 +125,7 @@ class WeightSender:
 
         Raises:
             ManifestError: the tensors do not fit; mismatches of all ranks are merged. Nothing was changed.
-            WeightUpdateError: a receiver stalled, is gone, or failed; or `tensors` broke off.
+            WeightUpdateError: a receiver stalled, is gone, or failed; or the source broke off.
             UnsupportedError: a receiver cannot be served by the transport that was asked for.
             RLMemoryError: whatever else a receiver reported.
         """
@@ -135,7 +133,6 @@ class WeightSender:
         routes: Routes | None = None
         given: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
-            source = as_source(tensors)
             manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
             mismatches = manifest.mismatches()
             if mismatches:

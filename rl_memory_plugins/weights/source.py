@@ -85,58 +85,6 @@ def named_tensors(
             yield sent, tensor
 
 
-class ModuleSource:
-    """A plain module's parameters and persistent buffers, or a mapping such as a state dict.
-
-    See `named_tensors`. Offloaded and sharded tensors cannot be read; `trainer.ModelSource` reads them.
-
-    Args:
-        module: The module, or its names and tensors. It is looked at anew for every update.
-        dtype: What floating-point tensors are sent as, e.g. bfloat16 from float32 master weights; each is
-            converted when its turn comes.
-    """
-
-    def __init__(self, module: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        self._module = module
-        self._dtype = dtype
-        self._begun: dict[str, torch.Tensor] | None = None  # what `specs()` lists, until `tensors()` gives it
-
-    def specs(self) -> list[TensorSpec]:
-        """See `TensorSource`.
-
-        Raises:
-            InvalidRequestError: a tensor is offloaded or sharded; see also `named_tensors`.
-        """
-        named = self._named()
-        for name, tensor in named.items():
-            if hasattr(tensor, "full_tensor"):
-                raise InvalidRequestError(f"{name} is sharded: send a trainer.ModelSource", name=name)
-            if tensor.nbytes and not tensor.untyped_storage().nbytes():
-                raise InvalidRequestError(f"{name} is offloaded: load it, or send a trainer.ModelSource", name=name)
-        self._begun = named
-        return [spec_of(name, t, self._sent_as(t)) for name, t in named.items()]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        named, self._begun = self._begun or self._named(), None  # to collect takes as long as to send
-        for name, tensor in named.items():
-            yield name, _plain(tensor) if self._dtype is None else _plain(tensor).to(self._sent_as(tensor))
-
-    def resident(self) -> list[torch.Tensor] | None:
-        tensors = [_plain(tensor) for tensor in (self._begun or self._named()).values()]
-        unchanged = self._dtype is None or all(self._sent_as(tensor) == tensor.dtype for tensor in tensors)
-        return tensors if unchanged else None
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        return dict(named_tensors(self._module))
-
-    def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
     return TensorSpec(name, name_of(dtype or tensor.dtype), tuple(tensor.shape))
 
@@ -145,9 +93,3 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
 def name_of(dtype: torch.dtype) -> str:
     """torch's name for it, without the prefix."""
     return str(dtype).removeprefix("torch.")
-
-
-def as_source(tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]) -> TensorSource:
-    if isinstance(tensors, (torch.nn.Module, Mapping)):
-        return ModuleSource(tensors)
-    return tensors

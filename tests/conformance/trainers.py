@@ -13,9 +13,8 @@ import torch
 
 from integration.engines.base import REPOSITORY, Server
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.trainer import ModelSource, push_weights
 from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.push import push_weights
-from rl_memory_plugins.weights.source import ModuleSource
 
 BUCKET_BYTES = 8 << 20  # small, so that an update has many buckets
 
@@ -24,7 +23,7 @@ class BreakingSource:
     """Gives a module's tensors up to a point, then raises or waits."""
 
     def __init__(self, module: Any, after: int, release: threading.Event | None = None) -> None:
-        self._inner = ModuleSource(module)
+        self._inner = ModelSource(module)
         self._after = after
         self._release = release
         self.reached = threading.Event()

@@ -51,9 +51,9 @@ class OneByOne:
     """A source that makes each tensor when its turn comes, in memory that it uses again."""
 
     def __init__(self, tensors, before=lambda number: None):
-        from rl_memory_plugins.weights.source import ModuleSource
+        from rl_memory_plugins.trainer import ModelSource
 
-        self._source = ModuleSource(tensors)
+        self._source = ModelSource(tensors)
         self._before = before
         self.specs = self._source.specs
 
@@ -334,7 +334,7 @@ def test_trainer_and_engine_may_be_one_process():
 
             thread = threading.Thread(target=receive)
             thread.start()
-            assert sender.send(tensors)["transport"] == transport
+            assert sender.send(ModelSource(tensors))["transport"] == transport
             thread.join(10)
         merged = checksums.merge_checksums([rank.receiver.checksums()])
         assert merged.tensors == {n: checksums.tensor_checksum(tensor) for n, tensor in tensors.items()}
@@ -344,6 +344,7 @@ def test_trainer_and_engine_may_be_one_process():
 TRAINER = """
     import time, torch
     from integration.bench_wire import checkpoint
+    from rl_memory_plugins.trainer import ModelSource
     from rl_memory_plugins.weights.sender import WeightSender
     from test_weight_stream import OneByOne
 
@@ -356,7 +357,7 @@ TRAINER = """
     options = dict(timeout_s=60, bucket_bytes=4 << 20, keep_mapped={keep})
     with WeightSender(["{device}"], **options) as sender:
         print(sender.endpoints["{device}"], sender.token, flush=True)
-        report = sender.send(OneByOne(tensors, stall) if {stall} else tensors)
+        report = sender.send(OneByOne(tensors, stall) if {stall} else ModelSource(tensors))
     print(report["transport"], flush=True)
     time.sleep(60)
 """

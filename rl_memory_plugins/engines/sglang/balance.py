@@ -13,6 +13,7 @@ from typing import Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.memory.host_memory import host_memory_info
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,7 @@ def _all_ranks(free: float) -> list[dict[str, Any]]:
         mine |= {"device": f"GPU-{properties.uuid}", "total": properties.total_memory / (1 << 30)}
         mine["processes"] = _processes(mine["device"])
     else:
-        import psutil
-
-        mine["total"] = psutil.virtual_memory().total / (1 << 30)
+        mine["total"] = host_memory_info()[1] / (1 << 30)
     group = get_tp_group()
     ranks: list[Any] = [None] * group.world_size
     distributed.all_gather_object(ranks, mine, group=group.cpu_group)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.extras import needs
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 
@@ -59,7 +60,8 @@ class CheckpointSource:
         self._files = _files(Path(path))
 
     def specs(self) -> list[TensorSpec]:
-        from safetensors import safe_open
+        with needs("checkpoints"):
+            from safetensors import safe_open
 
         specs = []
         for path in self._files:
@@ -73,7 +75,8 @@ class CheckpointSource:
         return specs
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors import safe_open
+        with needs("checkpoints"):
+            from safetensors import safe_open
 
         for path in self._files:
             with safe_open(path, framework="pt") as file:

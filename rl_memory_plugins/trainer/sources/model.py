@@ -1,18 +1,18 @@
-"""Plain modules, and modules whose parameters are DTensors (FSDP2, tensor parallelism)."""
+"""Modules and mappings of tensors: plain, offloaded, or of DTensors (FSDP2, tensor parallelism)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
+
+from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.gather import whole
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.source import named_tensors
-
-if TYPE_CHECKING:
-    import torch
+from rl_memory_plugins.weights.source import TensorSource, named_tensors
 
 
 class ModelSource:
@@ -23,7 +23,8 @@ class ModelSource:
     `offload` or by `.cpu()`, are read where they are.
 
     Args:
-        model: The module, or names and tensors. It is looked at anew for every update.
+        model: The module, or names and tensors. It is looked at anew for every update. A mapping that is no `dict`
+            may make each tensor when it is asked for: one of them exists at a time.
         dtype, rename: See `Outgoing`.
     """
 
@@ -36,20 +37,72 @@ class ModelSource:
     ) -> None:
         self._model = model
         self._outgoing = Outgoing(dtype, rename)
+        self._kept = isinstance(model, (torch.nn.Module, dict))  # not made when they are asked for
+        self._listed: list[tuple[str, Any]] | None = None  # by `specs()`, until `tensors()` gives them
 
     def specs(self) -> list[TensorSpec]:
-        return [self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._named()]
+        """See `TensorSource`.
+
+        Raises:
+            InvalidRequestError: a tensor has no memory, since other code than `offload` has moved it away; see also
+                `named_tensors`.
+        """
+        self._listed = None
+        specs = []
+        named = self._named()
+        for name, tensor in named:
+            self._check(name, tensor)
+            specs.append(self._outgoing.spec(name, tensor.dtype, tensor.shape))
+        self._listed = named if isinstance(named, list) else None
+        return specs
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole(self._named(), self._outgoing)
+        named, self._listed = self._now(), None  # to collect takes as long as to send
+        return whole(named, self._outgoing)
 
     def resident(self) -> list[torch.Tensor] | None:
-        """See `weights.source.ResidentSource`: none where some are gathered or cast."""
-        tensors = [tensor.detach() for _, tensor in self._named()]
+        """See `weights.source.ResidentSource`: none where some are gathered, cast, or made when they are asked for."""
+        if not self._kept:
+            return None
+        tensors = [tensor for _, tensor in self._now()]
         for one in tensors:
             if hasattr(one, "full_tensor") or self._outgoing.sent_as(one.dtype) != one.dtype:
                 return None
-        return [host_view(one) for one in tensors]
+        return [host_view(one.detach() if one.requires_grad else one) for one in tensors]
 
-    def _named(self) -> Iterator[tuple[str, Any]]:
-        return named_tensors(self._model, self._outgoing.name)
+    def _now(self) -> Iterable[tuple[str, Any]]:
+        return self._named() if self._listed is None else self._listed
+
+    def _named(self) -> Iterable[tuple[str, Any]]:
+        named = named_tensors(self._model, self._outgoing.name)
+        return list(named) if self._kept else named
+
+    def _check(self, name: str, tensor: Any) -> None:
+        part = getattr(tensor, "_local_tensor", tensor)
+        if part.nbytes and not part.untyped_storage().nbytes() and host_view(part) is part:
+            raise InvalidRequestError(
+                f"{name} has no memory: other code than Offloader has moved it away; load it first", name=name
+            )
+
+
+class OwnSource(ModelSource):
+    """A `ModelSource` of a process that sends without the trainer's other processes.
+
+    `specs()` refuses a tensor that is sharded over several processes: to gather it would wait for the others forever.
+    """
+
+    def _check(self, name: str, tensor: Any) -> None:
+        if hasattr(tensor, "full_tensor") and tensor.device_mesh.size() > 1:
+            raise InvalidRequestError(
+                f"{name} is sharded over {tensor.device_mesh.size()} processes: call push_from_all in all of them, or "
+                "send a ModelSource, over whose tensors() the other processes iterate too",
+                name=name,
+            )
+        super()._check(name, tensor)
+
+
+def as_source(
+    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor], kind: type[ModelSource] = ModelSource
+) -> TensorSource:
+    """A source as it is, and a module or a mapping as a source of this kind."""
+    return kind(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors

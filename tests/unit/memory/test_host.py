@@ -174,7 +174,7 @@ def test_dead_tensors_leave_the_registry():
 
 
 def fail_populating(monkeypatch, code: int, after: int) -> list[int]:
-    """Let madvise(MADV_POPULATE_WRITE) fail with `code` after so many successes; returns the advices given."""
+    """Let madvise(MADV_POPULATE_WRITE) fail with `code` after so many successes; returns the advice given."""
     real, given = host._madvise, []
 
     def madvise(block, advice):

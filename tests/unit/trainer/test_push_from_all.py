@@ -13,8 +13,23 @@ from process_pair import ProcessPair
 from toy_engine import ToyEngine
 from toys import Tracked, checkpoint, loaded, no_collection
 
-from rl_memory_plugins.errors import ManifestError, RLMemoryError, StateConflictError, WeightUpdateError
-from rl_memory_plugins.trainer import ModelSource, Offloader, Peers, RolloutHandoff, push_from_all, update
+from rl_memory_plugins.errors import (
+    InvalidRequestError,
+    ManifestError,
+    RLMemoryError,
+    StateConflictError,
+    WeightUpdateError,
+)
+from rl_memory_plugins.tags import Content
+from rl_memory_plugins.trainer import (
+    ModelSource,
+    Offloader,
+    Peers,
+    RolloutHandoff,
+    push_from_all,
+    push_weights,
+    update,
+)
 
 OPTIONS = {"bucket_bytes": 256, "timeout_s": 30.0}
 
@@ -91,6 +106,40 @@ def each_controls_its_own_engine(rank):
 )
 def test_a_sharded_trainer_updates_an_engine(pair: ProcessPair, job, expected):
     assert pair.run(job) == expected
+
+
+def sends_what_the_source_holds_now(rank):
+    """Also where a process that sends nothing listed what its source held before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, cut = init_device_mesh("cpu", (2,)), {}
+    source = ModelSource(cut)
+    for seed in (5, 6):
+        cut.update({name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in checkpoint(seed).items()})
+        if seed == 5:
+            source.specs()
+    engines = engine_of(rank)
+    push_from_all(engines, source, **OPTIONS)
+    assert_loaded(engines, checkpoint(6))
+    return True
+
+
+def test_every_process_sends_what_the_source_holds_now(pair):
+    assert pair.run(sends_what_the_source_holds_now) == [True, True]
+
+
+def sends_alone(rank):
+    model, _ = sharded(7)
+    [engine] = [ToyEngine(1)]
+    with pytest.raises(InvalidRequestError, match="call push_from_all in all of them") as caught:
+        push_weights(engine.post_update, model, timeout_s=10)
+    return caught.value.details["name"], engine.ranks[0].manager.content is Content.VALID
+
+
+def test_a_process_that_sends_alone_refuses_what_is_sharded_over_several(pair):
+    names = {name for name, valid in pair.run(sends_alone) if valid}
+    assert names == {next(iter(dict(Tree(checkpoint(7)).named_parameters())))}
 
 
 def whole_handoff(rank):

@@ -6,8 +6,8 @@ from toys import Rank
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.fingerprint import memory_view
+from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights.cuda_ipc import Allocation
-from rl_memory_plugins.weights.source import ModuleSource
 
 
 class FakeGpu:
@@ -104,7 +104,7 @@ class OneByOne:
     """A source that makes each tensor when its turn comes."""
 
     def __init__(self, tensors):
-        self._source = ModuleSource(tensors)
+        self._source = ModelSource(tensors)
         self.specs = self._source.specs
 
     def tensors(self):

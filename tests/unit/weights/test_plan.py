@@ -7,13 +7,13 @@ import torch
 from toys import ToyModel, checkpoint, loaded
 
 from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
 from rl_memory_plugins.weights.plan import Batch, signature, trace
-from rl_memory_plugins.weights.source import ModuleSource
 
 
 def manifest_of(tensors, **options):
-    return Manifest(ModuleSource(tensors).specs(), **options)
+    return Manifest(ModelSource(tensors).specs(), **options)
 
 
 def plan_for(model, tensors, **options):

@@ -1,7 +1,8 @@
-"""What `ModuleSource` sends of a module that changes between updates."""
+"""What `ModelSource` sends of a module that changes between updates, and what it refuses."""
 
 import gc
 import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from toys import Rank, ToyModel, checkpoint, loaded, update
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer import ModelSource
-from rl_memory_plugins.weights.source import ModuleSource
 
 
 class Trainer(torch.nn.Module):
@@ -37,7 +37,7 @@ class Trainer(torch.nn.Module):
 
 def test_a_source_that_is_kept_sends_what_the_module_holds_at_each_update():
     rank, trainer = Rank(ToyModel(opaque=False)), Trainer(1)
-    source = ModuleSource(trainer)
+    source = ModelSource(trainer)
     for seed in (1, 2, 3):
         trainer.become(seed)
         update([rank], source)
@@ -52,12 +52,12 @@ def test_a_source_that_is_kept_sends_what_the_module_holds_at_each_update():
 
 def test_what_wrappers_put_into_names_is_taken_out_of_them():
     compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    assert [spec.name for spec in ModuleSource(compiled).specs()] == ["0.weight", "0.bias"]
+    assert [spec.name for spec in ModelSource(compiled).specs()] == ["0.weight", "0.bias"]
 
 
 def test_a_mapping_is_looked_at_anew_for_each_update():
     tensors = {"a": torch.zeros(2)}
-    source = ModuleSource(tensors)
+    source = ModelSource(tensors)
     assert [spec.shape for spec in source.specs()] == [(2,)]
     assert torch.equal(dict(source.tensors())["a"], torch.zeros(2))
     tensors |= {"a": torch.ones(3), "b": torch.ones(1)}
@@ -68,7 +68,7 @@ def test_a_mapping_is_looked_at_anew_for_each_update():
 
 def test_within_one_update_a_module_is_collected_once_and_gives_what_its_specs_say():
     trainer = Trainer(1)
-    source, collected = ModuleSource(trainer), []
+    source, collected = ModelSource(trainer), []
     trainer.register_state_dict_pre_hook(lambda *args: collected.append(1))
     specs = source.specs()
     trainer.norm.weight = torch.zeros(99)
@@ -84,7 +84,7 @@ def test_a_source_that_is_kept_holds_no_memory_that_the_module_has_given_up():
     gc.disable()
     try:
         trainer = Trainer(1)
-        source = ModuleSource(trainer)
+        source = ModelSource(trainer)
         update([Rank(ToyModel(opaque=False))], source)
         old = [weakref.ref(tensor.untyped_storage()) for tensor in trainer.state_dict(keep_vars=True).values()]
         trainer.become(2)
@@ -93,15 +93,33 @@ def test_a_source_that_is_kept_holds_no_memory_that_the_module_has_given_up():
         gc.enable()
 
 
-def test_a_sharded_tensor_is_refused_with_the_source_that_gathers_it():
-    class Sharded(torch.Tensor):
-        def full_tensor(self):
-            raise AssertionError("gathered")
+def test_a_mapping_that_makes_its_tensors_is_read_one_by_one_and_none_of_them_is_resident():
+    alive = []
 
-    tensors = {"a": torch.ones(2), "b": torch.ones(2).as_subclass(Sharded)}
-    with pytest.raises(InvalidRequestError, match="sharded: send a trainer.ModelSource") as caught:
-        ModuleSource(tensors).specs()
-    assert caught.value.details["name"] == "b"
+    class Lazy(UserDict):
+        def __getitem__(self, name):
+            tensor = torch.full((2,), float(self.data[name]))
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+    source = ModelSource(Lazy({name: number for number, name in enumerate("abcd")}))
+    assert [spec.name for spec in source.specs()] == list("abcd")
+    assert source.resident() is None
+    for number, (_name, tensor) in enumerate(source.tensors()):
+        assert torch.equal(tensor, torch.full((2,), float(number)))
+        del tensor
+        assert sum(one() is not None for one in alive) <= 1
+
+
+def test_what_was_listed_for_an_update_that_began_elsewhere_is_not_sent_by_a_later_one():
+    tensors = {"a": torch.zeros(2)}
+    source = ModelSource(tensors)
+    source.specs()
+    tensors["a"] = torch.empty(2, device="meta")
+    with pytest.raises(InvalidRequestError, match="meta device"):
+        source.specs()
+    tensors["a"] = torch.ones(2)
+    assert torch.equal(dict(source.tensors())["a"], torch.ones(2))
 
 
 class Stateful(torch.nn.Linear):
@@ -118,21 +136,19 @@ class Stateful(torch.nn.Linear):
         self.state = state
 
 
-@pytest.mark.parametrize("source", [ModuleSource, ModelSource])
-def test_extra_state_is_sent_only_where_it_is_a_tensor(source):
+def test_extra_state_is_sent_only_where_it_is_a_tensor():
     for state in (None, b"scales", {"scale": torch.ones(1)}):
         module = Stateful(state)
         for one in (module, module.state_dict()):
-            assert [spec.name for spec in source(one).specs()] == ["weight", "bias"]
-            assert [name for name, _ in source(one).tensors()] == ["weight", "bias"]
-    assert [spec.name for spec in source(Stateful(torch.ones(1))).specs()] == ["weight", "bias", "_extra_state"]
+            assert [spec.name for spec in ModelSource(one).specs()] == ["weight", "bias"]
+            assert [name for name, _ in ModelSource(one).tensors()] == ["weight", "bias"]
+    assert [spec.name for spec in ModelSource(Stateful(torch.ones(1))).specs()] == ["weight", "bias", "_extra_state"]
 
 
-@pytest.mark.parametrize("source", [ModuleSource, ModelSource])
 @pytest.mark.parametrize("value", [None, 3, torch.empty(2, device="meta")], ids=["none", "number", "meta"])
-def test_what_has_no_content_to_send_is_refused_by_its_name(source, value):
+def test_what_has_no_content_to_send_is_refused_by_its_name(value):
     with pytest.raises(InvalidRequestError, match="step .*cannot be sent") as caught:
-        source({"a": torch.ones(2), "step": value}).specs()
+        ModelSource({"a": torch.ones(2), "step": value}).specs()
     assert caught.value.details["name"] == "step"
 
 

@@ -21,7 +21,9 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, cuda_ipc, push, routes, wire
+from rl_memory_plugins.trainer import ModelSource, push
+from rl_memory_plugins.trainer.sources.model import as_source
+from rl_memory_plugins.weights import buffers, cuda_ipc, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _Bounce
 from rl_memory_plugins.weights.host_copy import HostCopier
@@ -29,7 +31,7 @@ from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.routes import candidate_transports
 from rl_memory_plugins.weights.sender import WeightSender
-from rl_memory_plugins.weights.source import ModuleSource, spec_of
+from rl_memory_plugins.weights.source import spec_of
 
 
 def send(ranks, source, **options):
@@ -38,7 +40,7 @@ def send(ranks, source, **options):
     with WeightSender(len(ranks), timeout_s=10, **options) as endpoint:
         threads = [Receiving(rank, endpoint) for rank in ranks]
         try:
-            outcome = endpoint.send(source)
+            outcome = endpoint.send(as_source(source))
         except RLMemoryError as error:
             outcome = error
     return outcome, [thread.join() for thread in threads]
@@ -680,11 +682,11 @@ def test_memory_that_torch_only_keeps_is_used_for_staging(gpus, monkeypatch):
     assert report["transport"] == "cuda_ipc" and report["fallbacks"] == []
 
 
-def test_an_offloaded_tensor_is_refused_with_the_source_that_reads_it():
+def test_a_tensor_that_others_have_moved_away_is_refused_before_it_is_read():
     tensors = checkpoint(1)
     tensors["o.weight"].untyped_storage().resize_(0)
-    with pytest.raises(InvalidRequestError, match="ModelSource") as caught:
-        ModuleSource(tensors).specs()
+    with pytest.raises(InvalidRequestError, match="has no memory") as caught:
+        ModelSource(tensors).specs()
     assert caught.value.details["name"] == "o.weight"
 
 

@@ -24,11 +24,11 @@ from rl_memory_plugins.errors import (
     WeightUpdateError,
 )
 from rl_memory_plugins.tags import Content
+from rl_memory_plugins.trainer import ModelSource, push_weights
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.listener import Listener
-from rl_memory_plugins.weights.push import push_weights
 from rl_memory_plugins.weights.sender import WeightSender
-from rl_memory_plugins.weights.source import ModuleSource, TensorSource
+from rl_memory_plugins.weights.source import TensorSource
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 256, 1024, 1 << 20], ids=["oversize", "256", "1024", "one bucket"])
@@ -202,7 +202,7 @@ class Source:
     """A source whose tensors come from a function of the plain ones."""
 
     def __init__(self, tensors, change):
-        self._source = ModuleSource(tensors)
+        self._source = ModelSource(tensors)
         self._change = change
 
     def specs(self):
@@ -364,7 +364,7 @@ def test_a_wrong_token_and_a_wrong_protocol_are_turned_away():
         noise._sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         silent = connect(sender)
         outcome = {}
-        sending = threading.Thread(target=lambda: outcome.update(sender.send(tensors)))
+        sending = threading.Thread(target=lambda: outcome.update(sender.send(ModelSource(tensors))))
         sending.start()
         assert isinstance(stranger.join().error, AuthenticationError)
         with pytest.raises(WeightUpdateError, match="protocol"):
@@ -393,7 +393,7 @@ def test_devices_are_matched_by_name():
         with pytest.raises(InvalidRequestError, match="fake:7"):
             Rank(rank=7).receiver.receive(sender.endpoints, sender.token, 1.0)
         threads = [Receiving(rank, sender) for rank in ranks]
-        sender.send(tensors)
+        sender.send(ModelSource(tensors))
     for i, thread in enumerate(threads):
         assert thread.join().error is None
         ranks[i].model.assert_unchanged(loaded(tensors, i, 2))
@@ -405,7 +405,7 @@ def test_a_receiver_that_does_not_come_is_named():
         pytest.raises(WeightUpdateError, match="1 of 2 receivers did not connect") as error,
     ):
         waiting = Receiving(Rank(), sender)
-        sender.send(checkpoint())
+        sender.send(ModelSource(checkpoint()))
     assert error.value.details["missing"] == ["fake:1"]
     assert isinstance(waiting.join().error, WeightUpdateError)
 
@@ -430,7 +430,7 @@ def test_a_receiver_that_stalls_is_named_and_the_others_are_told():
         silent = session_in_the_middle(sender)
         thread = Receiving(rank, sender)
         with pytest.raises(WeightUpdateError, match="rank 9 on fake:9 stalled") as error:
-            sender.send(checkpoint())
+            sender.send(ModelSource(checkpoint()))
     assert error.value.details["stalled_ranks"] == [9]
     assert "rank 9" in str(thread.join().error)
     assert rank.manager.content is Content.FAILED
@@ -522,7 +522,7 @@ def test_a_trainer_that_breaks_the_protocol_is_refused(entries, message):
     from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
 
     rank = Rank(ToyModel(opaque=False))
-    manifest = Manifest(ModuleSource(checkpoint(opaque=False)).specs())
+    manifest = Manifest(ModelSource(checkpoint(opaque=False)).specs())
     buffer = ShmStaging(manifest.slot_bytes(), 2)
     with contextlib.closing(Listener(1, timeout_s=5.0)) as endpoint:
         thread = Receiving(rank, endpoint)
@@ -556,7 +556,7 @@ def test_fifty_sessions_leave_no_descriptor_mapping_or_directory(tmp_path):
             assert mode == 0o700
             thread = Receiving(broken if seed % 5 == 4 else rank, sender)
             try:
-                sender.send(checkpoint(seed))
+                sender.send(ModelSource(checkpoint(seed)))
             except WeightUpdateError:
                 assert seed % 5 == 4
         thread.join()
@@ -712,7 +712,7 @@ def test_a_module_is_sent_with_tied_weights_once_and_in_the_dtype_asked_for():
     module.head.weight = module.embed.weight
     module.register_buffer("bias", torch.zeros(2, dtype=torch.int64))
     module.register_buffer("scratch", torch.zeros(2), persistent=False)
-    source = ModuleSource(module, dtype=torch.bfloat16)
+    source = ModelSource(module, dtype=torch.bfloat16)
     assert [(spec.name, spec.dtype) for spec in source.specs()] == [
         ("bias", "int64"),
         ("embed.weight", "bfloat16"),

@@ -11,9 +11,10 @@ from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.trainer import ModelSource
+from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.sender import WeightSender
-from rl_memory_plugins.weights.source import ModuleSource
 
 HIDDEN, HEADS, HEAD_DIM, VOCAB, EXPERTS, PADDED = 8, 4, 2, 10, 3, 12
 
@@ -150,7 +151,7 @@ def update(ranks, source, *, partial=False, bucket_bytes=256, timeout_s=10.0):
     with WeightSender(len(ranks), bucket_bytes=bucket_bytes, timeout_s=timeout_s) as sender:
         threads = [Receiving(rank, sender, timeout_s=timeout_s) for rank in ranks]
         try:
-            outcome = sender.send(source, partial=partial)
+            outcome = sender.send(as_source(source), partial=partial)
         except RLMemoryError as error:
             outcome = error
         return outcome, [thread.join() for thread in threads]
@@ -160,7 +161,7 @@ class Tracked:
     """A source that makes its tensors on the way; `open` is how many of its iterations are not over."""
 
     def __init__(self, tensors):
-        self._source = ModuleSource(tensors)
+        self._source = ModelSource(tensors)
         self._made = []
         self.open = self.given = 0
 

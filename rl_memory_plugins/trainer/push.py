@@ -1,4 +1,4 @@
-"""A whole weight update in one call: the sender, and the engine that is told of it."""
+"""A whole weight update from one trainer process in one call: the sender, and the engine that is told of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.trainer.sources.model import OwnSource, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.source import TensorSource
@@ -37,7 +38,9 @@ def push_weights(
     Args:
         post: Sends the body that it is given to `/update_weights_from_ipc` and returns the answer; it raises
             where the answer is an error (this package's client raises the typed one).
-        tensors: What to send; see `WeightSender.send` for this and `partial`.
+        tensors: A module or a mapping, which is sent as a `ModelSource`, or a source. Tensors of a module or mapping
+            that are sharded over several processes are refused: see `OwnSource`.
+        partial: See `WeightSender.send`.
         receivers: The devices of all ranks, or their number.
         weight_version: The engine's version of the weights after the update.
         mode: What happens to running requests meanwhile.
@@ -85,7 +88,7 @@ def push_weights(
         raise wire.as_update_error(error) from None
     report: dict[str, Any] = {}
     try:
-        report = sender.send(tensors, partial=partial)
+        report = sender.send(as_source(tensors, OwnSource), partial=partial)
     except Exception as error:
         failures.append(error)
     thread.join(wait_s)
