@@ -2,7 +2,8 @@
 
 Server processes read it for every request, so a request is refused without a round trip, and `is_sleeping`
 and `memory_status` answer at once even while the engine is busy with a transition. The controller is the only
-writer. A sequence number before the payload is odd while a write is under way.
+writer. A sequence number before the payload is odd while a write is under way. A checksum of the payload finds what the
+sequence number cannot: a processor that orders memory weakly (Arm) may show its end before the payload's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import struct
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +25,7 @@ from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
 from rl_memory_plugins.records import EngineStatus
 
-_HEADER = struct.Struct("=QQ")  # sequence number, payload length
+_HEADER = struct.Struct("=QQI")  # sequence number, payload length, checksum of both and the payload
 _SIZE = 1 << 20
 _LOCK_TIMEOUT_S = 10.0
 _WRITE_TIMEOUT_S = 1.0  # a write takes microseconds
@@ -49,10 +51,11 @@ class StatusBoard:
         payload = self._encoder.encode(status)
         if _HEADER.size + len(payload) > _SIZE:  # found out half-way, it would leave readers waiting for ever
             raise ValueError(f"a status of {len(payload)} bytes does not fit the board")
-        self._memory[: _HEADER.size] = _HEADER.pack(self._sequence + 1, len(payload))
+        self._memory[: _HEADER.size] = _HEADER.pack(self._sequence + 1, len(payload), 0)
         self._memory[_HEADER.size : _HEADER.size + len(payload)] = payload
         self._sequence += 2
-        self._memory[: _HEADER.size] = _HEADER.pack(self._sequence, len(payload))
+        checksum = _checksum(self._sequence, payload)
+        self._memory[: _HEADER.size] = _HEADER.pack(self._sequence, len(payload), checksum)
 
     def close(self) -> None:
         if os.getpid() == self._owner and self._handle >= 0:
@@ -80,11 +83,11 @@ class BoardReader:
         """
         deadline = None
         while True:
-            sequence, length = _HEADER.unpack_from(self._memory)
+            sequence, length, checksum = _HEADER.unpack_from(self._memory)
             if sequence == self._seen and self._status is not None:
                 return self._status
             payload = self._memory[_HEADER.size : _HEADER.size + length]
-            if sequence % 2 == 0 and sequence > 0 and _HEADER.unpack_from(self._memory)[0] == sequence:
+            if sequence % 2 == 0 and sequence > 0 and checksum == _checksum(sequence, payload):
                 self._status = self._decoder.decode(payload)
                 self._seen = sequence
                 return self._status
@@ -92,6 +95,11 @@ class BoardReader:
             if time.monotonic() > deadline:
                 raise EngineFaultError("the engine's status board is not being written to the end", path=self.path)
             time.sleep(0)
+
+
+def _checksum(sequence: int, payload: bytes) -> int:
+    """Of one state of the board; with the sequence number in it, a payload of another state does not fit."""
+    return zlib.crc32(payload, sequence & 0xFFFFFFFF)
 
 
 class Boards:

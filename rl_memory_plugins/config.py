@@ -73,6 +73,11 @@ class RLMemoryConfig(BaseSettings):
     """Copy the weights to host memory in the background, at the start and after each complete update, so that
     the next level-1 sleep only unmaps."""
 
+    prepare_host_memory: Literal["auto", "start", "first_use"] = "auto"
+    """When host memory for a copy of the weights is made. `auto`: in the background from the start on, as far as a
+    quarter of the host's memory stays free; a level-2 sleep ends that, and what level-2 sleeps do not need is given
+    back. `start`: in the background from the start on, and kept. `first_use`: at the first sleep that preserves."""
+
     host_arena_max_bytes: Bytes = 0
     """The most host memory that backups may take, for each process; 0: bounded by the free memory only."""
 

@@ -380,7 +380,7 @@ class Controller:
         if not operation.reply.done():
             operation.reply.set_result(encode_reply(reply))
         if self.status.asleep_tags():
-            self._engine.afterwards(self._account)
+            self._engine.call_after_reply(self._account)
 
     def _decided(self, operation: Transition, finish: Callable[[bool], Any]) -> Any:
         """Finish at once; or, with a ticket, hold the second phase until its `Decide` comes."""

@@ -30,7 +30,7 @@ class EngineHooks(Protocol):
     def reset_caches(self) -> None:
         """Drop everything that was computed from the old weights or that lies in the KV cache."""
 
-    def afterwards(self, act: Callable[[], None]) -> None:
+    def call_after_reply(self, act: Callable[[], None]) -> None:
         """Call `act` after the engine has sent the current reply. `act` must not raise, and nobody waits for it."""
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -17,33 +18,54 @@ POLL_S = 0.02
 
 
 def private_directory() -> Path:
-    """The directory; it is made if it is not there.
+    """The directory. It is made if it is not there, and only this user can enter it.
 
     Raises:
-        PermissionError: somebody else has made it.
+        PermissionError: another user has put something in its place: a directory, a file or a symbolic link. Nothing
+            was changed.
     """
     directory = Path(tempfile.gettempdir(), f"rl-memory-{os.getuid()}")
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
-        raise PermissionError(f"{directory} belongs to another user")
-    directory.chmod(0o700)
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise PermissionError(
+            f"{directory} cannot be opened as a directory ({error.strerror}): remove it, or set TMPDIR to another place"
+        ) from error
+    try:  # what is checked is what was opened, whatever the path leads to by now
+        found = os.fstat(fd)
+        if found.st_uid != os.getuid():
+            raise PermissionError(f"{directory} belongs to another user: set TMPDIR to another place")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
     return directory
 
 
 @contextmanager
-def one_at_a_time(what: str, timeout_s: float) -> Iterator[None]:
-    """Wait for other processes that do `what`, for as long as that; then go on all the same, with a warning."""
-    with (private_directory() / f"{what}.lock").open("w") as file:
+def one_at_a_time(what: str, timeout_s: float, go_on: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Wait for other processes that do `what`, for as long as that; then go on all the same, with a warning.
+
+    Args:
+        go_on: Asked while it waits; if it says no, the body runs at once.
+    """
+    path = private_directory() / f"{what}.lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
         deadline = time.monotonic() + timeout_s
-        while not try_lock(file.fileno()):
+        while not try_lock(fd) and go_on():
             if time.monotonic() > deadline:
-                logger.warning("another process holds the lock %s for more than %g s", file.name, timeout_s)
+                logger.warning("another process holds the lock %s for more than %g s", path, timeout_s)
                 break
             time.sleep(POLL_S)
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have the file open too, so closing it here is not enough
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a fork may have the file open too, so closing it here is not enough
+    finally:
+        os.close(fd)
 
 
 def try_lock(fd: int) -> bool:

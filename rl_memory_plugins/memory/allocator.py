@@ -62,6 +62,9 @@ class Device(Protocol):
     def trim(self, worth: int = 0) -> None:
         """Give back what this process has cached on the device outside of the regions, if that is `worth` bytes."""
 
+    def allocations(self) -> int:
+        """Grows whenever anybody in this process allocates on the device."""
+
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         """Begin to copy each device block to the host address beside it.
 

@@ -6,24 +6,26 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import NamedTuple, Protocol
-
-import psutil
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Protocol
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
+from rl_memory_plugins.memory.host_memory import free_host_bytes
+from rl_memory_plugins.memory.preparation import WASTE, Demand, GivenUp, Prepares, always
 from rl_memory_plugins.memory.ranges import subtract
 
 ALIGNMENT = 4096
-#: How many times larger than needed an idle buffer may be: one for all weights must not go to the scraps of a cache,
-#: or else the weights need another.
-WASTE = 2
-#: Bytes that are copied between two looks at whether to go on; a few milliseconds' worth.
+#: Bytes that are copied, made or given back between two looks at whether to go on; a few milliseconds' worth.
 STEP_BYTES = 256 << 20
 #: Unused parts that are smaller are copied like what lies around them: that takes less time than to copy in pieces.
 MIN_LEFT_OUT = 1 << 20
+
+Step = Callable[[int], AbstractContextManager[None]]
+"""Entered for each step of making a buffer, with the bytes that are still to be made. It may raise `GivenUp`."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class HostArena(Protocol):
@@ -39,81 +41,28 @@ class HostArena(Protocol):
     def held_bytes(self) -> int:
         """Bytes the arena occupies now, used or not."""
 
-    def acquire(self, nbytes: int) -> int:
+    def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
         """The address of `nbytes` of host memory.
+
+        Args:
+            go_on: Asked while the memory is made; if it says no, none is made.
 
         Raises:
             HostMemoryError: the arena's bound or the free host memory does not allow it; nothing was changed.
+            GivenUp: `go_on` said no.
         """
 
     def prepare(self, sizes: Sequence[int]) -> object:
-        """Make buffers of these sizes in the background, where making them takes long."""
+        """Make buffers of these sizes in the background, where making them takes long and may be worth it."""
+
+    def note_sleep(self, preserving: bool) -> None:
+        """A sleep is about to preserve the weights, or to discard them. Does not wait."""
+
+    def settle(self) -> None:
+        """Give back, in the background, what sleeps no longer need. Called some time after a sleep."""
 
     def release(self, address: int) -> None:
         """Hand a buffer back to the arena, which may keep it for the next `acquire`."""
-
-
-def free_host_bytes() -> int:
-    """Host memory this process can still get: the machine's, or its cgroup's where that is less."""
-    return host_memory_info()[0]
-
-
-def host_memory_info() -> tuple[int, int]:
-    """Free and total bytes of host memory, each the least of the machine's and its cgroups'."""
-    memory = psutil.virtual_memory()
-    free, total = int(memory.available), int(memory.total)
-    for directory, files in _memory_cgroups():
-        try:
-            usage = int((directory / files.usage).read_text())
-            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such file
-            continue
-        # Pages of files that were read, such as a checkpoint, count as usage; the kernel drops them at need.
-        cached = sum(int(statistics.get(key, 0)) for key in files.cached)
-        for name in files.limits:
-            try:
-                limit = int((directory / name).read_text())
-            except (OSError, ValueError):  # no such file, or "max": no limit
-                continue
-            free = min(free, limit - usage + cached)
-            total = min(total, limit)
-    return max(free, 0), total
-
-
-class _Files(NamedTuple):
-    """Of a memory cgroup: what its limits and its usage stand in, and what its statistics call cached files."""
-
-    limits: tuple[str, ...]
-    usage: str
-    cached: tuple[str, ...]
-
-
-#: Beyond `memory.high` a process goes on, so slowly that it seems to hang.
-_CGROUP_V2 = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
-_CGROUP_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-
-
-def _memory_cgroups() -> Iterator[tuple[Path, _Files]]:
-    """The directories of this process's memory cgroup and all its parents, with the names of their files.
-
-    In a container `/proc/self/cgroup` may show the host's path, which does not exist inside: then only the
-    root of the mount, which is the container's own cgroup, is left of it.
-    """
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), _CGROUP_V2
-        elif "memory" in controllers.split(","):
-            root, names = Path("/sys/fs/cgroup/memory"), _CGROUP_V1
-        else:
-            continue
-        own = Path(path.lstrip("/"))
-        for part in (own, *own.parents):
-            yield root / part, names
 
 
 class PagedArena:
@@ -122,48 +71,80 @@ class PagedArena:
     Args:
         max_bytes: bound on what the arena holds; 0 means only free host memory bounds it.
         margin_bytes: host memory that must stay free after an `acquire`.
+        prepares: when memory for all weights is made, and whether it is given back.
     """
 
-    def __init__(self, max_bytes: int = 0, margin_bytes: int = 0) -> None:
+    def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, prepares: Prepares = "auto") -> None:
         self.notes: list[str] = []
+        self.demand = Demand(prepares)
         self._max_bytes = max_bytes
         self._margin_bytes = margin_bytes
         self._mappings: dict[int, mmap.mmap] = {}
         self._idle: set[int] = set()
-        self._lock = threading.Lock()
+        self._coming_or_going = 0  # bytes that are being made or given back
+        self._lock = threading.Lock()  # guards the three above; never held while memory is made or given back
+        self._settling: threading.Thread | None = None
 
     @property
     def held_bytes(self) -> int:
-        return sum(len(mapping) for mapping in list(self._mappings.values()))  # another thread may be adding one
+        with self._lock:
+            return self._held()
 
-    def acquire(self, nbytes: int) -> int:
+    def _held(self) -> int:
+        return self._coming_or_going + sum(len(mapping) for mapping in self._mappings.values())
+
+    def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
         nbytes = max(-(-nbytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         with self._lock:
             fitting = self._smallest_idle(nbytes)
             if fitting is not None and len(self._mappings[fitting]) <= WASTE * nbytes:
                 self._idle.remove(fitting)
                 return fitting
-            # Idle buffers that are too small only stand in the way of a larger one.
-            self._trim([address for address in self._idle if len(self._mappings[address]) < nbytes])
+        # Idle buffers that are too small only stand in the way of a larger one.
+        self._give_back(lambda mapping: len(mapping) < nbytes)
+        while True:
             try:
-                with self._taking_turns():
-                    return self._make(nbytes)
+                with self._taking_turns(nbytes):
+                    return self._make(nbytes, _at_once(go_on))
             except HostMemoryError:
-                if fitting is None:
-                    raise
-                self._idle.remove(fitting)
-                return fitting
+                if self._make_way():
+                    continue
+                with self._lock:
+                    fitting = self._smallest_idle(nbytes)
+                    if fitting is None:
+                        raise
+                    self._idle.remove(fitting)
+                    return fitting
 
-    def _make(self, nbytes: int) -> int:
-        self._check(nbytes)
+    def _make(self, nbytes: int, step: Step) -> int:
+        with self._lock:
+            self._check(nbytes)
+            self._coming_or_going += nbytes
+        mapping = None
         try:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise self._error(nbytes, free_host_bytes()) from error
-        self._prepare(mapping)
+            try:
+                mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise self._error(nbytes, free_host_bytes()) from error
+            self._fill(mapping, step)
+        except BaseException:
+            if mapping is not None:
+                unmap(mapping)
+            with self._lock:
+                self._coming_or_going -= nbytes
+            raise
         address = address_of(mapping)
-        self._mappings[address] = mapping
+        with self._lock:
+            self._coming_or_going -= nbytes
+            self._mappings[address] = mapping
         return address
+
+    def _make_way(self) -> bool:
+        """Whether host memory that was in the way of an `acquire` has gone meanwhile, after a wait for it."""
+        settling, self._settling = self._settling, None
+        if settling is not None:
+            settling.join()
+        return settling is not None
 
     def _smallest_idle(self, nbytes: int) -> int | None:
         fitting = [address for address in self._idle if len(self._mappings[address]) >= nbytes]
@@ -172,6 +153,20 @@ class PagedArena:
     def prepare(self, sizes: Sequence[int]) -> object:
         return None  # pageable memory is made as it is touched
 
+    def note_sleep(self, preserving: bool) -> None:
+        self.demand.note(preserving)
+
+    def settle(self) -> None:
+        if not self.demand.is_gone or not self._idle or (self._settling is not None and self._settling.is_alive()):
+            return
+        # Not a daemon: Python's end waits for it, so it is in no call of torch or CUDA when these go.
+        settling = threading.Thread(
+            target=self._give_back, args=(lambda mapping: self.demand.is_gone,), name="rl-memory-give-back"
+        )
+        with suppress(RuntimeError):  # no more threads: it is done after a later sleep
+            settling.start()
+            self._settling = settling
+
     def release(self, address: int) -> None:
         with self._lock:
             if address in self._mappings:
@@ -179,18 +174,31 @@ class PagedArena:
 
     def close(self) -> None:
         """Give everything back; buffers still in use become invalid."""
+        self._make_way()
         with self._lock:
             self._idle = set(self._mappings)
-            self._trim(list(self._idle))
+        self._give_back(lambda mapping: True)
 
-    def _trim(self, addresses: Sequence[int]) -> None:
-        for address in addresses:
-            self._idle.remove(address)
-            self._discard(address, self._mappings.pop(address))
+    def _give_back(self, chosen: Callable[[mmap.mmap], bool]) -> None:
+        """Give back those idle buffers that are chosen, one by one."""
+        while True:
+            with self._lock:
+                address = next((one for one in self._idle if chosen(self._mappings[one])), None)
+                if address is None:
+                    return
+                self._idle.remove(address)
+                mapping = self._mappings.pop(address)
+                nbytes = len(mapping)
+                self._coming_or_going += nbytes
+            try:
+                self._discard(address, mapping)
+            finally:
+                with self._lock:
+                    self._coming_or_going -= nbytes
 
     def _check(self, nbytes: int) -> None:
         free = free_host_bytes()
-        allowed = self._max_bytes - self.held_bytes + self._margin_bytes if self._max_bytes else free
+        allowed = self._max_bytes - self._held() + self._margin_bytes if self._max_bytes else free
         if nbytes + self._margin_bytes > min(free, allowed):
             what = "allowed by host_arena_max_bytes" if allowed < free else "free"
             raise self._error(nbytes, min(free, allowed), what)
@@ -204,15 +212,35 @@ class PagedArena:
             margin_bytes=self._margin_bytes,
         )
 
-    def _taking_turns(self) -> AbstractContextManager[None]:
+    def _taking_turns(self, nbytes: int) -> AbstractContextManager[None]:
         """For arenas that fill their pages: the ranks of a host must see what the others have taken."""
         return nullcontext()
 
-    def _prepare(self, mapping: mmap.mmap) -> None:
-        """For arenas that pin their pages."""
+    def _fill(self, mapping: mmap.mmap, step: Step) -> None:
+        """For arenas that make and pin their pages."""
 
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
-        mapping.close()
+        unmap(mapping)
+
+
+def _at_once(go_on: Callable[[], bool]) -> Step:
+    """The steps of a buffer that somebody waits for."""
+
+    @contextmanager
+    def step(rest: int) -> Iterator[None]:
+        if not go_on():
+            raise GivenUp
+        yield
+
+    return step
+
+
+def unmap(mapping: mmap.mmap) -> None:
+    """Give a mapping's memory back. Others may run and map memory meanwhile, also where it is large."""
+    address, nbytes = address_of(mapping), len(mapping)
+    for start in range(0, nbytes, STEP_BYTES):  # ctypes releases the GIL, and the kernel its lock
+        _libc.madvise(address + start, min(STEP_BYTES, nbytes - start), mmap.MADV_DONTNEED)
+    mapping.close()
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -234,9 +262,20 @@ class Backup:
     Args:
         identified: The part of the blocks that is fingerprinted. The rest, of which an engine may change something
             with every request, is copied again by `refresh` before a clean backup is used.
+        go_on: Asked while host memory is made for it.
+
+    Raises:
+        HostMemoryError: there is none; see `HostArena.acquire`.
+        GivenUp: `go_on` said no.
     """
 
-    def __init__(self, arena: HostArena, blocks: Sequence[Block], identified: Sequence[Block] = ()) -> None:
+    def __init__(
+        self,
+        arena: HostArena,
+        blocks: Sequence[Block],
+        identified: Sequence[Block] = (),
+        go_on: Callable[[], bool] = always,
+    ) -> None:
         self.identified = list(identified)
         self._arena = arena
         self.blocks = list(blocks)
@@ -245,7 +284,7 @@ class Backup:
         self._fingerprint: int | None = None
         self._left_out: list[Block] = []
         self._wait: Callable[[], None] | None = None  # for a copy that is under way
-        self._address = arena.acquire(self.nbytes) if self.nbytes else 0
+        self._address = arena.acquire(self.nbytes, go_on) if self.nbytes else 0
 
     def _leave_out(self, unused: Sequence[Block]) -> None:
         large = [block for block in unused if block.nbytes >= MIN_LEFT_OUT]

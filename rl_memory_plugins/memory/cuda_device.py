@@ -48,6 +48,9 @@ class CudaDevice:
             with torch.cuda.device(self.index):
                 torch.cuda.empty_cache()
 
+    def allocations(self) -> int:
+        return int(torch.cuda.memory_stats(self.index).get("allocation.all.allocated", 0))
+
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         with self._ordered_stream(self._stream):
             try:

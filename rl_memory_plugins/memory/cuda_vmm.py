@@ -71,7 +71,7 @@ class CudaVmmAllocator:
     """
 
     name = "vmm"
-    maps_zeroed = True  # the driver scrubs what it hands out; tests/gpu checks it
+    maps_zeroed = True  # NVIDIA's driver scrubs what is freed, which no document promises: tests/gpu checks it
 
     def __init__(self, index: int, margin_bytes: int = 0) -> None:
         require_torch_symbols()

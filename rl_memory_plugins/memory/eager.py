@@ -10,6 +10,7 @@ from functools import partial
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.memory.preparation import GivenUp
 from rl_memory_plugins.memory.ranges import intersect
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Tag
@@ -75,6 +76,8 @@ class EagerBackup:
             unused.free()
         try:
             self._copy()
+        except GivenUp:
+            pass
         except RLMemoryError as error:  # the sleep itself tries again, and says what it lacks
             logger.warning("%s was not copied in advance: %s", self._tag.value, error)
         except Exception:
@@ -84,7 +87,7 @@ class EagerBackup:
         with self._allocator.held(self._tag) as blocks:
             if not self._go_on():
                 return
-            backup = Backup(self._arena, blocks, intersect(blocks, self._identified))
+            backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on)
             complete = False
             try:
                 complete = backup.save_in_steps(self._allocator.device, self._epoch, self._go_on)

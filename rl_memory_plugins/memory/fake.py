@@ -38,6 +38,7 @@ class FakeDevice:
         self.name = name
         self.capacity = capacity
         self.used = 0
+        self.allocated = 0
         self.calls: dict[str, int] = defaultdict(int)
         """How often each operation ran: `synchronize`, `trim`, `begin_copy_to_host`, `end_copy_to_host` (where the
         bytes are moved, as late as can be), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve`,
@@ -60,6 +61,9 @@ class FakeDevice:
 
     def trim(self, worth: int = 0) -> None:
         self._enter("trim")
+
+    def allocations(self) -> int:
+        return self.allocated
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         self._enter("begin_copy_to_host")
@@ -120,13 +124,17 @@ class FakeDevice:
 
 
 class FakeAllocator:
-    """Pausable regions on a `FakeDevice`. Released memory reads as garbage."""
+    """Pausable regions on a `FakeDevice`. Released memory reads as garbage.
+
+    Args:
+        maps_zeroed: Newly mapped memory reads as zeros, and not as garbage.
+    """
 
     name = "fake"
-    maps_zeroed = False  # it hands out garbage
 
-    def __init__(self, device: FakeDevice | None = None) -> None:
+    def __init__(self, device: FakeDevice | None = None, *, maps_zeroed: bool = False) -> None:
         self.device = device or FakeDevice()
+        self.maps_zeroed = maps_zeroed
         self.unused_blocks: list[Block] = []
         self._local = threading.local()
 
@@ -224,6 +232,8 @@ class FakeReservation:
             for range_ in live:
                 device._enter("map")
                 range_.mapped = True
+                if self._allocator.maps_zeroed:
+                    ctypes.memset(range_.block.address, 0, range_.block.nbytes)
         except Exception:
             for range_ in live:
                 self._allocator._unmap(range_)

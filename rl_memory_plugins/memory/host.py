@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import free_host_bytes, host_memory_info
 from rl_memory_plugins.memory.fingerprint import fingerprint_of_ranges
+from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info
 from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.tags import Tag
 
@@ -59,6 +59,9 @@ class HostDevice:
 
     def trim(self, worth: int = 0) -> None:
         return  # malloc caches nothing worth mentioning
+
+    def allocations(self) -> int:
+        return 0
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         for block, host in pairs:

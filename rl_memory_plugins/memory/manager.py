@@ -14,9 +14,9 @@ from itertools import pairwise
 from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, HostArena
-from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.ranges import intersect, subtract
 from rl_memory_plugins.memory.reclaim import Reclaim
+from rl_memory_plugins.memory.weights_content import WeightsContent
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
 from rl_memory_plugins.timing import timed
@@ -36,7 +36,7 @@ class _PreparedSleep:
         self.states: dict[Tag, TagState] = {}
 
 
-class MemoryManager:
+class MemoryManager(WeightsContent):
     """One rank's tags over one allocator.
 
     Args:
@@ -65,25 +65,17 @@ class MemoryManager:
         eager_backup: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
+        super().__init__(allocator, arena, discardable, eager_backup=eager_backup)
         self.rank = rank
-        self.allocator = allocator
-        self.device = allocator.device
-        self.content = Content.VALID
         self.notes = list(notes)
-        self.arena = arena
-        self._discardable = discardable
         self._poison = poison
         self._zero_on_wake = frozenset(zero_on_wake)
-        self._eager_backup = eager_backup
-        self._eager: EagerBackup | None = None
-        self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
-        self._backups: dict[Tag, Backup] = {}
         self._unrestored: dict[Tag, list[Block]] = {}  # mapped by a wake that broke off, content undefined
-        self._epoch = 0
         self._prepared_sleep: _PreparedSleep | None = None
         self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # what the latest release left for later is done
+        self._allocations = 0  # of this process on the device, as of the end of the latest transition
         self._left: dict[str, int] | None = None  # of the latest sleep, once it is accounted for
         self._seconds: dict[str, float] = {}
 
@@ -94,19 +86,11 @@ class MemoryManager:
         """
         with suppress(DeviceMemoryError):
             self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
-        tags = (Tag.CUDA_GRAPH,) if self._eager_backup else (Tag.WEIGHTS, Tag.CUDA_GRAPH)
+        tags = (Tag.WEIGHTS, Tag.CUDA_GRAPH)
         self.arena.prepare([sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in tags])
         self._start_eager_backup()
 
     # -- what is ------------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """Grows with every change of the weights' content that this package knows of."""
-        return self._epoch
-
-    def state(self, tag: Tag) -> TagState:
-        return self._states[tag]
 
     def status(self) -> RankStatus:
         """A record of everything the contract lets a caller see. Cheap, and works in every state."""
@@ -157,6 +141,9 @@ class MemoryManager:
         prepared = _PreparedSleep(level)
         try:
             if Tag.WEIGHTS in tags and level is not Level.PAUSE:
+                if self._states[Tag.WEIGHTS] is TagState.RESIDENT:
+                    # A copy that is made in advance is one, though this sleep may not want it.
+                    self.arena.note_sleep(preserves(level, Tag.WEIGHTS) or self._eager_backup)
                 with self._timed("backup"):
                     self._end_eager_backup(wanted=preserves(level, Tag.WEIGHTS))
             with self._timed("synchronize"):
@@ -239,14 +226,19 @@ class MemoryManager:
             return
         if all(state is TagState.RESIDENT for state in self._states.values()):
             return
+        self._allocations = self.device.allocations()
         try:
             self._reclaim = Reclaim(self._reclaim_memory)
         except RuntimeError:  # no more threads
             logger.exception("what was released is not reclaimed early; a wake does it")
 
     def _reclaim_memory(self) -> None:
-        self.device.trim()
+        # Whoever has allocated since, in an engine that sleeps, is a trainer in this process: torch's cache is its own
+        # now, and emptying it would break off a graph that it captures.
+        if self.device.allocations() == self._allocations:
+            self.device.trim()
         self.allocator.reclaim()
+        self.arena.settle()
         self._reclaimed = True
 
     def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
@@ -385,7 +377,7 @@ class MemoryManager:
             reservation.drop()
         self._reclaim_later()
 
-    # -- content of the weights -----------------------------------------------------------------------------
+    # -- writes into the weights ----------------------------------------------------------------------------
 
     def require_writable(self) -> None:
         """Check that an update may write: the weights' memory must be there, and no copy of it be taken for whole.
@@ -398,86 +390,6 @@ class MemoryManager:
             raise StateConflictError(
                 "the weights are asleep: wake_up(tags=['weights']) first", rank=self.rank, tag="weights"
             )
-
-    def begin_writing(self) -> None:
-        """An update is about to write its first byte; until `finish_writing` the content is `updating`.
-
-        Raises:
-            StateConflictError: see `require_writable`.
-        """
-        self.require_writable()
-        self._cancel_eager_backup()
-        self.content = Content.UPDATING
-
-    def finish_writing(self, complete: bool) -> None:
-        """The update that began is over, on every rank. Does nothing where no byte was written."""
-        if self.content is Content.UPDATING:
-            self.content = Content.VALID if complete else Content.FAILED
-            self._epoch += 1
-            self._start_eager_backup()
-
-    def tear(self) -> None:
-        """What the weights hold is undefined from now on, until every byte has been written.
-
-        Raises:
-            StateConflictError: see `begin_writing`.
-        """
-        self.begin_writing()
-        self.finish_writing(complete=False)
-
-    def note_foreign_load(self, complete: bool, *, broken_off: bool = False) -> None:
-        """Somebody else wrote into the weights.
-
-        Args:
-            complete: By now every parameter was written.
-            broken_off: The load ended with an error after it had written something.
-        """
-        self._epoch += 1
-        self._cancel_eager_backup()
-        if broken_off and not complete and self.content is Content.VALID:
-            self.content = Content.FAILED
-        if complete:
-            self.content = Content.VALID
-            self._start_eager_backup()
-
-    # -- copying in advance -----------------------------------------------------------------------------------
-
-    def _start_eager_backup(self) -> None:
-        """Begin to copy the weights, unless what they hold now has been copied or may not last."""
-        if not self._eager_backup or self.content is not Content.VALID or self._prepared_sleep is not None:
-            return
-        if self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
-            return
-        self._collect_eager_backup()
-        existing = self._backups.get(Tag.WEIGHTS)
-        if existing is not None:
-            if existing.identified and existing.epoch == self._epoch:
-                return
-            self._backups.pop(Tag.WEIGHTS).free()  # out of date: its memory serves the new copy
-        discardable = list(self._discardable(Tag.WEIGHTS))
-        try:
-            self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self._epoch, self._eager)
-        except RuntimeError:  # no more threads
-            logger.exception("the weights are not copied in advance; a sleep does it")
-
-    def _cancel_eager_backup(self) -> None:
-        if self._eager is not None:
-            self._eager.cancel()
-
-    def _collect_eager_backup(self) -> None:
-        """Count a copy that has ended among the backups; does not wait."""
-        if self._eager is not None and not self._eager.is_running:
-            self._end_eager_backup(wanted=True)
-
-    def _end_eager_backup(self, wanted: bool) -> None:
-        """Wait until no thread reads the weights; a `wanted` copy goes on until it is complete."""
-        if self._eager is None:
-            return
-        if not wanted:
-            self._eager.cancel()
-        backup, self._eager = self._eager.finish(), None
-        if backup is not None:
-            self._backups[Tag.WEIGHTS] = backup
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -497,8 +409,11 @@ class MemoryManager:
             self._reclaim.end()
             self._reclaim = None
 
+    def _in_transition(self) -> bool:
+        return self._prepared_sleep is not None or self._prepared_wake is not None
+
     def _require_no_transition(self) -> None:
-        if self._prepared_sleep is not None or self._prepared_wake is not None:
+        if self._in_transition():
             raise StateConflictError("another transition is prepared on this rank", rank=self.rank)
 
     @contextmanager

@@ -8,23 +8,26 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.memory.backup import PagedArena, address_of
+from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
+from rl_memory_plugins.memory.host_memory import host_memory_info
+from rl_memory_plugins.memory.preparation import GivenUp, Preparation, Prepares, always
 from rl_memory_plugins.private_directory import one_at_a_time
 
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
 TURN_S = 60.0  # for so long a rank waits for another that fills host memory
+SMALL_BYTES = 32 << 20  # so little is made in milliseconds, and without waiting for anybody
+SPARE_SHARE = 4  # of a host's memory, one part in so many stays free of what is made on a guess
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -43,61 +46,95 @@ class PinnedArena(PagedArena):
         index: torch's ordinal of the GPU that copies to and from it.
         max_bytes: bound on what the arena holds; 0 means only free host memory bounds it.
         margin_bytes: host memory that must stay free after an `acquire`.
+        prepares: when memory for all weights is made, and whether it is given back.
         threads: how many threads make pages; by default one for each core, at most 16.
     """
 
-    def __init__(self, index: int, max_bytes: int = 0, margin_bytes: int = 0, threads: int | None = None) -> None:
-        super().__init__(max_bytes, margin_bytes)
+    def __init__(
+        self,
+        index: int,
+        max_bytes: int = 0,
+        margin_bytes: int = 0,
+        prepares: Prepares = "auto",
+        threads: int | None = None,
+    ) -> None:
+        super().__init__(max_bytes, margin_bytes, prepares)
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
         self._index = index
         self._node = numa_node(index)
         self._registered: set[int] = set()
-        self._preparing: list[threading.Thread] = []
+        self._preparations: list[Preparation] = []
         self._kept: list[mmap.mmap] = []  # still page-locked: the GPU may go on reading them
 
-    def prepare(self, sizes: Sequence[int]) -> threading.Thread | None:
+    def prepare(self, sizes: Sequence[int]) -> Preparation | None:
         """Make idle buffers of these sizes in the background, so that no `acquire` of the sizes has to.
 
-        An `acquire` meanwhile waits and then finds its buffer. What cannot be made is left to that `acquire`,
-        which raises in its turn.
+        An `acquire` of one of the sizes meanwhile waits and then finds its buffer; any other, and one of little, waits
+        for none of it. What cannot be made is left to the `acquire`, which raises in its turn.
         """
-        thread = threading.Thread(target=self._make_idle, args=(list(sizes),), name="rl-memory-arena", daemon=True)
+        if self.demand.prepares == "first_use":
+            return None
         try:
-            thread.start()
+            preparation = Preparation(sizes, self._make_idle)
         except RuntimeError:  # no more threads
             logger.exception("host memory is not made in advance; the first sleep does it")
             return None
-        self._preparing = [*(one for one in self._preparing if one.is_alive()), thread]
-        return thread
+        self._preparations = [*self._running(), preparation]
+        return preparation
 
-    def acquire(self, nbytes: int) -> int:
-        for thread in self._preparing:
-            thread.join()
-        return super().acquire(nbytes)
+    def _running(self) -> list[Preparation]:
+        return [preparation for preparation in self._preparations if preparation.is_running]
 
-    def _make_idle(self, sizes: list[int]) -> None:
-        made = []
-        try:
-            for nbytes in sorted(sizes, reverse=True):
-                made.append(super().acquire(nbytes))  # noqa: PERF401 - those made must be known if one fails
-        except RLMemoryError as error:
-            logger.warning("the host arena was not prepared: %s", error)
-        finally:
-            for address in made:
-                self.release(address)
+    def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
+        if nbytes > SMALL_BYTES:
+            for preparation in self._running():
+                preparation.await_buffer(nbytes, go_on)
+        return super().acquire(nbytes, go_on)
 
-    def close(self) -> None:
-        for thread in self._preparing:
-            thread.join()
-        super().close()
+    def note_sleep(self, preserving: bool) -> None:
+        super().note_sleep(preserving)
+        if self.demand.is_gone:
+            for preparation in self._running():
+                preparation.end()
 
-    def _prepare(self, mapping: mmap.mmap) -> None:
+    def _make_idle(self, nbytes: int, go_on: Callable[[], bool]) -> None:
+        @contextmanager
+        def step(rest: int) -> Iterator[None]:
+            if not go_on():
+                raise GivenUp
+            with one_at_a_time("host-memory", TURN_S, go_on):  # for each step: others' sleeps need not wait for all
+                if not go_on():
+                    raise GivenUp
+                self._check_spare(rest)
+                yield
+
+        self.release(self._make(nbytes, step))
+
+    def _check_spare(self, nbytes: int) -> None:
+        """What is made on a guess, others may need more."""
+        free, total = host_memory_info()
+        spare = total // SPARE_SHARE if self.demand.prepares == "auto" else self._margin_bytes
+        if nbytes + spare > free:
+            raise self._error(nbytes, free - spare + self._margin_bytes, f"free beside {spare} to spare")
+
+    def _make_way(self) -> bool:
+        running = self._running()
+        for preparation in running:
+            preparation.end()
+        for preparation in running:
+            preparation.join()
+        return super()._make_way() or bool(running)
+
+    def _fill(self, mapping: mmap.mmap, step: Step) -> None:
         address, nbytes = address_of(mapping), len(mapping)
         _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # either may be unknown to the kernel: no matter
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
         prefer_node(address, nbytes, self._node)
-        touch(address, nbytes, self._threads)
-        (code,) = _in_threads([partial(self._register, address, nbytes)])
+        for start in range(0, nbytes, STEP_BYTES):
+            with step(nbytes - start):
+                touch(address + start, min(STEP_BYTES, nbytes - start), self._threads)
+        with step(0):
+            (code,) = _in_threads([partial(self._register, address, nbytes)])
         if code == 0:
             self._registered.add(address)
         else:
@@ -117,8 +154,8 @@ class PinnedArena(PagedArena):
         with torch.cuda.device(self._index):
             return int(torch.cuda.cudart().cudaHostUnregister(address))
 
-    def _taking_turns(self) -> AbstractContextManager[None]:
-        return one_at_a_time("host-memory", TURN_S)
+    def _taking_turns(self, nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S)
 
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         if address in self._registered:
@@ -146,38 +183,39 @@ def touch(address: int, nbytes: int, threads: int) -> None:
 def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run the calls at once, each in a thread of its own, and return what they return.
 
-    Unlike an executor's these threads still start while Python ends. None outlives the call, whose caller may unmap
+    Unlike an executor's these threads still start while Python ends. No call outlives this one, whose caller may unmap
     what they write to.
     """
     futures: list[Future[Any]] = [Future() for _ in calls]
 
     def run(future: Future[Any], call: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
-    threads = [
-        threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True)
-        for future, call in zip(futures, calls, strict=True)
-    ]
     try:
-        for thread in threads:
-            thread.start()
+        for future, call in zip(futures, calls, strict=True):
+            threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True).start()
+    except BaseException:
+        for future in futures:  # a thread whose start was interrupted may begin yet: then it does nothing
+            future.cancel()
+        raise
     finally:
-        _join(threads)
+        _await(futures)
     return [future.result() for future in futures]
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    """Wait for those that were started, whatever a signal's handler raises meanwhile."""
+def _await(futures: Sequence[Future[Any]]) -> None:
+    """Wait for those that were not cancelled, whatever a signal's handler raises meanwhile."""
     interrupted: BaseException | None = None
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:
-                interrupted = error
+    while running := [future for future in futures if not future.done()]:
+        try:
+            wait(running)
+        except BaseException as error:
+            interrupted = error
     if interrupted is not None:
         raise interrupted
 

@@ -58,10 +58,10 @@ def _make(kind: str, device: Any, rank: int, config: RLMemoryConfig) -> Allocato
 def _arena(device: Any, config: RLMemoryConfig) -> HostArena:
     bounds = (config.host_arena_max_bytes, config.host_memory_margin_bytes)
     if device.type == "cpu":
-        return PagedArena(*bounds)
+        return PagedArena(*bounds, config.prepare_host_memory)
     from rl_memory_plugins.memory.pinned import PinnedArena
 
-    return PinnedArena(_ordinal(device), *bounds)
+    return PinnedArena(_ordinal(device), *bounds, config.prepare_host_memory)
 
 
 def _ordinal(device: Any) -> int:

@@ -58,7 +58,7 @@ class TorchSaverAllocator:
     """
 
     name = "tms"
-    maps_zeroed = True  # as for cuda_vmm
+    maps_zeroed = False  # nothing promises it, and on ROCm mapping writes to the memory
 
     def __init__(self, index: int, margin_bytes: int = 0, hook_mode: HookMode = "auto") -> None:
         self.index = index

@@ -36,6 +36,10 @@ _COMPRESSED = {
 }
 
 
+HOST_MARGIN_BYTES = 256 << 20
+"""Host memory that an offload leaves free: without any, the kernel ends a process, and often another one."""
+
+
 class Moved(NamedTuple):
     """One move. `seconds` is 0.0 where there was nothing to move."""
 
@@ -214,9 +218,9 @@ class Offloader:
         if self._host is None:
             if device.type == "cuda":
                 index = torch.cuda.current_device() if device.index is None else device.index
-                self._host = _HostMemory(PinnedArena(index))
+                self._host = _HostMemory(PinnedArena(index, margin_bytes=HOST_MARGIN_BYTES))
             else:
-                self._host = _HostMemory(PagedArena())
+                self._host = _HostMemory(PagedArena(margin_bytes=HOST_MARGIN_BYTES))
         return self._host
 
 
@@ -327,7 +331,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class borrowed:
-    """Offloaded tensors on the device for a moment; what is written to them is lost."""
+    """Offloaded tensors on the device for a moment; what is written is lost, unless they are loaded meanwhile."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
@@ -345,7 +349,8 @@ class borrowed:
     def __exit__(self, *_: object) -> None:
         _synchronize(self._borrowed)
         for storage in self._borrowed:
-            storage.resize_(0)
+            if storage in _away:  # else it was loaded meanwhile, and what is here is all there is of it
+                storage.resize_(0)
 
 
 _offloaders: weakref.WeakKeyDictionary[Any, Offloader] = weakref.WeakKeyDictionary()

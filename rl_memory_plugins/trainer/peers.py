@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, from_record
 
 T = TypeVar("T")
+
+
+class _Message(msgspec.Struct, array_like=True):
+    """What a rank brings to an agreement.
+
+    Attributes:
+        value: Encoded; it is decoded only where all ranks are at the same step and none has failed.
+        failure: Its error, if it has one: how severe it is, and its record.
+    """
+
+    step: str
+    value: msgspec.Raw
+    failure: tuple[int, dict[str, Any]] | None
+
+
+def _encoded(step: str, value: Any, failure: tuple[int, dict[str, Any]] | None) -> bytes:
+    encode = msgspec.msgpack.encode
+    return encode(_Message(step, msgspec.Raw(encode(value)), failure))
 
 
 class Peers:
@@ -39,8 +58,11 @@ class Peers:
             if self.size > 1:
                 self._group = _twin(group)
 
-    def agree(self, run: Callable[[], T]) -> list[T]:
+    def agree(self, run: Callable[[], T], as_type: Any = Any) -> list[T]:
         """Run on every rank, and give the results of all, in their order; it fails on all if it fails on one.
+
+        Args:
+            as_type: See `share`.
 
         Raises:
             Exception: see `share`.
@@ -49,12 +71,21 @@ class Peers:
             value = run()
         except Exception as error:
             return self.share(None, error)
-        return self.share(value)
+        return self.share(value, as_type=as_type)
 
     def share(
-        self, value: Any, error: Exception | None = None, severity: Callable[[Exception], int] = lambda _: 0
+        self,
+        value: Any,
+        error: Exception | None = None,
+        severity: Callable[[Exception], int] = lambda _: 0,
+        as_type: Any = Any,
     ) -> list[Any]:
         """All ranks' values, in their order.
+
+        Args:
+            value: Numbers, text, and lists, mappings, named tuples, data classes and `msgspec.Struct`s of them.
+            as_type: The value's type, as `msgspec` takes it. Without it, what is no number or text comes back as
+                lists and dicts.
 
         Raises:
             Exception: some rank brought an error: on every rank the most severe one, of the first rank that has
@@ -64,32 +95,33 @@ class Peers:
                 rank's. A rank with an error of its own raises that.
         """
         mine = None if error is None else (severity(error), _record(error))
-        everyone: list[Any] = [(value, mine)]
-        if self.size > 1:
-            try:
-                sent = pickle.dumps((self.step, value, mine))
-            except Exception as failure:  # the others wait for something
-                error = error or failure
-                sent = pickle.dumps((self.step, None, (severity(error), _bare_record(error))))
-            told = _telling.get(self._group)
-            if told is not None:
-                told.join()
-                _telling.pop(self._group, None)
-            answers = [pickle.loads(one) for one in self._gather(sent)]
-            steps = [step for step, *_ in answers]
-            if len(set(steps)) > 1:
-                raise error or StateConflictError(
-                    f"the trainer's processes are not at the same step: {', '.join(step or '-' for step in steps)}",
-                    steps=steps,
-                )
-            everyone = [(one, failure) for _, one, failure in answers]
-        failed = [rank for rank, (_, failure) in enumerate(everyone) if failure is not None]
-        if not failed:
-            return [one for one, _ in everyone]
-        worst = max(failed, key=lambda rank: (everyone[rank][1][0], -rank))
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return [value]
+        try:
+            sent = _encoded(self.step, value, mine)
+        except Exception as failure:  # the others wait for something
+            error = error or failure
+            sent = _encoded(self.step, None, (severity(error), _bare_record(error)))
+        told = _telling.get(self._group)
+        if told is not None:
+            told.join()
+            _telling.pop(self._group, None)
+        everyone = [msgspec.msgpack.decode(one, type=_Message) for one in self._gather(sent)]
+        steps = [one.step for one in everyone]
+        if len(set(steps)) > 1:
+            raise error or StateConflictError(
+                f"the trainer's processes are not at the same step: {', '.join(step or '-' for step in steps)}",
+                steps=steps,
+            )
+        failures = {rank: one.failure for rank, one in enumerate(everyone) if one.failure is not None}
+        if not failures:
+            return [msgspec.msgpack.decode(one.value, type=as_type) for one in everyone]
+        worst = max(failures, key=lambda rank: (failures[rank][0], -rank))
         if worst == self.rank and error is not None:
             raise error
-        other = from_record(everyone[worst][1][1])
+        other = from_record(failures[worst][1])
         other.details.setdefault("trainer_rank", worst)
         raise other
 
@@ -100,9 +132,9 @@ class Peers:
         """
         if self.size > 1:
             try:
-                sent = pickle.dumps((self.step, None, (0, _record(error))))
+                sent = _encoded(self.step, None, (0, _record(error)))
             except Exception:
-                sent = pickle.dumps((self.step, None, (0, _bare_record(error))))
+                sent = _encoded(self.step, None, (0, _bare_record(error)))
             # A daemon: a process that ends instead of going on closes its connections, which the others notice. Torch
             # may then abort it at the very end, if it has not destroyed its process groups.
             telling = threading.Thread(target=self._tell, args=(sent, _telling.get(self._group)), daemon=True)
@@ -117,11 +149,18 @@ class Peers:
             self._gather(sent)
 
     def _gather(self, sent: bytes) -> list[bytes]:
+        """All ranks' bytes, each padded to the longest on its way."""
+        import torch
         import torch.distributed as dist
 
-        shared: list[Any] = [None] * self.size
-        dist.all_gather_object(shared, sent, group=self._group)
-        return shared
+        own = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
+        lengths = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(lengths, own, group=self._group)
+        room = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device="cpu")
+        room[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        everyone = [torch.empty_like(room) for _ in range(self.size)]
+        dist.all_gather(everyone, room, group=self._group)
+        return [bytes(one.numpy()[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
 
 
 _telling: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()

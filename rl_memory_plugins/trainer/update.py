@@ -72,7 +72,8 @@ def push_from_all(
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     source = ModelSource(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors
     shared: list[tuple[str, _Site]] = peers.agree(
-        lambda: (secrets.token_urlsafe(32), _Site(own_gpu(), [engine.devices() for engine in engines]))
+        lambda: (secrets.token_urlsafe(32), _Site(own_gpu(), [engine.devices() for engine in engines])),
+        as_type=tuple[str, _Site],
     )
     token, sites = shared[0][0], [site for _, site in shared]
     served = [

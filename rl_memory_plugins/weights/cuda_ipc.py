@@ -79,6 +79,13 @@ class Gpu(Protocol):
     def open(self, handle: bytes) -> int:
         """The address, in this process, of another process's allocation."""
 
+    def bytes_from(self, address: int) -> int:
+        """Bytes from an address of this process to the end of its allocation, which may be another process's.
+
+        Raises:
+            UnsupportedError: it lies in none.
+        """
+
     def close(self, address: int) -> None: ...
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory."""
@@ -157,6 +164,12 @@ class CudaGpu:
                 _LAZY_ENABLE_PEER_ACCESS,
             )
         return address.value
+
+    def bytes_from(self, address: int) -> int:
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        with self._current():
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+        return base.value + nbytes.value - address
 
     def close(self, address: int) -> None:
         with self._current():
@@ -259,9 +272,12 @@ class Mappings:
 
         Raises:
             UnsupportedError: the driver denies it. Nothing is open then.
+            WeightUpdateError: an allocation has fewer bytes than the trainer says. Nothing is open then.
         """
         if process == process_id():  # a handle cannot be opened by the process that exported it
             self.close()
+            for one in allocations:
+                _require_bytes(gpu, one.address, one)
             return [gpu.view(one.address, one.nbytes) for one in allocations]
         keys = [(process, *one) for one in allocations]
         with self._lock:
@@ -270,7 +286,7 @@ class Mappings:
                 self._close(self._open.keys() - set(keys))
                 for key, one in zip(keys, allocations, strict=True):
                     if key not in self._open:
-                        self._open[key] = (gpu, gpu.view(gpu.open(one.handle), one.nbytes))
+                        self._open[key] = (gpu, _opened(gpu, one))
             except BaseException:
                 self._close(set(self._open))
                 raise
@@ -303,6 +319,28 @@ class Mappings:
         for key in keys:
             gpu, memory = self._open.pop(key)
             gpu.close(memory.data_ptr())
+
+
+def _opened(gpu: Gpu, allocation: Allocation) -> torch.Tensor:
+    address = gpu.open(allocation.handle)
+    try:
+        _require_bytes(gpu, address, allocation)
+        return gpu.view(address, allocation.nbytes)
+    except BaseException:
+        gpu.close(address)
+        raise
+
+
+def _require_bytes(gpu: Gpu, address: int, allocation: Allocation) -> None:
+    """The trainer's word for a size is not enough: reading on behind the end is a fault that no process survives."""
+    found = gpu.bytes_from(address)
+    if allocation.nbytes > found:
+        raise WeightUpdateError(
+            f"the trainer offers {allocation.nbytes} bytes of an allocation that has {found}",
+            reason="wrong size",
+            nbytes=allocation.nbytes,
+            got=found,
+        )
 
 
 _turns = threading.Lock()

@@ -56,6 +56,7 @@ class ModelLoader:
         load_weights: Loader,
         parameters: Callable[[], Mapping[str, torch.Tensor]],
         *,
+        buffers: Callable[[], Mapping[str, torch.Tensor]],
         load_opaque: Loader,
         reload: Callable[[], Reload | None],
         transformed: Callable[[], int],
@@ -64,6 +65,7 @@ class ModelLoader:
     ) -> None:
         self._load_weights = load_weights
         self._parameters = parameters
+        self._buffers = buffers
         self._load_opaque = load_opaque
         self._reload = reload
         self._transformed = transformed
@@ -94,6 +96,7 @@ class ModelLoader:
                 manifest,
                 expected=layout,
                 ignorable=self._ignorable,
+                owned=[*expected.values(), *self._buffers().values()],
                 allow_cast=self._allow_cast,
                 whole_layers="" if reload is None else reload.why,
             )
@@ -143,14 +146,14 @@ class ModelLoader:
             )
 
     def drop_outdated(self) -> Mapping[str, torch.Tensor]:
-        """Forget plans that write memory which is no longer the parameters'; they would keep it alive.
+        """Forget plans that write memory which is no longer the model's; they would keep it alive.
 
         Plans that were made before the engine was seen to transform something go too.
 
         Returns: the parameters as they are now.
         """
         expected = self._parameters()
-        current = (self._transformed(), signature(expected))
+        current = (self._transformed(), signature(expected), signature(self._buffers()))
         if current != self._signature:
             self._plans.clear()
             self.replays.clear()

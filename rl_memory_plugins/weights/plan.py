@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.pools import inline, intercepted
 from rl_memory_plugins.weights.regions import Coverage
@@ -195,6 +198,7 @@ def trace(
     *,
     expected: Mapping[str, torch.Tensor] | None = None,
     ignorable: Callable[[str], bool] = lambda name: False,
+    owned: Iterable[torch.Tensor] | None = None,
     allow_cast: bool = False,
     whole_layers: str = "",
 ) -> LoadPlan:
@@ -205,6 +209,8 @@ def trace(
         manifest: What the trainer is going to send.
         expected: The parameters that a complete update must cover, by the engine's name.
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
+        owned: All memory whose replacement is noticed: the model's parameters and buffers. A name whose loading
+            writes other memory is opaque.
         allow_cast: Take tensors whose dtype is not the engine's; the copy casts.
         whole_layers: Why the engine reloads whole layers, if it does: each layer of `expected` must be covered
             or left out, and every name is opaque.
@@ -219,6 +225,8 @@ def trace(
     tracer = Tracer(manifest.tensors, (expected or {}).values(), allow_cast=allow_cast)
     failures, untried, blind = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
     blind = blind or tracer.blind
+    if owned is not None:
+        _leave_to_the_loader(tracer, owned)
     tracer.finish()
     problems = [*failures.values(), *tracer.wrong_dtype.values()]
     if untried:
@@ -242,6 +250,20 @@ def trace(
         plan.traced = tracer.written
         plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in _missing(tracer, expected)}
     return plan
+
+
+def _leave_to_the_loader(tracer: Tracer, owned: Iterable[torch.Tensor]) -> None:
+    """Make those names opaque that write memory which the model may drop without anybody's notice."""
+    storages = (tensor.untyped_storage() for tensor in owned)
+    ranges = merge(Block(storage.data_ptr(), storage.nbytes()) for storage in storages)
+
+    def is_owned(tensor: torch.Tensor) -> bool:
+        at = bisect_right(ranges, tensor.data_ptr(), key=lambda block: block.address) - 1
+        return at >= 0 and _end(tensor) <= ranges[at].end
+
+    for name, destinations in tracer.destinations():
+        if not all(is_owned(destination) for destination in destinations):
+            tracer.mark_opaque([name], "its loader writes memory that is no parameter and no buffer of the model")
 
 
 def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str], bool]:
@@ -354,10 +376,9 @@ def warm_up() -> None:
     trace(load, Manifest([TensorSpec("warm-up", "float32", (2,))]))
 
 
-def signature(parameters: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Identifies the memory that a plan writes; a plan is void once it changes."""
+def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """Identifies the memory that a plan writes, of parameters and buffers; a plan is void once it changes."""
     with torch._C.DisableTorchFunctionSubclass():  # engines' parameters are subclasses: each look would run Python
         return tuple(
-            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            for name, tensor in parameters.items()
+            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
         )

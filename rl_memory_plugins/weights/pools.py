@@ -22,16 +22,22 @@ _here = _Here()
 _lock = threading.Lock()
 _users = 0
 _original = ThreadPoolExecutor.submit
+_installed: Any = None
+"""What stands in `ThreadPoolExecutor.submit`, in the place of `_original`, for as long as anybody watches."""
 
 
 @contextmanager
 def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None]:
-    """What this thread submits to any thread pool goes to `instead`."""
-    global _users, _original
+    """What this thread submits to any thread pool goes to `instead`.
+
+    Others may replace `ThreadPoolExecutor.submit` meanwhile, as instrumentation does: what they put there stays.
+    """
+    global _users, _original, _installed
     with _lock:
         if _users == 0:
             _original = ThreadPoolExecutor.submit
-            ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign, assignment]
+            _installed = _wrapped(_original)
+            ThreadPoolExecutor.submit = _installed  # type: ignore[method-assign]
         _users += 1
     before, _here.instead = _here.instead, instead
     try:
@@ -41,13 +47,22 @@ def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None
         with _lock:
             _users -= 1
             if _users == 0:
-                ThreadPoolExecutor.submit = _original  # type: ignore[method-assign]
+                if ThreadPoolExecutor.submit is _installed:
+                    ThreadPoolExecutor.submit = _original  # type: ignore[method-assign]
+                _installed = None
 
 
-def _submit(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-    if _here.instead is None:
-        return _original(pool, call, *args, **kwargs)
-    return _here.instead(functools.partial(_original, pool), functools.partial(call, *args, **kwargs))
+def _wrapped(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    """A `submit` that asks `_here` first. It only passes calls on once it is no longer the installed one."""
+
+    @functools.wraps(original)
+    def submit(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        instead = _here.instead
+        if instead is None or submit is not _installed:
+            return original(pool, call, *args, **kwargs)
+        return instead(functools.partial(original, pool), functools.partial(call, *args, **kwargs))
+
+    return submit
 
 
 def inline(submit: Submit, call: Call) -> Future[Any]:

@@ -38,6 +38,8 @@ class WeightReceiver:
         manager: The rank's state machine; told when the first byte is about to be written.
         load_weights: The model's loader. Planning runs it on meta tensors.
         parameters: The parameters that a complete update must cover, by the engine's name.
+        buffers: What else the loader writes and may be replaced, by the engine's name: the model's buffers. What it
+            writes beside these and the parameters is left to the loader in each update.
         load_opaque: Loads, for real, tensors that the plan cannot replay. Called once for each update that has
             any, with an iterator over them; it may keep the tensors. The model's loader where it is not given.
         reload: Gives what loads all tensors in place of both, if the engine has transformed any weights. Asked
@@ -56,6 +58,7 @@ class WeightReceiver:
         load_weights: Loader,
         parameters: Callable[[], Mapping[str, torch.Tensor]],
         *,
+        buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
         load_opaque: Loader | None = None,
         reload: Callable[[], Reload | None] = lambda: None,
         transformed: Callable[[], int] = lambda: 0,
@@ -69,6 +72,7 @@ class WeightReceiver:
         self._model = ModelLoader(
             load_weights,
             parameters,
+            buffers=buffers,
             load_opaque=load_opaque or load_weights,
             reload=reload,
             transformed=transformed,

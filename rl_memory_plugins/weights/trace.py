@@ -94,6 +94,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.refuse("its loader reads values", tensor)
         return 1.0 if tensor.is_floating_point() else 1
 
+    def destinations(self) -> list[tuple[str, list[torch.Tensor]]]:
+        """The memory that each name's loading writes."""
+        found = [(name, [step.destination for step in steps]) for name, steps in self.steps.items()]
+        return [*found, *((name, [fill.destination]) for _, fill, name in self._pending if name is not None)]
+
     def finish(self) -> None:
         """Settle what was left open; call once, after the loader."""
         for _, fill, name in self._pending:  # fills of memory that no copy goes to

@@ -248,6 +248,54 @@ def test_a_handle_for_another_gpu_is_refused(engine, monkeypatch):
     assert engine.call("state")["content"] == before
 
 
+@pytest.mark.parametrize("nbytes", [1 << 20, 5 * MiB, 64 * MiB])
+def test_the_driver_knows_the_size_of_memory_that_another_process_exports(nbytes):
+    """Also of a small allocation, which shares its pages with others."""
+    gpu = CudaGpu(0)
+    address = gpu.allocate(nbytes)
+    torch.cuda.synchronize()
+    found = gpu.find(address)
+    assert gpu.bytes_from(address) >= nbytes
+    code = f"""
+        import pytest
+        from rl_memory_plugins.errors import WeightUpdateError
+        from rl_memory_plugins.weights.cuda_ipc import Allocation, CudaGpu, Mappings
+        gpu, mappings = CudaGpu(0), Mappings()
+        honest = Allocation({found.handle!r}, {found.address}, {found.nbytes}, {found.serial})
+        (memory,) = mappings.open(gpu, "trainer", [honest])
+        assert len(memory) == honest.nbytes
+        assert honest.nbytes <= gpu.bytes_from(memory.data_ptr()) < honest.nbytes + {2 * MiB}
+        mappings.close()
+        with pytest.raises(WeightUpdateError) as error:
+            mappings.open(gpu, "trainer", [honest._replace(nbytes=honest.nbytes + {2 * MiB})])
+        assert error.value.details["reason"] == "wrong size" and len(mappings) == 0
+        print("refused")
+    """
+    assert run(code) == "refused\n"
+    gpu.free(address)
+
+
+@pytest.mark.parametrize("kind", [buffers.DirectExport, buffers.CudaStaging])
+def test_a_trainer_that_lies_about_a_size_leaves_the_engine_alive(engine, monkeypatch, kind):
+    real = kind.export
+
+    def export(self):
+        description, fds = real(self)
+        allocations = [one._replace(nbytes=one.nbytes + 2 * MiB) for one in description["allocations"]]
+        return {**description, "allocations": allocations}, fds
+
+    tensors, before = randomised(seed=11), engine.call("state")["content"]
+    transport = "cuda_direct" if kind is buffers.DirectExport else "cuda_ipc"
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "export", export)
+        with pytest.raises(WeightUpdateError) as error:
+            engine.update(tensors, transport=transport)
+    assert error.value.details["reason"] == "wrong size"
+    assert engine.call("state")["content"] == before
+    assert updated(engine, tensors, transport=transport)["transport"] == transport
+    assert_arrived(engine, tensors)
+
+
 def test_a_handle_may_be_opened_twice(tmp_path):
     gpu = CudaGpu(0)
     address = gpu.allocate(4 * MiB)

@@ -53,7 +53,7 @@ class FakeRank:
 
     def __init__(self, rank: int = 0, capacity: int = 1 << 20, **options: Any) -> None:
         self.device = FakeDevice(f"fake:{rank}", capacity)
-        self.allocator = FakeAllocator(self.device)
+        self.allocator = FakeAllocator(self.device, maps_zeroed=options.pop("maps_zeroed", False))
         with self.allocator.region(Tag.WEIGHTS):
             self.parameter = self.allocator.allocate(8192)
             self.buffer = self.allocator.allocate(100)

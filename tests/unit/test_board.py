@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_memory_plugins.board import BoardReader, StatusBoard
+from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.records import EngineStatus
 
 
@@ -60,6 +61,30 @@ def test_readers_never_see_half_a_write(board):
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
     assert changes == 200
+
+
+def test_a_payload_that_is_not_all_there_is_not_shown(board, monkeypatch):
+    """As a processor shows it that lets the sequence number pass the payload."""
+    monkeypatch.setattr("rl_memory_plugins.board._WRITE_TIMEOUT_S", 0.05)
+    board.publish(status("aaaa"))
+    former = bytes(board._memory[:])
+    board.publish(status("bbbb"))
+    whole = bytes(board._memory[:])
+    at = next(at for at, pair in enumerate(zip(former, whole, strict=True)) if pair == (ord("a"), ord("b")))
+    board._memory[at + 2 : at + 4] = b"aa"
+    reader = BoardReader(board.path)
+    with pytest.raises(EngineFaultError):
+        reader.read()
+    board._memory[at + 2 : at + 4] = b"bb"
+    assert reader.read().weight_version == "bbbb"
+
+
+def test_an_unchanged_board_costs_one_comparison(board, monkeypatch):
+    reader = BoardReader(board.path)
+    board.publish(status("1"))
+    seen = reader.read()
+    monkeypatch.setattr("rl_memory_plugins.board._checksum", None)
+    assert reader.read() is seen
 
 
 def test_a_status_that_does_not_fit_leaves_the_board_readable(board):

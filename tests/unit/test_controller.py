@@ -49,7 +49,7 @@ class Engine:
     def reset_caches(self) -> None:
         self.calls.append("reset_caches")
 
-    def afterwards(self, act: Any) -> None:
+    def call_after_reply(self, act: Any) -> None:
         self.later.append(act)
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
@@ -428,7 +428,7 @@ def test_a_closed_engine_does_not_resume(world: World) -> None:
 
 
 def test_what_runs_ends_where_others_leave_a_mixture_of_weights(world: World) -> None:
-    world.ranks[0].manager.note_foreign_load(complete=False, broken_off=True)
+    world.ranks[0].manager.tear()
     world.controller.note_foreign_changes()
     assert world.engine.calls == ["drain:abort"]
     assert world.controller.refusal() is not None

@@ -64,7 +64,7 @@ def test_no_worker_is_called_between_the_two_phases_of_a_sleep() -> None:
 def test_what_follows_a_reply_is_done_also_where_no_loop_would_come_to_it() -> None:
     """A core in the caller's process has vLLM's list of callbacks, and nobody who calls them."""
     core, done = SimpleNamespace(_idle_state_callbacks=[]), []
-    VllmEngine(core).afterwards(lambda: done.append(True))
+    VllmEngine(core).call_after_reply(lambda: done.append(True))
     assert done == [True] and core._idle_state_callbacks == []
 
 

@@ -82,7 +82,7 @@ class SglangEngine:
         self._scheduler = scheduler
         self._ranks = ranks
         self._drains: list[_Drain] = []
-        self._afterwards: list[Callable[[], None]] = []
+        self._after_reply: list[Callable[[], None]] = []
         self._paused_here = False
         self.paused_natively = False
         self._shown_version: str | None = None
@@ -102,13 +102,13 @@ class SglangEngine:
         self._drains.append(drain)
         return drain.done
 
-    def afterwards(self, act: Callable[[], None]) -> None:
-        self._afterwards.append(act)
+    def call_after_reply(self, act: Callable[[], None]) -> None:
+        self._after_reply.append(act)
 
     def poll(self) -> None:
         """Complete the drains that have ended, in the order of their begin. All ranks call it at the same point."""
-        while self._afterwards:
-            self._afterwards.pop()()
+        while self._after_reply:
+            self._after_reply.pop()()
         if self._drains and self._scheduler._engine_paused:
             self._settle_while_paused()
         while self._drains:

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import HostArena
-from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
-from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 
 if TYPE_CHECKING:
     import torch
@@ -200,29 +198,16 @@ class SglangWorker:
     def __init__(self, model: torch.nn.Module, memory: Memory, config: RLMemoryConfig, rank: int) -> None:
         self._model = model
         self._allocator = memory.allocator
-        self.manager = MemoryManager(
-            rank,
-            memory.allocator,
-            memory.arena,
-            self._discardable,
-            poison=config.poison,
-            zero_on_wake=(Tag.KV_CACHE,),  # SGLang expects zeros in the table of requests and in the padding rows
-            eager_backup=config.eager_backup,
-            notes=memory.notes,
-        )
-        receiver = WeightReceiver(
+        self.manager = build_manager(config, rank, (memory.allocator, memory.arena), self._discardable, memory.notes)
+        self.agent = build_agent(
+            config,
             self.manager,
+            lambda: model,
             load_weights=model.load_weights,
-            parameters=self.parameters,
             reload=self._refuse_transformed,
-            transformed=lambda: post_load.transformed_in(model),
-            ignorable=self._ignorable,
-            allow_cast=config.allow_cast,
-            check_finite=config.check_finite,
+            model_config=lambda: getattr(model, "config", None),
+            resident_graphs=memory.resident_graphs,
         )
-        self.agent = RankAgent(self.manager, receiver, resident_graphs=memory.resident_graphs)
-        self.manager.warm_up()
-        receiver.warm_up()
 
     def region(self) -> AbstractContextManager[None]:
         """The region for code that makes new weights."""
@@ -257,11 +242,6 @@ class SglangWorker:
                 "and cannot transform new weights in place: start SGLang without this quantisation",
                 layers=dict(list(layers.items())[:20]),
             )
-
-    def _ignorable(self, name: str) -> bool:
-        return is_ignorable(
-            name, tied=bool(getattr(getattr(self._model, "config", None), "tie_word_embeddings", False))
-        )
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release

@@ -1,7 +1,4 @@
-"""What one engine core of vLLM can do, declared once at its start. Its ranks add what they know of weights and graphs.
-
-What no engine may be started with stands in `modes.py`.
-"""
+"""The abilities of a vLLM engine, declared once at its start. Modes that no engine may use stand in `modes.py`."""
 
 from __future__ import annotations
 
@@ -25,11 +22,13 @@ def resident_graphs(allocator: Any, parallel: Any) -> str:
     """Why a worker's CUDA graphs stay on the device; empty if they can be released.
 
     Args:
-        allocator: The worker's.
+        allocator: The allocator of the worker.
         parallel: vLLM's parallel configuration.
     """
     if not hasattr(allocator, "pool_id"):
-        return f"the {allocator.name} allocator has no graph pool"
+        return f"the {allocator.name} allocator has no pool for graphs"
     if parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce:
-        return "custom all-reduce registers graph memory with other ranks; start with --disable-custom-all-reduce"
+        return (
+            "custom all-reduce registers the memory of graphs with other ranks; start with --disable-custom-all-reduce"
+        )
     return ""

@@ -1,4 +1,4 @@
-"""The client's side: `LLM`, `LLMEngine` and `AsyncLLM` speak to the cores' controllers and read their boards."""
+"""The hooks of `LLM`, `LLMEngine` and `AsyncLLM`: calls to the controllers, reads of their boards, and refusals."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def install(hooks: Hooks) -> None:
 
 
 class VllmFace(Face):
-    """The contract, with vLLM's own calls beside it."""
+    """The contract, and vLLM's own calls of the same names."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
-        self._engine = weakref.proxy(engine)  # vLLM shuts its processes down when the engine's last reference goes
+        self._engine = weakref.proxy(engine)  # vLLM ends its processes with the last reference to the engine
 
     def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Operation:
         report: Report = yield from super().sleep(level, tags, mode)
@@ -77,7 +77,7 @@ class VllmFace(Face):
         return report
 
     def wake_up(self, tags: object = None) -> Operation:
-        """As vLLM's `wake_up`, but wakes what is named and nothing else, and returns the report."""
+        """As vLLM's `wake_up`, but wakes only the named tags and returns the report."""
         report: Report = yield from super().wake_up(without_scheduling(tags, (yield from self.status())))
         if not (yield from self.is_sleeping()):
             _record_sleep(self._engine, 0, 0)
@@ -141,7 +141,7 @@ class AsyncFace(VllmFace):
 
 
 def _ends_calls(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM shuts its client down when a core has died, and lets the calls that wait for its answer wait for ever."""
+    """Fail calls that wait for an engine core that has died. vLLM shuts its client down and leaves them waiting."""
 
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -185,7 +185,7 @@ def face_of(engine: Any, make: type[SyncFace] | type[AsyncFace]) -> Any:
 
 
 def _led_to(make: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The engine's own method, led to one of the face where one is enabled."""
+    """Redirect a method of the engine to an operation of its face, if the engine is enabled."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ def _led_to(make: Any, name: str) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def _llm_native(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`LLM`'s own method; with the plugin it takes `tags` too, and returns the report."""
+    """Redirect a method of `LLM`. On an enabled engine it also takes `tags` and returns the report."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ def _add_methods(owner: type, make: Any, of: Callable[[Any], Any]) -> None:
 
 
 def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refused while any engine is closed: those that step together would wait for it."""
+    """Refuse to resume while any engine is closed: engines that step together would wait for it."""
 
     async def resume_generation(self: Any) -> None:
         face = face_of(self, AsyncFace)
@@ -266,13 +266,16 @@ def _noticing_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_images(engine: Any) -> bool:
-    """Whether its requests may hold images, audio or video. vLLM sends each of them to the core once, and remembers
-    it before the request is added: one that is refused here must not leave the two sides of that cache apart."""
+    """Whether requests may hold images, audio or video.
+
+    vLLM sends each of these inputs to the core once, and counts it as sent before it adds the request. A refusal in
+    between must not make the two halves of that cache disagree.
+    """
     return bool(engine.vllm_config.model_config.is_multimodal_model)
 
 
 def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` and `encode`: refused before anything is queued; no cost for each token."""
+    """Refuse `generate` and `encode` before anything is queued. The check costs nothing per token."""
 
     def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         face = face_of(self, AsyncFace)
@@ -288,8 +291,8 @@ def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _ending_when_aborted(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """A request that streams its input: for vLLM it goes on after the core has ended it, and what comes next would
-    be computed without what came before."""
+    """End a request that streams its input once the core has aborted it. vLLM would go on with it and compute later
+    input without the input before."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             output.finished = output.finished or any(one.finish_reason == "abort" for one in output.outputs)
@@ -301,9 +304,10 @@ async def _ending_when_aborted(outputs: AsyncGenerator[Any, None]) -> AsyncGener
 async def _checked_stream(
     face: AsyncFace, outputs: AsyncGenerator[Any, None], *, sent_on: bool = False
 ) -> AsyncIterator[Any]:
-    """
+    """Refuse the request if the engine is closed, or has closed before the request had an answer.
+
     Args:
-        sent_on: Leave it to the core to refuse the request, see `_has_images`.
+        sent_on: Let the core refuse the request; see `_has_images`.
     """
     if not sent_on:
         refuse_if_closed(face.status_now() or await face.run(face.status()))
@@ -331,16 +335,16 @@ async def _checked_stream(
 
 
 async def _reason(face: AsyncFace) -> str:
-    """Why the engine is closed now; it may have opened again since it ended a request."""
+    """Why the engine is closed; `paused` if it has opened again since it ended the request."""
     refusal = admission.first_refusal(face.status_now() or await face.run(face.status()))
     return "paused" if refusal is None else str(refusal.details["reason"])
 
 
 class _Unanswered(Exception):
-    """A request that the engine ended without any answer.
+    """The engine ended a request without an answer.
 
     Args:
-        stop_reason: The core's, with the reason if it has refused the request; else empty.
+        stop_reason: The stop reason of the core; empty if the core has not refused the request.
     """
 
     def __init__(self, stop_reason: str) -> None:
@@ -349,7 +353,7 @@ class _Unanswered(Exception):
 
 
 def _without_aborted_pooling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM takes an aborted pooling request for one that generates, and fails on it, which ends the server."""
+    """Handle aborted pooling requests. vLLM would treat them as generation requests, fail, and end the server."""
 
     def process_outputs(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         ended = [output for output in engine_core_outputs if _is_aborted_pooling(self, output)]
@@ -359,7 +363,7 @@ def _without_aborted_pooling(original: Callable[..., Any]) -> Callable[..., Any]
         self.abort_requests(queues.keys(), internal=True)
         for output in ended:
             queue = queues[output.request_id]
-            if queue is not None:  # over the empty answer that vLLM's abort puts there
+            if queue is not None:  # replaces the empty answer of vLLM's abort
                 queue.put(_Unanswered(output.stop_reason if isinstance(output.stop_reason, str) else ""))
         rest = [output for output in engine_core_outputs if output.request_id not in queues]
         return original(self, rest, *args, **kwargs)
@@ -377,7 +381,7 @@ def _is_aborted_pooling(processor: Any, output: Any) -> bool:
 
 
 def _refused(output: Any) -> str:
-    """Why the engine refused a completion of the request, any of several; empty if it did not."""
+    """Why the engine refused the request or one of its completions; empty if it did not."""
     completions = output.outputs if isinstance(output.outputs, list) else ()  # a pooling request's output has none
     reasons = (completion.stop_reason for completion in completions)
     return next((reason for reason in reasons if isinstance(reason, str) and reason.startswith(REFUSED)), "")

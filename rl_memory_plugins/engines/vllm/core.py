@@ -1,4 +1,4 @@
-"""The engine core's side: the controller over the executor's ranks, and native calls led to it."""
+"""The hooks of the engine core: the controller over the executor's ranks, and vLLM's own calls redirected to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl_memory_plugins.tags import PUBLIC_TAGS, PauseMode, Tag
 
 CORE = "vllm.v1.engine.core:EngineCore"
 PROCESS = "vllm.v1.engine.core:EngineCoreProc"
-#: A request that reaches a closed core ends with this stop reason, and `client.py` raises from it.
+#: The stop reason of a request that reaches a closed core; `client.py` raises an error from it.
 REFUSED = "rl_memory:"
 #: vLLM's own methods that read or write the weights, or the LoRA slots among them. While those sleep, a checkpoint
 #: would be saved as zeros, and an adapter be gone after the wake that brings the old slots back. A reload moves the
@@ -60,7 +60,7 @@ def install(hooks: Hooks) -> None:
 
 
 def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Once the KV cache exists, all memory that is ever managed does."""
+    """Start the controller once the KV cache exists: no memory is managed that is made later."""
 
     def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, vllm_config, *args, **kwargs)
@@ -94,7 +94,7 @@ def _controller(core: Any) -> Controller | None:
 
 
 def _call(self: Any, payload: bytes) -> Any:
-    """Utility of the engine core: obey an encoded command; the reply comes when the operation has ended."""
+    """Obey an encoded command, as a utility call of the engine core. The reply comes when the operation has ended."""
     controller = _controller(self)
     if controller is None:
         raise UnsupportedError("this engine was started without rl_memory")
@@ -103,8 +103,10 @@ def _call(self: Any, payload: bytes) -> Any:
 
 
 def notice_loads(core: Any) -> None:
-    """Look for weights that somebody has loaded in the core's process without a call of the engine, for example by
-    `model.load_weights`. No cache of the former weights may serve the next request."""
+    """Notice weights that were loaded in the core's process without a call of the engine, as by `model.load_weights`.
+
+    The next request must not meet a cache of the former weights.
+    """
     controller = _controller(core)
     if controller is None or controller.status.busy:  # an operation looks by itself, at its end
         return
@@ -114,8 +116,7 @@ def notice_loads(core: Any) -> None:
 
 
 def _was_changed(core: Any, controller: Controller) -> bool:
-    """Whether somebody else may have written the weights since the controller looked. Workers in other processes would
-    have to be asked."""
+    """Whether other code has written the weights since the controller looked. It sees a worker in this process only."""
     worker = worker_here(core)
     if worker is None:
         return True
@@ -125,7 +126,7 @@ def _was_changed(core: Any, controller: Controller) -> bool:
 
 
 def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
-    """Run a command for a native caller: its error is raised, its report dropped."""
+    """Obey a command of a caller of vLLM's own methods: raise its error, drop its report."""
     reply = controller.obey(command)
     if reply.done():
         return raise_engine_failures([decode_reply(reply.result())])
@@ -167,7 +168,7 @@ def _native_wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_scheduling(tags: Any, engines: list[EngineStatus]) -> Any:
-    """vLLM's pseudo tag `scheduling` means: wake what is awake, so that a level-0 pause is lifted."""
+    """Replace vLLM's pseudo tag `scheduling` by the tags that are awake: their wake lifts a level-0 pause."""
     if not isinstance(tags, (list, tuple)) or "scheduling" not in tags:
         return tags
     others = [tag for tag in tags if tag != "scheduling"]
@@ -177,8 +178,10 @@ def without_scheduling(tags: Any, engines: list[EngineStatus]) -> Any:
 
 
 def with_graphs(tags: Any, engines: list[EngineStatus]) -> Any:
-    """vLLM's callers know two tags, and expect an engine that serves once both are awake. So the wake of the last
-    other tag wakes the CUDA graphs too, as vLLM's own does."""
+    """Add the CUDA graphs to the wake of the last other tag, as vLLM's own wake does.
+
+    Callers of vLLM know two tags, and expect an engine that serves requests once both are awake.
+    """
     if not isinstance(tags, (list, tuple)):
         return tags
     asleep = {tag for engine in engines for tag in engine.asleep_tags()}
@@ -214,15 +217,17 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end_wave(core: Any) -> None:
-    """Data-parallel engines of one mixture of experts: a request that was refused here has told their coordinator or
-    its client that a wave of them runs, which none of them knows to end. The next request would start none, and hang
-    in the engine that got it. All of them resume in step, so all take a step with nothing to do and end it."""
+    """End the wave that a refused request has begun, for data-parallel engines of a model with experts.
+
+    The request has told the coordinator or its client that a wave runs, but no engine runs one. The next request would
+    start no wave and hang. All engines resume in step, so each takes an empty step, which ends the wave.
+    """
     if hasattr(core, "ignore_start_dp_wave") and core.has_coordinator:
         core.engines_running = True
 
 
 def refuse_resume(refusal: RLMemoryError | None) -> None:
-    """vLLM's own resume must not schedule what is refused.
+    """Refuse vLLM's own resume while the engine does not admit requests.
 
     Raises:
         StateConflictError: there is a refusal.
@@ -242,7 +247,7 @@ def _native_release_kv_cache(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _native_set_weight_version(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's own way to name the weights, e.g. at the end of its own updates."""
+    """Follow vLLM's own call that names the weight version, as at the end of its own updates."""
 
     def set_weight_version(self: Any, weight_version: str) -> None:
         controller = _controller(self)
@@ -270,7 +275,7 @@ def _require_weights(controller: Controller, what: str) -> None:
 
 
 def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Workers' own sleep and wake go through the engine; any other call may have loaded weights."""
+    """Redirect the memory methods of workers to the engine. Any other call may have loaded weights."""
 
     def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         controller = _controller(self)
@@ -298,7 +303,7 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:
-    """A worker's memory method, on the engine."""
+    """The method of the engine that replaces a memory method of a worker."""
     if method != "discard":
         return getattr(core, method)  # type: ignore[no-any-return]
 
@@ -309,7 +314,7 @@ def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:
 
 
 def _then(outcome: Future[Any], result: Any) -> Future[Any]:
-    """A future of `result`, once `outcome` has succeeded."""
+    """A future that holds `result` once `outcome` has succeeded."""
     answer: Future[Any] = Future()
     outcome.add_done_callback(lambda done: settle(answer, done, result))
     return answer
@@ -318,8 +323,8 @@ def _then(outcome: Future[Any], result: Any) -> Future[Any]:
 def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, args: Any, kwargs: Any) -> list[Any]:
     """Call a method that may fail on many ranks.
 
-    vLLM stops at the first rank that raises and leaves the other ranks' replies in their queues, where they
-    become the answers to later calls. So every rank answers, and the first failure is raised here.
+    vLLM stops at the first rank that raises, and leaves the replies of the other ranks in their queues, where later
+    calls take them for their own. So every rank answers, and this function raises the first failure.
     """
     from rl_memory_plugins.engines.vllm.worker import call_guarded
 
@@ -337,7 +342,7 @@ def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, 
 
 
 def _refuse_add(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The last gate: a request that was sent before the engine closed and arrives after."""
+    """Refuse requests that were sent before the engine closed and arrive after."""
 
     def _reject_add_in_shutdown(self: Any, request: Any) -> bool:
         if original(self, request):

@@ -1,4 +1,4 @@
-"""One engine core's ranks and scheduler, as the controller sees them."""
+"""The controller's view of an engine core: its ranks and its scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_memory_plugins.tags import PauseMode
 
 
 class VllmRanks:
-    """The executor's workers as the controller's ranks."""
+    """The workers of the executor, as the ranks of the controller."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -29,8 +29,8 @@ class VllmEngine:
     """The scheduler of one engine core, for the controller.
 
     Args:
-        core: vLLM's.
-        modes: The modes that it can do.
+        core: vLLM's engine core.
+        modes: The modes that the core can do.
     """
 
     def __init__(self, core: Any, modes: Sequence[PauseMode] = tuple(PauseMode)) -> None:
@@ -68,8 +68,11 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _without_agreement(self) -> Iterator[None]:
-        """Data-parallel engines of one mixture-of-experts model stop by agreement, for which each takes a step with an
-        empty batch unless it sleeps. Where all have stopped already, but not all sleep, such a step never ended."""
+        """Pause without the agreement of data-parallel engines if all of them have stopped already.
+
+        Engines of a model with experts agree on a stop. Each takes a step with an empty batch for it, unless the engine
+        sleeps. If all engines have stopped and only some of them sleep, such a step would never end.
+        """
         core = self._core
         if not getattr(core, "ignore_start_dp_wave", False) or core.engines_running:
             yield
@@ -81,8 +84,8 @@ class VllmEngine:
             del core._pause_complete
 
     def _when_idle(self) -> Future[None]:
-        """Pause once nothing runs. vLLM's own "wait" would leave requests that it has not begun in its queue, until
-        the next wake; here nothing new arrives, since the core refuses it, so all that is queued can end."""
+        """Pause once no request runs or waits. vLLM's own "wait" would leave queued requests in the queue until the
+        wake. Here the core refuses new requests, so all queued requests can end."""
         if not self._core.has_work():
             return self._pause(PauseMode.KEEP)
         idle: Future[None] = Future()
@@ -120,7 +123,7 @@ class VllmEngine:
     def reset_caches(self) -> None:
         reset_caches(self._core)
 
-    def afterwards(self, act: Callable[[], None]) -> None:
+    def call_after_reply(self, act: Callable[[], None]) -> None:
         if _is_in_caller(self._core):
             act()
         else:
@@ -137,19 +140,22 @@ class VllmEngine:
 
 
 def worker_here(core: Any) -> Any:
-    """The `VllmWorker` of the worker that runs in the core's process; `None` where workers have processes."""
+    """The `VllmWorker` of a worker in the core's process; `None` if the workers have processes of their own."""
     wrapper = getattr(core.model_executor, "driver_worker", None)
     return getattr(getattr(wrapper, "worker", None), "rl_memory", None)
 
 
 def _is_in_caller(core: Any) -> bool:
-    """Whether the core runs in the caller's process: it has no loop and no queues then, and steps when it is told."""
+    """Whether the core runs in the caller's process, without a loop: it steps only when the caller calls it."""
     return not hasattr(core, "input_queue")
 
 
 def _wake_loop(core: Any) -> None:
-    """Have an idle loop look for work again. What waits for the last step of a batch in flight (asynchronous
-    scheduling) runs just before the loop blocks for the next message; requests kept until then would not go on."""
+    """Make an idle loop look for work again.
+
+    A callback that waits for the last step of a batch in flight (asynchronous scheduling) runs just before the loop
+    blocks for the next message. Requests that were kept until then would not go on.
+    """
     if not _is_in_caller(core):
         from vllm.v1.engine import EngineCoreRequestType
 
@@ -157,7 +163,7 @@ def _wake_loop(core: Any) -> None:
 
 
 def _hand_out_aborts(core: Any, requests: list[Any]) -> None:
-    """A core in the caller's process tells nobody of the requests that its pause aborts: the next step does."""
+    """Report aborted requests at the next step. A core in the caller's process reports none of its own aborts."""
     if not requests:
         return
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -173,8 +179,7 @@ def _hand_out_aborts(core: Any, requests: list[Any]) -> None:
 
 
 def _end_idle_sessions(core: Any) -> None:
-    """Requests that stream their input and wait for more of it run nowhere, keep their part of the KV cache, and
-    cannot be computed again."""
+    """End requests that stream their input and wait for more. They hold KV cache and cannot be computed again."""
     from vllm.v1.request import RequestStatus
 
     waiting = RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -188,8 +193,8 @@ def _end_idle_sessions(core: Any) -> None:
 
 
 def reset_caches(core: Any) -> None:
-    """Forget what was computed with the weights. Multimodal inputs were not, and clients hold the other half of
-    that cache: dropped on one side only, their next requests would fail."""
+    """Drop everything that was computed from the weights. The cache of multimodal inputs stays: it does not depend on
+    the weights, and clients hold its other half, so their next requests would fail without it."""
     _end_idle_sessions(core)
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineFaultError("vLLM could not reset its prefix cache, e.g. that of a KV connector")
@@ -197,7 +202,7 @@ def reset_caches(core: Any) -> None:
 
 
 def settle(future: Future[Any], done: Future[Any], result: Any = None) -> None:
-    """Give a future the error of another that is done, or `result`."""
+    """Complete `future` with the error of `done`, or with `result`."""
     error = done.exception()
     if error is None:
         future.set_result(result)

@@ -1,9 +1,9 @@
-"""Ranks of an external launcher (torchrun): each is a process with an engine core, a controller and one worker.
+"""The ranks of an external launcher (torchrun). Each is a process with an engine core, a controller and one worker.
 
-The caller runs the same program on every rank, so all controllers run the same operation. Here they act in step: each
-call of a rank's agent waits until every rank has come to it, and every controller sees the replies of all. The ranks
-meet in the store of `torch.distributed`, not in a collective: a wait there has an end, the store knows who is absent,
-and the next call finds it as it was.
+The caller runs the same program on every rank, so all controllers run the same transition. This module keeps them in
+step: a call of the rank's agent waits until every rank has reached the call, and every controller sees all replies. The
+ranks meet in the store of `torch.distributed`, not in a collective. A wait in the store has a deadline, the store knows
+which ranks are absent, and a call that failed leaves the store usable.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rl_memory_plugins.rank import RankAgent, encode_call
 from rl_memory_plugins.records import Reply
 
 JOIN_TIMEOUT_S = 600.0
-"""How long a rank waits for the others to come to the same call; a trainer may work on one rank in between."""
+"""How long a rank waits for the others to reach the same call. A trainer may work on a single rank meanwhile."""
 
 REPLY_TIMEOUT_S = 1800.0
-"""How long it waits for their replies, as torch's own collectives do. The slowest call is a weight update."""
+"""How long a rank waits for the replies of the others, as torch's collectives do. An update is the slowest call."""
 
-_AFTER_A_FAILURE_S = 1.0  # for the rest of an operation to which somebody did not come
+_AFTER_A_FAILURE_S = 1.0  # for the remaining calls of a transition that a rank has missed
 
 
 class ExternalRanks:
     """The ranks of one engine, for the controller of one of them.
 
     Args:
-        agent: This rank's.
-        store: Of `torch.distributed`; all ranks use the same one.
-        rank: This rank's number in the launcher's world.
+        agent: The agent of this rank.
+        store: The store of `torch.distributed` that all ranks share.
+        rank: The number of this rank in the launcher's world.
         ranks: The numbers of all ranks of the engine.
     """
 
@@ -45,13 +45,13 @@ class ExternalRanks:
         self._rank = rank
         self._ranks = ranks
         self._calls = 0
-        self._failure: StateConflictError | None = None  # of the last call, to which not all ranks came
+        self._failure: StateConflictError | None = None  # of the last call that a rank has missed
 
     def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
         try:
             self._join(method, arguments)
         except Exception as error:
-            if _undoes(method, arguments):  # whoever comes
+            if _undoes(method, arguments):  # without the absent ranks
                 self._agent.reply(encode_call(method, arguments))
             return [error_reply(self._rank, error)]
         try:
@@ -65,18 +65,20 @@ class ExternalRanks:
             self._calls += 1
 
     def _join(self, method: str, arguments: dict[str, Any]) -> None:
-        """Wait until all ranks are at this call.
+        """Wait until all ranks have reached this call.
 
         Raises:
-            StateConflictError: some did not come within the time, or came to another call.
+            StateConflictError: a rank did not reach the call in time, or reached another call.
         """
-        asked = {key: value for key, value in arguments.items() if key not in ("endpoints", "token")}  # a rank's own
+        asked = {
+            key: value for key, value in arguments.items() if key not in ("endpoints", "token")
+        }  # these differ between ranks
         self._store.set(self._key("join", self._rank), msgspec.json.encode((method, asked)))
         try:
             self._wait("join", method, JOIN_TIMEOUT_S if self._failure is None else _AFTER_A_FAILURE_S)
         except StateConflictError as error:
             self._store.delete_key(self._key("join", self._rank))
-            self._failure = self._failure or error  # the first one says for which call the others are missing
+            self._failure = self._failure or error  # the first error names the call that the ranks missed
             raise self._failure from None
         self._failure = None
         calls = {rank: self._store.get(self._key("join", rank)) for rank in self._ranks}
@@ -84,7 +86,7 @@ class ExternalRanks:
         if len(set(calls.values())) > 1:
             self._calls += 1
             at = {rank: msgspec.json.decode(call)[0] for rank, call in calls.items()}
-            raise StateConflictError(f"the ranks of this engine were asked for different operations: {at}", calls=at)
+            raise StateConflictError(f"the ranks of this engine were called for different operations: {at}", calls=at)
 
     def _wait(self, phase: str, method: str, timeout_s: float) -> None:
         keys = {rank: self._key(phase, rank) for rank in self._ranks}
@@ -94,13 +96,13 @@ class ExternalRanks:
             absent = [rank for rank, key in keys.items() if not self._store.check([key])]
             if absent:
                 raise StateConflictError(
-                    f"{method}: the ranks {absent} of this engine did not join within {timeout_s:g} s. An external "
-                    "launcher's ranks must all make the same calls in the same order",
+                    f"{method}: the ranks {absent} of this engine did not join within {timeout_s:g} s. All ranks of an "
+                    "external launcher must make the same calls in the same order",
                     absent_ranks=absent,
                 ) from error
 
     def _forget_former_call(self) -> None:
-        """All ranks have come to this call, so they have read the replies to the one before."""
+        """Delete the keys of the call before: all ranks have reached this call, so they have read its replies."""
         if self._calls:
             for phase in ("join", "reply"):
                 self._store.delete_key(self._key(phase, self._rank, self._calls - 1))
@@ -110,14 +112,14 @@ class ExternalRanks:
 
 
 def _undoes(method: str, arguments: dict[str, Any]) -> bool:
-    """Whether a call ends what a rank has begun, so that the rank must not wait for others with it."""
+    """Whether a call undoes the work of a rank. The rank must not wait for the others then."""
     return method.startswith("abort_") or (method == "finish_update" and not arguments["complete"])
 
 
 def ranks_of(core: Any, agent: RankAgent) -> ExternalRanks:
-    """The ranks of an engine core whose executor's backend is `external_launcher`.
+    """The ranks of an engine core with the executor backend `external_launcher`.
 
-    An engine is a block of the launcher's world; other blocks, if there are any, are engines of their own.
+    The engine is a block of the launcher's world. Other blocks are engines of their own.
     """
     from torch import distributed
 

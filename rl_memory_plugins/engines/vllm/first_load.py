@@ -1,4 +1,4 @@
-"""What is seen of an enabled engine's models while vLLM makes them and loads their first weights."""
+"""Observe the models of an enabled engine while vLLM makes them and loads their first weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def install(hooks: Hooks) -> None:
 
 
 class FirstLoad:
-    """Which parameters the model's loader gave to the `weight_loader` of each, or to vLLM's default.
+    """Records the parameters that the model's `load_weights` fills by their `weight_loader`, or by vLLM's default.
 
-    vLLM's layer-wise reload collects weights in those loaders. What a model's `load_weights` copies into a parameter by
-    itself is lost then: the parameter is on the meta device.
+    vLLM's layer-wise reload collects weights in these loaders. It loses weights that `load_weights` copies into a
+    parameter itself, because the parameter is on the meta device then.
 
     Attributes:
-        passed_over: For `reload.py`: the layers with a parameter that got its weights otherwise; `None` until known.
+        passed_over: For `reload.py`: the layers with a parameter that was filled otherwise; `None` until known.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -44,9 +44,11 @@ class FirstLoad:
                 parameter.weight_loader = _Noted(loader, functools.partial(self._given.add, (layer, name)), own)
 
     def end(self) -> None:
-        """Put the loaders back. Parameters that the engine has made meanwhile may have taken them over."""
+        """Restore the loaders, also on parameters that the engine has made since and given the same loaders."""
         for parameter in self._model.parameters():
-            while isinstance(noted := getattr(parameter, "weight_loader", None), _Noted):  # several, if layers share it
+            while isinstance(
+                noted := getattr(parameter, "weight_loader", None), _Noted
+            ):  # nested, if layers share the parameter
                 if noted.own:
                     parameter.weight_loader = noted.loader
                 else:
@@ -54,7 +56,7 @@ class FirstLoad:
 
     @property
     def is_known(self) -> bool:
-        """Whether any loader was used; none is for dummy weights."""
+        """Whether a loader was used. Dummy weights use none."""
         return bool(self._given)
 
     def has_given(self, layer: torch.nn.Module, name: str) -> bool:
@@ -62,11 +64,11 @@ class FirstLoad:
 
 
 class _Noted:
-    """A parameter's loader that notes its use. Models compare it with vLLM's default, so it equals what it calls."""
+    """The loader of a parameter that records its use. It equals the loader that it calls."""
 
     def __init__(self, loader: Callable[..., Any], note: Callable[[], None], own: bool) -> None:
         self.loader = loader
-        self.own = own  # the parameter had it; else it is vLLM's default
+        self.own = own  # the parameter's own, not vLLM's default
         self._note = note
         self.__wrapped__ = loader  # for `inspect.signature`
 
@@ -81,22 +83,22 @@ class _Noted:
         return hash(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # a copy that is being made has none yet
+        if name == "loader":  # `copy` asks before the attribute exists
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 def of(model: torch.nn.Module) -> FirstLoad | None:
-    """A model's first load, if it was watched."""
+    """The record of a model's first load; `None` if it was not watched."""
     return getattr(model, _ATTRIBUTE, None)
 
 
-_loading: list[FirstLoad] | None = None  # of the models that an enabled engine makes now, in this process
+_loading: list[FirstLoad] | None = None  # a list while an enabled engine makes its models in this process
 
 
 @contextlib.contextmanager
 def enabled_load() -> Iterator[None]:
-    """In this process an enabled engine makes its models now."""
+    """The body makes the models of an enabled engine."""
     global _loading
     _loading = []
     try:
@@ -108,7 +110,7 @@ def enabled_load() -> Iterator[None]:
 
 
 def _watch(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM calls it for each model that it has just made."""
+    """Watch each model that vLLM has just made; vLLM calls this function for each of them."""
 
     def record_metadata_for_reloading(model: Any) -> None:
         original(model)
@@ -122,8 +124,10 @@ def _watch(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's CPU build packs linear weights into copies that closures hold and that nothing can release or
-    update. In an enabled engine a linear layer multiplies by its parameter, from its first load on."""
+    """Make linear layers of an enabled engine multiply by their parameters.
+
+    vLLM's CPU build packs the weights into copies that only closures hold. Nothing can release or update them.
+    """
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         from torch.nn.functional import linear

@@ -1,6 +1,6 @@
-"""Modes of vLLM in which the package's promises cannot be kept. An engine that asks for one is refused at its start.
+"""Modes of vLLM in which the contract cannot be kept. They are refused at the start, each with its reason.
 
-Some are seen in the arguments, others only in the configuration that vLLM makes of them.
+Most modes show in the engine's arguments, some only in the configuration that vLLM derives from the arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rl_memory_plugins.errors import unsupported
 
 
 class Mode(NamedTuple):
-    """A mode: how a user asks for it, whether that was done, and why it is refused."""
+    """The option of a mode, a test whether the option is set, and the reason of the refusal."""
 
     name: str
     is_asked_for: Callable[[Any], Any]
@@ -21,32 +21,32 @@ class Mode(NamedTuple):
 
 
 _CONNECTORS = (
-    "most KV connectors keep keys and values through an update, and requests would be answered from former weights'; "
-    "none has been tried"
+    "most KV connectors keep keys and values over an update, and the engine would answer requests from those of the "
+    "former weights; no connector has been tested"
 )
-_NATIVE_SLEEP = "it belongs to vLLM's own sleep, which this package replaces"
+_NATIVE_SLEEP = "it is an option of vLLM's own sleep, which this package replaces"
 
 
 def _prefetches(args: Any) -> bool:
-    """As vLLM decides; version 0.26 has no choice of backends."""
+    """Whether vLLM uses its prefetch offloader. Version 0.26 has no `offload_backend`."""
     backend = getattr(args, "offload_backend", "auto")
     return bool(backend == "prefetch" or (backend == "auto" and getattr(args, "offload_group_size", 0)))
 
 
-#: By the engine's arguments.
+#: Modes that show in the engine's arguments.
 REFUSED_ARGUMENTS = (
     Mode(
         "--enable-eplb",
         lambda args: args.enable_eplb,
-        "experts change places between updates, which vLLM's loaders do not follow, and a thread of its own may read "
-        "the weights while they sleep",
+        "experts change places between updates, vLLM's loaders do not follow them, and a background thread may read "
+        "sleeping weights",
     ),
     Mode("--kv-transfer-config", lambda args: args.kv_transfer_config, _CONNECTORS),
     Mode("--kv-offloading-size", lambda args: args.kv_offloading_size, _CONNECTORS),
     Mode(
         "--ec-transfer-config",
         lambda args: args.ec_transfer_config,
-        "stored embeddings of images and audio are by former weights, and outlive an update",
+        "stored embeddings of images and audio come from former weights and outlive an update",
     ),
     Mode(
         "--load-format ipc_cache",
@@ -56,7 +56,7 @@ REFUSED_ARGUMENTS = (
     Mode(
         "--offload-group-size",
         _prefetches,
-        "layers take turns in buffers that vLLM fills from copies in host memory; an update does not reach the copies",
+        "layers share device buffers that vLLM fills from host copies, and an update does not reach these copies",
     ),
     Mode(
         "--sleep-preserve-parameter-names",
@@ -81,48 +81,46 @@ REFUSED_ARGUMENTS = (
     Mode(
         "VLLM_USE_RUST_FRONTEND",
         lambda args: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
-        "there is no Python server to put the routes and the gate in",
+        "it has no Python server for the control routes and the gate",
     ),
 )
 
 
 def _experts_behind_several_clients(config: Any) -> bool:
-    """Whether each of several servers, or `LLM` objects, reaches only some of the engines that step together."""
+    """Whether engines that step together belong to several servers or `LLM` objects, which reach only their own."""
     parallel = config.parallel_config
     if parallel.data_parallel_size == 1 or not config.model_config.is_moe:
         return False
-    if parallel.distributed_executor_backend == "external_launcher":  # its ranks agree among themselves
+    if parallel.distributed_executor_backend == "external_launcher":  # its ranks agree by themselves
         return False
-    # The local rank is set here by `VLLM_DP_RANK` alone: a process for each rank, with an engine of its own.
+    # Only `VLLM_DP_RANK` sets the local rank: each rank is then a process with an engine of its own.
     is_offline = parallel.data_parallel_rank_local is not None
     return bool(parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb or is_offline)
 
 
-#: By the configuration that vLLM makes of the arguments.
+#: Modes that show in vLLM's configuration only.
 REFUSED_CONFIGURATIONS = (
     Mode(
-        "--data-parallel-external-lb, --data-parallel-hybrid-lb, --data-parallel-rank or VLLM_DP_RANK, of a model with "
+        "--data-parallel-external-lb, --data-parallel-hybrid-lb, --data-parallel-rank or VLLM_DP_RANK for a model with "
         "experts",
         _experts_behind_several_clients,
-        "the engines step together, but each server reaches its own engines only; an engine that wakes alone would "
+        "the engines step together, but each server reaches only its own engines, so an engine that wakes alone would "
         "wait for the others without end. Start one server for all engines, with --data-parallel-size",
     ),
 )
 
 
 def refuse_arguments(args: Any) -> None:
-    """
+    """Refuse the modes of `REFUSED_ARGUMENTS`.
+
     Raises:
-        UnsupportedError: names the first of `REFUSED_ARGUMENTS` that was asked for, and why it is refused.
+        UnsupportedError: names the first mode that is set, and the reason.
     """
     _refuse(REFUSED_ARGUMENTS, args)
 
 
 def refuse_configuration(config: Any) -> None:
-    """
-    Raises:
-        UnsupportedError: as `refuse_arguments`, for `REFUSED_CONFIGURATIONS`.
-    """
+    """Refuse the modes of `REFUSED_CONFIGURATIONS`; raises as `refuse_arguments` does."""
     _refuse(REFUSED_CONFIGURATIONS, config)
 
 

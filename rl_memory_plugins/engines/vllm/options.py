@@ -9,9 +9,9 @@ from rl_memory_plugins.config import RLMemoryConfig
 
 CONFIG_KEY = "rl_memory"
 FLAG_VARIABLE = "RL_MEMORY"
-CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # set by an enabled parent for its children
+CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # an enabled parent sets it for its child processes
 
-_made_here = False  # an enabled engine's configuration, by this process
+_made_here = False  # this process has made the configuration of an enabled engine
 
 
 def config_of(vllm_config: Any) -> RLMemoryConfig | None:
@@ -23,8 +23,10 @@ def config_of(vllm_config: Any) -> RLMemoryConfig | None:
 
 
 def requested(engine_args: Any) -> Any:
-    """What the user asked for: in Python by `additional_config`, else by the flag or the environment; `None` if the
-    engine is not to be enabled."""
+    """The options that the user gave: in `additional_config`, else by the flag or the environment.
+
+    Returns: `None` if the user has not enabled the plugin for this engine.
+    """
     additional = getattr(engine_args, "additional_config", None)
     if isinstance(additional, dict) and CONFIG_KEY in additional:
         value = additional[CONFIG_KEY]
@@ -33,7 +35,7 @@ def requested(engine_args: Any) -> Any:
 
 
 def enable(engine_args: Any, value: Any) -> None:
-    """Write the options where every process of the engine finds them, and tell children to put in the hooks."""
+    """Put the options into the engine's configuration, and make child processes put in the hooks."""
     global _made_here
     engine_args.additional_config = dict(engine_args.additional_config or {})
     engine_args.additional_config[CONFIG_KEY] = RLMemoryConfig.parse(value).to_dict()
@@ -43,15 +45,15 @@ def enable(engine_args: Any, value: Any) -> None:
 
 
 def may_serve(args: Any) -> bool:
-    """Whether a server that was given these arguments may have an enabled engine.
+    """Whether a server with these arguments may have an enabled engine.
 
-    Variables that an enabled parent left for its children say nothing: a plain server may be one of them.
+    The variable for child processes does not count: a server without the plugin may be such a child.
     """
     return _made_here or requested(args) is not None
 
 
 def _let_ray_copy(variable: str) -> None:
-    """Remote Ray workers see only variables that vLLM is told to copy."""
+    """Make vLLM copy a variable to remote Ray workers, which see no other variables."""
     name = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
     copied = [entry for entry in os.environ.get(name, "").split(",") if entry]
     if variable not in copied:

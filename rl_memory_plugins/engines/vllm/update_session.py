@@ -1,8 +1,8 @@
-"""Loads by others: through the model's `load_weights`, and by vLLM's own updates in several calls.
+"""Watch loads through the model's `load_weights`, and vLLM's own updates in several calls.
 
-The calls are `start_weight_update`, `update_weights` and `finish_weight_update`. At the start vLLM moves the parameters
-to the meta device, or leaves them to be written in place, call by call. Either way nothing may be generated until the
-finish, and a trainer that dies in between must not leave the model like that.
+The calls are `start_weight_update`, `update_weights` and `finish_weight_update`. The start moves the parameters to the
+meta device, or leaves them in place to be written call by call. In both cases the engine must not generate before the
+finish, and a trainer that dies before the finish must not leave the model in that state.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ UPDATE_METHODS = ("start_weight_update", "update_weights", "finish_weight_update
 
 DRAFT_METHOD = "start_draft_weight_update"
 
-#: vLLM's transfer backends that write through the model's `load_weights` alone, where the writes are recorded.
+#: vLLM's transfer backends that write only through the model's `load_weights`, where the writes are recorded.
 RECORDED = ("nccl", "ipc", "sparse_nccl")
 
-#: Its backends that write parameters by NCCL or in threads of their own, always those of the whole model.
+#: vLLM's backends that write by NCCL or in other threads, and always write all parameters.
 WHOLE = ("nccl_m2n", "sharded_rdt")
 
 
 class WatchedLoads(EngineUpdates):
-    """Watches a model's `load_weights`, by wrapping it on the instance.
+    """Watches the `load_weights` of a model, by a wrapper on the instance.
 
     Args:
-        manager: Of the rank.
-        model: Its `load_weights` takes (name, tensor) pairs.
+        manager: The manager of the rank.
+        model: A model whose `load_weights` takes (name, tensor) pairs.
         undo: Restores the layers that vLLM has taken apart for a load that breaks off.
     """
 
@@ -47,20 +47,20 @@ class WatchedLoads(EngineUpdates):
 
 
 def loads_of(model: Any) -> WatchedLoads | None:
-    """The watch over a model, if it has one."""
+    """The `WatchedLoads` of a model; `None` if it has none."""
     loads = getattr(getattr(model, "load_weights", None), "__self__", None)
     return loads if isinstance(loads, WatchedLoads) else None
 
 
 class UpdateSession:
-    """Put in front of one worker's methods.
+    """Follows vLLM's own updates, by wrappers around three methods of one worker.
 
-    An update of a draft model closes the engine as well, for the draft's parameters are on the meta device. What the
-    weights are worth does not depend on it: a draft that is out of step costs acceptance, and no answer is wrong.
+    An update of a draft model closes the engine too, because the parameters of the draft are on the meta device. The
+    content state of the weights does not depend on the draft: a stale draft costs acceptance, but no answer is wrong.
 
     Args:
-        worker: vLLM's.
-        loads: Of the worker's model.
+        worker: vLLM's worker.
+        loads: Gives the `WatchedLoads` of the worker's model.
     """
 
     def __init__(self, worker: Any, loads: Callable[[], WatchedLoads]) -> None:
@@ -73,7 +73,7 @@ class UpdateSession:
             setattr(worker, DRAFT_METHOD, self._start(getattr(worker, DRAFT_METHOD)))
 
     def abandon(self) -> None:
-        """Somebody else updates the weights: what is still open ends here."""
+        """End an update that is still open, because another caller updates the weights."""
         if self._loads().is_open:
             self._worker._weight_update_active = False
             self._worker.weight_transfer_engine.reset_weight_update_target()
@@ -92,8 +92,8 @@ class UpdateSession:
         def start_weight_update() -> None:
             self._loads().manager.require_writable()
             if self._worker._weight_update_active:
-                return original()  # which refuses
-            self.abandon()  # what vLLM took for over has left the model in pieces
+                return original()  # vLLM refuses a second start
+            self.abandon()  # vLLM counts a failed update as over, but has left the model in pieces
             try:
                 original()
             except BaseException:
@@ -113,7 +113,7 @@ class UpdateSession:
             try:
                 original(*args, **kwargs)
             except BaseException:
-                if self._loads().is_open and not self._worker._weight_update_active:  # over, says vLLM
+                if self._loads().is_open and not self._worker._weight_update_active:  # vLLM counts the update as over
                     self._loads().break_off()
                 raise
             self._has_updated = True
@@ -125,7 +125,7 @@ class UpdateSession:
             try:
                 original()
             except BaseException:
-                if self._loads().is_open:  # half of it is done, which another try would take for all
+                if self._loads().is_open:  # a second finish would take the half that is done for all
                     if not self._is_of_draft:
                         self._loads().manager.tear()
                     self.abandon()

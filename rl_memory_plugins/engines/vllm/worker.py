@@ -1,4 +1,4 @@
-"""The worker's side: vLLM's memory pools become our regions, and the rank's agent answers the engine core."""
+"""The hooks of a worker: regions in place of vLLM's memory pools, and the agent that answers the engine core."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
@@ -24,14 +25,13 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-#: vLLM's pool names. Every other name is run-time state and stays resident.
+#: vLLM's names of pools. A pool of any other name holds run-time state and stays resident.
 TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
 
 
@@ -54,7 +54,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
         if config is not None:
-            # NCCL shares captured buffers with other ranks, which a sleep leaves with memory that is gone.
+            # NCCL shares captured buffers with other ranks, and a sleep would release that memory under them.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             VllmWorker(self, config).attach()
 
@@ -62,17 +62,17 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _rank_call(worker: Any, payload: bytes) -> bytes:
-    """The only name this package adds to a worker; `collective_rpc` reaches it."""
+    """Run a call of the controller. `collective_rpc` finds it as a method of the worker."""
     return worker.rl_memory.agent.handle(payload)  # type: ignore[no-any-return]
 
 
-_guarded = False  # this worker's current call may raise: see `call_guarded`
+_guarded = False  # the current call of this worker may raise; see `call_guarded`
 
 
 def call_guarded(worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Run a worker's method by its name, or a pickled function of the worker.
+    """Run a method of the worker by its name, or a pickled function of the worker.
 
-    Returns: whether it failed, and its result or what failed.
+    Returns: whether the call failed, and its result or the message of its error.
     """
     global _guarded
     from vllm.v1.serial_utils import run_method
@@ -88,7 +88,7 @@ def call_guarded(worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs
 
 
 class VllmWorker:
-    """One worker's regions, manager, receiver and agent. They are made when the weights are loaded."""
+    """The regions, the manager and the agent of one worker. They are made when vLLM loads the weights."""
 
     def __init__(self, worker: Any, config: RLMemoryConfig) -> None:
         self._worker = worker
@@ -99,18 +99,18 @@ class VllmWorker:
         self._resident_graphs = ""
 
     def attach(self) -> None:
-        """Put this object in the place of the worker's own memory handling."""
+        """Replace the worker's own memory handling."""
         worker = self._worker
         worker.rl_memory = self
         worker._maybe_get_memory_pool_context = self.pool
         for name in ("sleep", "wake_up", "discard"):
             setattr(worker, name, self._refuse_native(name))
-        if hasattr(worker, "reset_weights"):  # since 0.32, for tests of updates
+        if hasattr(worker, "reset_weights"):  # new in 0.32, for tests of updates
             worker.reset_weights = self._tear_then(worker.reset_weights)
         self._session = UpdateSession(worker, lambda: self._loads)
 
     def pool(self, tag: str) -> AbstractContextManager[None]:
-        """Takes the place of `Worker._maybe_get_memory_pool_context`."""
+        """Replaces `Worker._maybe_get_memory_pool_context`."""
         ours = TAGS.get(tag)
         if ours is None:
             return contextlib.nullcontext()
@@ -126,7 +126,7 @@ class VllmWorker:
         self._watched_loads = WatchedLoads(self.manager, self.model, self._restore_layers)
 
     def _capture_graphs_in_a_region(self) -> None:
-        """Have vLLM capture its graphs into our pool, where that is safe; else the rank says why not."""
+        """Have vLLM capture its graphs into a pausable pool, or declare why that is not safe."""
         allocator: Any = self.manager.allocator
         self._resident_graphs = resident_graphs(allocator, self._worker.parallel_config)
         if not self._resident_graphs:
@@ -135,8 +135,8 @@ class VllmWorker:
             self.manager.notes.append(f"CUDA graphs stay resident: {self._resident_graphs}")
 
     def _lend_graph_pool(self, pool: Any) -> None:
-        """Make `pool` that of all of vLLM's captures, until this worker has made its own. Engines that come later in
-        this process have nothing to do with it."""
+        """Make vLLM capture into `pool` until this worker has made its captures. Later engines of this process must not
+        capture into it."""
         from vllm.platforms import current_platform
 
         platform: Any = type(current_platform)
@@ -155,19 +155,11 @@ class VllmWorker:
     def manager(self) -> MemoryManager:
         if self._manager is None:
             parallel = self._worker.parallel_config
-            # Among the workers of all data-parallel engines, each of which counts its own from 0.
+            # Each data-parallel engine counts its own workers from 0.
             own = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             number = parallel.data_parallel_index * own + self._worker.rank
-            allocator, arena = choose_allocator(self._config, self._worker.device, number)
-            self._manager = MemoryManager(
-                self._worker.rank,
-                allocator,
-                arena,
-                self._discardable,
-                poison=self._config.poison,
-                zero_on_wake=(Tag.KV_CACHE,),  # vLLM allocates it zeroed, and reads masked entries
-                eager_backup=self._config.eager_backup,
-            )
+            memory = choose_allocator(self._config, self._worker.device, number)
+            self._manager = build_manager(self._config, self._worker.rank, memory, self._discardable)
         return self._manager
 
     @property
@@ -177,25 +169,17 @@ class VllmWorker:
     @property
     def agent(self) -> RankAgent:
         if self._agent is None:
-            receiver = WeightReceiver(
+            self._agent = build_agent(
+                self._config,
                 self.manager,
+                lambda: self.model,
                 load_weights=self._load_weights,
-                parameters=lambda: dict(self.model.named_parameters()),
                 reload=self._reload,
-                transformed=lambda: post_load.transformed_in(self.model),
-                ignorable=self._ignorable,
-                allow_cast=self._config.allow_cast,
-                check_finite=self._config.check_finite,
-            )
-            self._agent = RankAgent(
-                self.manager,
-                receiver,
+                model_config=lambda: self._worker.model_config.hf_config,
                 after_wake=self._after_wake,
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
             )
-            self.manager.warm_up()
-            receiver.warm_up()
         return self._agent
 
     @property
@@ -236,9 +220,6 @@ class VllmWorker:
             graphs=not self._worker.model_config.enforce_eager,
         )
 
-    def _ignorable(self, name: str) -> bool:
-        return is_ignorable(name, tied=bool(getattr(self._worker.model_config.hf_config, "tie_word_embeddings", False)))
-
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.WEIGHTS:
             tensors: Iterable[torch.Tensor] = self.model.parameters()
@@ -249,16 +230,16 @@ class VllmWorker:
             yield Block(storage.data_ptr(), storage.nbytes())
 
     def _after_wake(self, tags: list[Tag]) -> None:
-        # vLLM 0.26's second model runner keeps pointers into the KV cache, which must be read again. Its first one
-        # only clears the cache and takes the FP8 scales for lost: it would set calibrated ones, which we preserve,
-        # to 1.0. Later versions need nothing.
+        # vLLM 0.26's second model runner keeps pointers into the KV cache and must read them again. The first model
+        # runner would only clear the cache, and would set calibrated FP8 scales, which a sleep preserves, to 1.0. Later
+        # versions need neither.
         runner = self._worker.model_runner
         refresh = getattr(runner, "post_kv_cache_wake_up", None)
         if Tag.KV_CACHE in tags and refresh is not None and not hasattr(runner, "init_fp8_kv_scales"):
             refresh()
 
     def _tear_then(self, reset: Callable[[], None]) -> Callable[[], None]:
-        """vLLM's own reset overwrites the weights with zeros: nothing is generated until they are sent again."""
+        """Close the engine at vLLM's own reset, which overwrites the weights with zeros, until an update."""
 
         def reset_weights() -> None:
             self.manager.tear()
@@ -267,26 +248,26 @@ class VllmWorker:
         return reset_weights
 
     def _refuse_native(self, name: str) -> Callable[..., None]:
-        """The worker's own method, which would know nothing of the other ranks and of the scheduler.
+        """Refuse a memory method of the worker, which would bypass the other ranks and the scheduler.
 
-        A worker extension calls it, or an RPC of the executor that goes around the engine core.
+        Worker extensions call it, and RPCs of the executor that bypass the engine core.
         """
 
         def refuse(*args: Any, **kwargs: Any) -> None:
             error = UnsupportedError(
-                f"worker.{name}() releases and takes back no memory with rl_memory: call {name}() of the engine, or "
-                f"collective_rpc({name!r})"
+                f"worker.{name}() cannot manage the memory of one worker while rl_memory is enabled: "
+                f"call {name}() of the engine, or collective_rpc({name!r})"
             )
             parallel = self._worker.parallel_config
             if _guarded or parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher":
                 raise error
-            logger.error("%s", error)  # raised here, it would leave other ranks' replies in vLLM's queues
+            logger.error("%s", error)  # an exception would leave the replies of other ranks in vLLM's queues
 
         return refuse
 
 
 def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]:
-    """The end of vLLM's own reload, which writes the layers that it was not given whole."""
+    """Watch the end of vLLM's own reload, which also writes layers that the caller sent in part."""
 
     def finalize_layerwise_processing(model: Any, *args: Any, **kwargs: Any) -> None:
         loads = loads_of(model)
@@ -303,7 +284,7 @@ def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]
 
 
 def _is_torn(layer: Any) -> bool:
-    """Whether vLLM is about to fill parts of a layer, which it was not given, with undefined memory."""
+    """Whether vLLM is about to fill the missing parts of a layer with undefined memory."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -311,11 +292,11 @@ def _is_torn(layer: Any) -> bool:
     info = get_layerwise_info(layer)
     if not info.can_load() or not 0 < info.load_numel < info.load_numel_total:
         return False
-    if isinstance(layer, VocabParallelEmbedding):  # padded, and no checkpoint holds the padding
+    if isinstance(layer, VocabParallelEmbedding):  # no checkpoint holds its padding
         rows = layer.num_embeddings_per_partition
         padding = rows - layer.shard_indices.num_org_elements
         return bool(info.load_numel_total - info.load_numel > padding * (info.load_numel_total // rows))
-    # Experts and quantised layers may be padded as well, in ways that only they know.
+    # Experts and quantised layers may have padding too, which only they know.
     return type(getattr(layer, "quant_method", None)) in (type(None), UnquantizedLinearMethod)
 
 

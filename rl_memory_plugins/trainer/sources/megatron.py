@@ -13,6 +13,7 @@ from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing
 from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.source import name_of
 
 T = TypeVar("T")
 
@@ -110,11 +111,16 @@ class _Entry(NamedTuple):
     """One parameter, as every rank knows it."""
 
     owner: int  # rank within the pipeline group
-    local: str  # the owner's name for it
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the checkpoint's tensors that it holds
+    shapes: tuple[tuple[int, ...], ...]  # theirs
+    dtype: str  # its own, by torch's name
+
+
+class _Local(NamedTuple):
+    """One parameter, as its owner knows it."""
+
+    name: str
     layout: Layout
-    shard: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class MegatronSource:
@@ -161,26 +167,25 @@ class MegatronSource:
         self._tp_size = dist.get_world_size(tp_group) if tp_group is not None else 1
         self._stage = dist.get_rank(pp_group) if pp_group is not None else 0
         self._device = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+        self._own: dict[tuple[str, ...], _Local] = {}
         self._entries = self._plan(name_map)
 
     def specs(self) -> list[TensorSpec]:
         return [
-            self._outgoing.spec(name, entry.dtype, shape)
+            self._outgoing.spec(name, getattr(torch, entry.dtype), shape)
             for entry in self._entries
-            for name, shape in zip(entry.names, entry.layout.shapes(entry.shard, self._tp_size), strict=True)
+            for name, shape in zip(entry.names, entry.shapes, strict=True)
         ]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = self._named()
         for entry in self._entries:
             if entry.owner == self._stage:
-                tensors = self._gather(parameters[entry.local], entry.layout)
+                own = self._own[entry.names]
+                tensors = self._gather(parameters[own.name], own.layout)
             else:
-                dtype = self._outgoing.sent_as(entry.dtype)
-                tensors = [
-                    torch.empty(shape, dtype=dtype, device=self._device)
-                    for shape in entry.layout.shapes(entry.shard, self._tp_size)
-                ]
+                dtype = self._outgoing.sent_as(getattr(torch, entry.dtype))
+                tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape in entry.shapes]
             for name in entry.names:
                 yield name, self._share(tensors.pop(0), entry.owner)
 
@@ -211,11 +216,11 @@ class MegatronSource:
         error: Exception | None = None
         try:
             self._check_groups()
-            own = list(self._own(name_map))
+            own = list(self._own_entries(name_map))
         except Exception as failure:
             error = failure
         _, error = _shared(self._tp_group, None, error)
-        stages, error = _shared(self._pp_group, own, error)
+        stages, error = _shared(self._pp_group, own, error, as_type=list[_Entry])
         if error is not None:
             raise error
         planned: dict[tuple[str, ...], _Entry] = {}
@@ -237,21 +242,23 @@ class MegatronSource:
                 ranks=common,
             )
 
-    def _own(self, name_map: NameMap) -> Iterator[_Entry]:
+    def _own_entries(self, name_map: NameMap) -> Iterator[_Entry]:
         for local, tensor in self._named().items():
             mapped = name_map(local)
             if mapped is not None:
                 names, layout = mapped
-                if len(layout.shapes(tensor.shape, self._tp_size)) != len(names):
+                shapes = tuple(tuple(shape) for shape in layout.shapes(tensor.shape, self._tp_size))
+                if len(shapes) != len(names):
                     raise InvalidRequestError(f"{local}: {layout} does not give {list(names)}", name=local)
-                yield _Entry(self._stage, local, tuple(names), layout, tuple(tensor.shape), tensor.dtype)
+                self._own.setdefault(tuple(names), _Local(local, layout))
+                yield _Entry(self._stage, tuple(names), shapes, name_of(tensor.dtype))
 
 
-def _shared(group: Any, value: T, error: Exception | None) -> tuple[list[T], Exception | None]:
+def _shared(group: Any, value: T, error: Exception | None, as_type: Any = Any) -> tuple[list[T], Exception | None]:
     """All ranks' values, or an error if any rank of the group has one; see `Peers.share`."""
     if group is None:
         return [value], error
     try:
-        return Peers(group).share(value, error), None
+        return Peers(group).share(value, error, as_type=as_type), None
     except Exception as failure:
         return [], failure

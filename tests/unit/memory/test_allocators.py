@@ -14,7 +14,8 @@ from rl_memory_plugins.memory.allocator import Allocator, Block, Device
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.host import HostAllocator
-from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.tags import Level, Tag
 
 MiB = 1 << 20
 
@@ -142,6 +143,22 @@ def test_release_frees_physical_memory_and_keeps_addresses(memory):
     assert before - memory.physical_bytes() <= 0.05 * memory.nbytes
     assert memory.address(handle) == address
     assert memory.allocator.blocks(Tag.WEIGHTS) == blocks
+
+
+def test_a_wake_without_poison_zeroes_what_the_engine_reads_first(memory):
+    """`maps_zeroed` decides whether the manager fills the memory: a false claim shows here."""
+    handle = make(memory, Tag.KV_CACHE, 7)
+    manager = MemoryManager(0, memory.allocator, PagedArena(), memory.allocator.blocks, zero_on_wake=(Tag.KV_CACHE,))
+    for _ in range(2):
+        assert 7 in memory.read(handle)
+        manager.prepare_sleep(Level.DISCARD, [Tag.KV_CACHE])
+        manager.commit_sleep()
+        manager.prepare_wake([Tag.KV_CACHE])
+        manager.commit_wake()
+        inside = memory.read(handle)[mmap.PAGESIZE : -mmap.PAGESIZE]  # the first and last page may be others' too
+        assert inside == bytes(len(inside))
+        for block in memory.allocator.blocks(Tag.KV_CACHE):
+            memory.allocator.device.fill([block], 7)
 
 
 def test_content_survives_by_a_backup_and_not_without(memory):

@@ -475,12 +475,24 @@ def test_poison_marks_what_nobody_restored():
     assert all(after[name] == before[name] for name in ("buffer", "scales", "graph"))
 
 
+@pytest.mark.parametrize("maps_zeroed", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
-def test_zero_on_wake(poison):
-    rank = FakeRank(poison=poison, zero_on_wake=[Tag.KV_CACHE])
+def test_zero_on_wake(poison, maps_zeroed):
+    rank = FakeRank(poison=poison, zero_on_wake=[Tag.KV_CACHE], maps_zeroed=maps_zeroed)
+    before = rank.contents()
+    for _ in range(2):
+        sleep(rank)
+        wake(rank)
+        assert rank.contents()["kv_cache"] == bytes(rank.kv_cache.nbytes)
+        assert rank.contents()["scales"] == before["scales"]
+        rank.allocator.write(rank.kv_cache, b"\7" * rank.kv_cache.nbytes)
+
+
+def test_memory_that_is_mapped_zeroed_is_not_written_again():
+    rank = FakeRank(zero_on_wake=[Tag.KV_CACHE], maps_zeroed=True)
     sleep(rank)
     wake(rank)
-    assert rank.contents()["kv_cache"] == bytes(rank.kv_cache.nbytes)
+    assert rank.device.calls["fill"] == 0
 
 
 # -- content of the weights ---------------------------------------------------------------------------------

@@ -77,28 +77,9 @@ def arena(monkeypatch):
     monkeypatch.setattr(pinned, "numa_node", lambda index: None)
     monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: 0)
     monkeypatch.setattr(pinned.PinnedArena, "_unregister", lambda self, address: 0)
-    arena = pinned.PinnedArena(0, threads=2)
+    arena = pinned.PinnedArena(0, prepares="start", threads=2)
     yield arena
     arena.close()
-
-
-def test_a_buffer_that_is_being_prepared_is_waited_for(arena, monkeypatch):
-    sizes = [12 * MiB, 4 * MiB]
-    made, acquire = threading.Event(), pinned.PagedArena.acquire
-
-    def acquire_slowly(self, nbytes):
-        address = acquire(self, nbytes)
-        if threading.current_thread().name == "rl-memory-arena":
-            made.set()
-            time.sleep(0.1)  # between two buffers
-        return address
-
-    monkeypatch.setattr(pinned.PagedArena, "acquire", acquire_slowly)
-    arena.prepare(sizes)
-    assert made.wait(60)
-    for nbytes in sizes:
-        arena.acquire(nbytes)
-    assert arena.held_bytes == sum(sizes)
 
 
 def test_memory_that_stays_page_locked_stays_mapped(arena, monkeypatch):
@@ -148,6 +129,23 @@ def test_no_thread_outlives_one_that_cannot_be_had(mapping, monkeypatch):
     with pytest.raises(RuntimeError, match="new thread"):
         pinned.touch(address_of(mapping), len(mapping), threads=4)
     assert all_ended()
+
+
+def test_a_thread_whose_start_was_interrupted_writes_nothing(mapping, monkeypatch):
+    """It may begin after the interruption, when the memory is gone."""
+    written, late = [], []
+
+    def interrupted(thread):
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "memset", lambda address, value, nbytes: written.append(address))
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pinned.touch(address_of(mapping), len(mapping), threads=4)
+        late[0].run()
+    assert len(late) == 1 and written == []
 
 
 def test_no_thread_outlives_an_interruption(mapping, monkeypatch):

@@ -38,6 +38,16 @@ def test_it_follows_a_sleep(rank, monkeypatch):
     assert rank.device.calls["trim"] == 2  # the sleep itself, if that is worth its time
 
 
+def test_the_cache_of_a_trainer_in_this_process_is_left_alone(rank, monkeypatch):
+    """A trainer that allocates while the engine sleeps may be in the middle of anything."""
+    monkeypatch.setattr(reclaim, "DELAY_S", 0.2)
+    sleep(rank)
+    rank.device.allocated += 1
+    wait_for_reclaim()
+    assert rank.device.calls["trim"] == 1  # the sleep's own
+    assert rank.device.calls["reclaim"] == 1
+
+
 def test_a_wake_gives_it_up(rank, monkeypatch):
     monkeypatch.setattr(reclaim, "DELAY_S", TIMEOUT_S)
     before = rank.contents()

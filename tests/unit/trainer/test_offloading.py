@@ -10,6 +10,7 @@ from models import Tied, same, whole
 from torch import nn
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, InvalidRequestError, UnsupportedError
+from rl_memory_plugins.memory import backup
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, borrowed, host_view
@@ -135,6 +136,33 @@ def test_no_host_memory_moves_nothing():
     assert offloader.offloaded_bytes == 0
     offloader._host = None
     assert offloader.offload().bytes > 40000
+
+
+def test_an_offload_leaves_host_memory_free(monkeypatch):
+    model = Tied()
+    expected = whole(model)
+    offloader = Offloader(model, moves=everything)
+    monkeypatch.setattr(backup, "free_host_bytes", lambda: offloading.HOST_MARGIN_BYTES + 4096)
+    with pytest.raises(HostMemoryError) as error:
+        offloader.offload()
+    assert error.value.details["margin_bytes"] == offloading.HOST_MARGIN_BYTES
+    same(whole(model), expected)
+    monkeypatch.undo()
+    assert offloader.offload().bytes > 4096
+
+
+def test_what_is_loaded_while_it_is_borrowed_stays():
+    tensor = torch.arange(100.0)
+    offloader = Offloader([tensor], moves=everything)
+    offloader.offload()
+    with borrowed([tensor]):
+        offloader.load()
+        tensor[0] = -1
+    assert tensor.tolist() == [-1.0, *map(float, range(1, 100))]
+    offloader.offload()
+    with borrowed([tensor]):
+        assert tensor[0] == -1
+    assert tensor.untyped_storage().nbytes() == 0
 
 
 def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
@@ -264,8 +292,8 @@ def arenas(monkeypatch):
     """All that are made."""
     made = []
 
-    def make():
-        made.append(PagedArena())
+    def make(**options):
+        made.append(PagedArena(**options))
         return made[-1]
 
     monkeypatch.setattr(offloading, "PagedArena", make)

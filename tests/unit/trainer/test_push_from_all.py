@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -377,18 +378,18 @@ def test_a_source_that_fails_on_one_rank_ends_in_the_timeout_of_its_group(pair):
     assert answers[0] == answers[1] and "Error" in answers[0], answers
 
 
-class Unpicklable:
+class Unsendable:
     def __reduce__(self):
-        raise ValueError("cannot be sent")
+        raise AssertionError("pickled")
 
 
 def answers_that_cannot_be_sent(rank):
     engines = engine_of(rank)
     for engine in engines:
-        engine.sleep = lambda *args, **options: Unpicklable()
+        engine.sleep = lambda *args, **options: Unsendable()
     RolloutHandoff(engines, checkpoint()).release()
     peers, caught = Peers(), []
-    for value, error in [(Unpicklable(), None), (None, StateConflictError("busy", cause=Unpicklable()))]:
+    for value, error in [(Unsendable(), None), (None, StateConflictError("busy", cause=Unsendable()))]:
         try:
             peers.share(*((value, error) if rank == 1 else (rank,)))
         except Exception as failure:
@@ -398,5 +399,33 @@ def answers_that_cannot_be_sent(rank):
 
 def test_what_cannot_be_sent_is_an_error_everywhere(pair):
     zero, one = pair.run(answers_that_cannot_be_sent)
-    assert zero == ["RLMemoryError: ValueError: cannot be sent", "RLMemoryError: StateConflictError: busy"]
-    assert one == ["ValueError: cannot be sent", "StateConflictError: busy"]
+    refused = "TypeError: Encoding objects of type Unsendable is unsupported"
+    assert zero == [f"RLMemoryError: {refused}", "RLMemoryError: StateConflictError: busy"]
+    assert one == [refused, "StateConflictError: busy"]
+
+
+class Part(NamedTuple):
+    rank: int
+    shape: tuple[int, ...]
+
+
+def agrees_without_a_pickle(rank):
+    """What `pickle` would run on the other rank is never run, and values come back as what they were."""
+    import pickle
+
+    def refuse(*args, **options):
+        raise AssertionError("pickled")
+
+    former = pickle.Pickler, pickle.Unpickler, pickle.dumps, pickle.loads
+    pickle.Pickler = pickle.Unpickler = pickle.dumps = pickle.loads = refuse
+    try:
+        peers = Peers()
+        large = "x" * (1 + 100_000 * rank)  # of other lengths on other ranks
+        parts = peers.agree(lambda: [Part(rank, (rank, 2))], as_type=list[Part])
+        return parts == [[Part(0, (0, 2))], [Part(1, (1, 2))]], [len(one) for one in peers.share(large)]
+    finally:
+        pickle.Pickler, pickle.Unpickler, pickle.dumps, pickle.loads = former
+
+
+def test_agreements_carry_no_pickle(pair):
+    assert pair.run(agrees_without_a_pickle) == [(True, [1, 100_001])] * 2

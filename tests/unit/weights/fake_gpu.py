@@ -55,6 +55,12 @@ class FakeGpu:
         self.mapped.append(address)
         return address
 
+    def bytes_from(self, address):
+        for base, (memory, _) in self.memory.items():
+            if base <= address < base + len(memory):
+                return base + len(memory) - address
+        raise UnsupportedError("no such memory")
+
     def close(self, address):
         self.mapped.remove(address)
 

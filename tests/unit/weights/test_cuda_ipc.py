@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu
 from rl_memory_plugins.weights.wire import Connection
@@ -39,7 +39,12 @@ class Driver:
         return 0
 
     def cuMemGetAddressRange_v2(self, base, nbytes, address):
+        if self._base(address) is None:
+            return 500
         base._obj.value, nbytes._obj.value = self._base(address), SIZE
+        return 0
+
+    def cuGetErrorName(self, code, text):
         return 0
 
     def cuIpcGetMemHandle(self, handle, base):
@@ -76,6 +81,16 @@ def test_another_allocation_at_the_same_address_is_found_anew():
     driver.allocations[base], driver.exportable = 9, False  # mapped memory, whatever lay there before
     assert gpu.find(base) is None
     assert driver.asked == 2
+
+
+def test_the_driver_says_how_many_bytes_there_are():
+    driver = Driver()
+    gpu, base = gpu_of(driver), 5 * SIZE
+    driver.allocations[base] = 7
+    assert gpu.bytes_from(base) == SIZE
+    assert gpu.bytes_from(base + 10) == SIZE - 10
+    with pytest.raises(UnsupportedError, match="500"):
+        gpu.bytes_from(base + SIZE)
 
 
 def test_what_is_known_is_bounded(monkeypatch):

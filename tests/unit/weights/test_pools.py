@@ -35,6 +35,42 @@ def test_threads_that_watch_at_once_leave_no_trace():
     assert ThreadPoolExecutor.submit is SUBMIT
 
 
+@pytest.fixture
+def restored(monkeypatch):
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", SUBMIT)
+
+
+def instrumented():
+    """Wraps what is there, as tracing of thread pools does; returns what it saw, and what undoes it."""
+    inner, seen = ThreadPoolExecutor.submit, []
+
+    def submit(pool, *args, **kwargs):
+        seen.append(args[0])
+        return inner(pool, *args, **kwargs)
+
+    ThreadPoolExecutor.submit = submit
+    return seen, lambda: setattr(ThreadPoolExecutor, "submit", inner)
+
+
+@pytest.mark.usefixtures("restored")
+def test_what_others_install_meanwhile_stays():
+    with intercepted(inline):
+        seen, undo = instrumented()
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(threading.get_ident).result() == threading.get_ident()
+    for _ in range(2):  # and our own comes on top of it again
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(threading.get_ident).result() != threading.get_ident()
+        with intercepted(inline), ThreadPoolExecutor() as pool:
+            assert pool.submit(threading.get_ident).result() == threading.get_ident()
+    assert len(seen) == 3  # inside, a call that is taken over reaches no pool
+    undo()  # which puts back what was ours
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(threading.get_ident).result() != threading.get_ident()
+    with intercepted(inline), ThreadPoolExecutor() as pool:
+        assert pool.submit(threading.get_ident).result() == threading.get_ident()
+
+
 def test_an_error_comes_with_the_result():
     with intercepted(inline), ThreadPoolExecutor() as pool:
         future = pool.submit(divmod, 1, 0)

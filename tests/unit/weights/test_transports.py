@@ -399,6 +399,44 @@ def test_entries_outside_what_was_offered_are_refused(gpus, monkeypatch, entry):
     assert rank.manager.content is Content.FAILED and not gpus["GPU-0"].mapped
 
 
+@pytest.mark.parametrize("process", ["trainer", "engine"])  # another's, and the receiver's own
+@pytest.mark.parametrize("kind", [DirectExport, buffers.CudaStaging])
+def test_a_trainer_that_lies_about_a_size_is_refused(gpus, monkeypatch, kind, process):
+    """One byte behind the end would be a fault on a GPU, which ends the engine."""
+    gpu, rank = gpus["GPU-0"], gpu_rank()
+    before = rank.model.snapshot()
+    honest = kind.export
+
+    def export(self):
+        description, fds = honest(self)
+        allocations = [one._replace(nbytes=one.nbytes + 1) for one in description["allocations"]]
+        return {**description, "allocations": allocations, "process": process}, fds
+
+    monkeypatch.setattr(kind, "export", export)
+    transport = "cuda_direct" if kind is DirectExport else "cuda_ipc"
+    error, (thread,) = send([rank], gpu.place(checkpoint(1)), transport=transport)
+    assert type(error) is type(thread.error) is WeightUpdateError
+    assert thread.error.details["reason"] == "wrong size"
+    assert thread.error.details["nbytes"] == thread.error.details["got"] + 1
+    assert rank.manager.content is Content.VALID and gpu.mapped == []
+    rank.model.assert_unchanged(before)
+
+
+def test_a_trainer_that_names_memory_of_the_engine_as_its_own_is_refused(gpus, monkeypatch):
+    honest = DirectExport.export
+
+    def export(self):
+        description, fds = honest(self)
+        allocations = [one._replace(address=4096) for one in description["allocations"]]
+        return {**description, "allocations": allocations, "process": "engine"}, fds
+
+    monkeypatch.setattr(DirectExport, "export", export)
+    rank = gpu_rank()
+    error, _ = send([rank], gpus["GPU-0"].place(checkpoint(1)), transport="cuda_direct")
+    assert isinstance(error, UnsupportedError)
+    assert rank.manager.content is Content.VALID
+
+
 def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     placed = gpu.place(checkpoint(1))

@@ -58,6 +58,53 @@ def test_without_opaque_tensors_the_loader_only_traces():
     assert rank.model.loads == 1
 
 
+class WithStatistics(ToyModel):
+    """Its loader writes a buffer, and memory that torch knows under no name."""
+
+    def __init__(self):
+        super().__init__(opaque=False)
+        self.register_buffer("mean", torch.zeros(4))
+        self.kept = {"count": torch.zeros(2)}
+
+    def load_weights(self, weights):
+        def others():
+            for name, weight in weights:
+                if name == "mean":
+                    self.mean.copy_(weight)
+                elif name == "count":
+                    self.kept["count"].fill_(0)
+                    self.kept["count"][:1].copy_(weight)
+                else:
+                    yield name, weight
+
+        super().load_weights(others())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_memory_that_the_model_has_replaced_is_not_written(known):
+    """The plan would hold what the model has dropped, and the update would say that it arrived."""
+    model = WithStatistics()
+    rank = Rank(model, buffers=lambda: dict(model.named_buffers())) if known else Rank(model)
+    for seed in range(3):
+        tensors = {**checkpoint(seed, opaque=False), "mean": torch.randn(4), "count": torch.ones(1) * seed}
+        _, (thread,) = update([rank], tensors)
+        assert thread.error is None and rank.manager.content is Content.VALID
+        assert torch.equal(model.mean, tensors["mean"])
+        assert model.kept["count"].tolist() == [seed, 0]
+        assert thread.report["opaque"] == (1 if known else 2)  # what nobody can watch is left to the loader
+        model.mean, model.kept["count"] = model.mean.clone(), model.kept["count"].clone()
+
+
+def test_the_checksums_after_a_buffer_was_replaced_are_those_of_the_model():
+    model = WithStatistics()
+    rank = Rank(model, buffers=lambda: dict(model.named_buffers()))
+    tensors = {**checkpoint(1, opaque=False), "mean": torch.randn(4)}
+    update([rank], tensors)
+    assert "mean" in rank.receiver.checksums()["regions"]
+    model.mean = torch.zeros(4)
+    assert rank.receiver.checksums()["layout"] == "engine"  # no plan says any longer where the checkpoint's names lie
+
+
 def test_a_changed_parameter_drops_the_plan():
     rank = Rank(ToyModel(opaque=False))
     update([rank], checkpoint(1, opaque=False))

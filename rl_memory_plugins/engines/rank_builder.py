@@ -1,0 +1,86 @@
+"""Both adapters make the manager, the receiver and the agent of a rank in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.memory.allocator import Allocator, Block
+from rl_memory_plugins.memory.backup import HostArena
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.rank import RankAgent
+from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.model_loader import Reload
+from rl_memory_plugins.weights.plan import Loader
+from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
+
+if TYPE_CHECKING:
+    import torch
+
+
+def build_manager(
+    config: RLMemoryConfig,
+    rank: int,
+    memory: tuple[Allocator, HostArena],
+    discardable: Callable[[Tag], Iterable[Block]],
+    notes: Sequence[str] = (),
+) -> MemoryManager:
+    """The memory manager of a rank; see `MemoryManager`.
+
+    Args:
+        memory: The result of `choose_allocator`.
+    """
+    allocator, arena = memory
+    return MemoryManager(
+        rank,
+        allocator,
+        arena,
+        discardable,
+        poison=config.poison,
+        # vLLM reads masked entries of the KV cache, SGLang its table of requests and its padding rows: all as zeros.
+        zero_on_wake=(Tag.KV_CACHE,),
+        eager_backup=config.eager_backup,
+        notes=notes,
+    )
+
+
+def build_agent(
+    config: RLMemoryConfig,
+    manager: MemoryManager,
+    model: Callable[[], torch.nn.Module],
+    *,
+    load_weights: Loader,
+    reload: Callable[[], Reload | None],
+    model_config: Callable[[], Any],
+    **own: Any,
+) -> RankAgent:
+    """The agent of a rank, with a receiver of weights. Begins the preparations of its first sleep and update.
+
+    Args:
+        model: Gives the model as it is now.
+        load_weights: The loader of the model.
+        reload: See `WeightReceiver`.
+        model_config: Gives the configuration of the model, which says whether the output layer is the embedding.
+        **own: Arguments of `RankAgent` that only one engine has.
+    """
+
+    def ignorable(name: str) -> bool:
+        return is_ignorable(name, tied=bool(getattr(model_config(), "tie_word_embeddings", False)))
+
+    receiver = WeightReceiver(
+        manager,
+        load_weights=load_weights,
+        parameters=lambda: dict(model().named_parameters()),
+        buffers=lambda: dict(model().named_buffers()),
+        reload=reload,
+        transformed=lambda: post_load.transformed_in(model()),
+        ignorable=ignorable,
+        allow_cast=config.allow_cast,
+        check_finite=config.check_finite,
+    )
+    agent = RankAgent(manager, receiver, **own)
+    manager.warm_up()
+    receiver.warm_up()
+    return agent

@@ -1,0 +1,138 @@
+"""What the weights of one rank are worth: their content state, its epoch, and copies of the weights made in advance."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+from rl_memory_plugins.memory.allocator import Allocator, Block
+from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.memory.eager import EagerBackup
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Tag, TagState
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsContent(ABC):
+    """The part of `MemoryManager` that follows writes into the weights. Arguments are those of `MemoryManager`.
+
+    Attributes:
+        content: The content state of the weights.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        arena: HostArena,
+        discardable: Callable[[Tag], Iterable[Block]],
+        *,
+        eager_backup: bool,
+    ) -> None:
+        self.allocator = allocator
+        self.device = allocator.device
+        self.arena = arena
+        self.content = Content.VALID
+        self._discardable = discardable
+        self._eager_backup = eager_backup
+        self._eager: EagerBackup | None = None
+        self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
+        self._backups: dict[Tag, Backup] = {}
+        self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """A counter that grows with every change of the weights that this package knows of."""
+        return self._epoch
+
+    def state(self, tag: Tag) -> TagState:
+        return self._states[tag]
+
+    @abstractmethod
+    def require_writable(self) -> None:
+        """Check that an update may write.
+
+        Raises:
+            StateConflictError: it may not.
+        """
+
+    @abstractmethod
+    def _in_transition(self) -> bool:
+        """Whether a transition is prepared."""
+
+    def begin_writing(self) -> None:
+        """An update is about to write its first byte; until `finish_writing` the content is `updating`.
+
+        Raises:
+            StateConflictError: see `require_writable`.
+        """
+        self.require_writable()
+        self._cancel_eager_backup()
+        self.content = Content.UPDATING
+
+    def finish_writing(self, complete: bool) -> None:
+        """The update that began is over, on every rank. Does nothing where no byte was written."""
+        if self.content is Content.UPDATING:
+            self.content = Content.VALID if complete else Content.FAILED
+            self._epoch += 1
+            self._start_eager_backup()
+
+    def tear(self) -> None:
+        """What the weights hold is undefined from now on, until every byte has been written.
+
+        Raises:
+            StateConflictError: see `begin_writing`.
+        """
+        self.begin_writing()
+        self.finish_writing(complete=False)
+
+    def note_foreign_load(self, complete: bool) -> None:
+        """Other code has written into the weights.
+
+        Args:
+            complete: Every parameter has been written by now.
+        """
+        self._epoch += 1
+        self._cancel_eager_backup()
+        if complete:
+            self.content = Content.VALID
+            self._start_eager_backup()
+
+    # -- copying in advance -----------------------------------------------------------------------------------
+
+    def _start_eager_backup(self) -> None:
+        """Begin to copy the weights, unless what they hold now has been copied or may not last."""
+        if not self._eager_backup or self.content is not Content.VALID:
+            return
+        if self._in_transition() or self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
+            return
+        self._collect_eager_backup()
+        existing = self._backups.get(Tag.WEIGHTS)
+        if existing is not None:
+            if existing.identified and existing.epoch == self._epoch:
+                return
+            self._backups.pop(Tag.WEIGHTS).free()  # out of date: its memory serves the new copy
+        discardable = list(self._discardable(Tag.WEIGHTS))
+        try:
+            self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self._epoch, self._eager)
+        except RuntimeError:  # no more threads
+            logger.exception("the weights are not copied in advance; a sleep does it")
+
+    def _cancel_eager_backup(self) -> None:
+        if self._eager is not None:
+            self._eager.cancel()
+
+    def _collect_eager_backup(self) -> None:
+        """Count a copy that has ended among the backups; does not wait."""
+        if self._eager is not None and not self._eager.is_running:
+            self._end_eager_backup(wanted=True)
+
+    def _end_eager_backup(self, wanted: bool) -> None:
+        """Wait until no thread reads the weights; a `wanted` copy goes on until it is complete."""
+        if self._eager is None:
+            return
+        if not wanted:
+            self._eager.cancel()
+        backup, self._eager = self._eager.finish(), None
+        if backup is not None:
+            self._backups[Tag.WEIGHTS] = backup

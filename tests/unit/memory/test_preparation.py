@@ -1,0 +1,364 @@
+"""Host memory that is made before anybody waits for it: who waits for it, who ends it, and when it is given back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers import FakeRank, sleep, wake
+
+from integration.waiting import wait_until
+from rl_memory_plugins.errors import HostMemoryError
+from rl_memory_plugins.memory import pinned, preparation, reclaim
+from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.preparation import PATIENCE, Demand, GivenUp
+from rl_memory_plugins.private_directory import one_at_a_time
+from rl_memory_plugins.tags import Content, Level
+
+MiB = 1 << 20
+TIMEOUT_S = 60  # of what would else hang
+SOON_S = 5.0  # of what must not wait for anything; it takes milliseconds
+
+
+class Pages:
+    """Makes the arena's pages, step by step, as far as a test lets it."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._touch = pinned.touch
+        self._allowed = threading.Semaphore(0)
+        self.made = 0
+        self.waiting = threading.Event()
+        self._gated = True
+        monkeypatch.setattr(pinned, "touch", self._make)
+
+    def _make(self, address, nbytes, threads):
+        if threading.current_thread().name == "rl-memory-arena" and self._gated:
+            self.waiting.set()
+            assert self._allowed.acquire(timeout=TIMEOUT_S)
+        self._touch(address, nbytes, threads)
+        self.made += nbytes
+
+    def let(self, steps: int) -> None:
+        for _ in range(steps):
+            self._allowed.release()
+
+    def let_all(self) -> None:
+        self._gated = False
+        self.let(1000)
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """Steps are of 4 MiB, up to 2 MiB is little, and pages are not locked."""
+    monkeypatch.setattr(pinned, "STEP_BYTES", 4 * MiB)
+    monkeypatch.setattr(pinned, "SMALL_BYTES", 2 * MiB)
+    monkeypatch.setattr(preparation, "PAUSE_S", 0.001)
+    monkeypatch.setattr(pinned, "SPARE_SHARE", 1 << 40)
+    monkeypatch.setattr(pinned, "numa_node", lambda index: None)
+    monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: 0)
+    monkeypatch.setattr(pinned.PinnedArena, "_unregister", lambda self, address: 0)
+    pages = Pages(monkeypatch)
+    yield pages
+    pages.let_all()
+
+
+@pytest.fixture
+def arenas(pages):
+    made = []
+
+    def make(**options):
+        made.append(pinned.PinnedArena(0, threads=2, **options))
+        return made[-1]
+
+    yield make
+    pages.let_all()
+    for arena in made:
+        arena.close()
+        assert arena.held_bytes == 0
+
+
+def resident_bytes() -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+def soon(call, *arguments):
+    """What a call returns that must not wait for another thread."""
+    start = time.monotonic()
+    result = call(*arguments)
+    assert time.monotonic() - start < SOON_S
+    return result
+
+
+def test_a_buffer_that_is_being_prepared_is_waited_for(arenas, pages):
+    arena, sizes = arenas(), [12 * MiB, 4 * MiB]
+    arena.prepare(sizes)
+    assert pages.waiting.wait(TIMEOUT_S)
+    acquired = []
+    thread = threading.Thread(target=lambda: acquired.extend(arena.acquire(nbytes) for nbytes in sizes))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and not acquired
+    pages.let_all()
+    thread.join(TIMEOUT_S)
+    assert len(acquired) == 2
+    assert arena.held_bytes == pages.made == sum(sizes)
+
+
+def test_nobody_waits_for_a_buffer_of_another_size(arenas, pages, monkeypatch):
+    """As a level-2 sleep, which preserves little, beside a copy of all weights in the making."""
+    monkeypatch.setattr(preparation, "PAUSE_S", 0.05)
+    arena = arenas()
+    arena.prepare([400 * MiB])
+    assert pages.waiting.wait(TIMEOUT_S)
+    assert soon(arena.acquire, MiB) != soon(arena.acquire, 2 * MiB)
+    threading.Timer(0.1, pages.let, [1]).start()
+    soon(arena.acquire, 40 * MiB)  # so much takes turns with each step
+    assert 43 * MiB <= pages.made <= 47 * MiB
+
+
+@pytest.fixture
+def another_process_fills_memory(monkeypatch):
+    with one_at_a_time("host-memory", 1):
+        yield
+
+
+@pytest.mark.usefixtures("another_process_fills_memory")
+def test_little_memory_needs_no_turn(arenas):
+    soon(arenas().acquire, 2 * MiB)
+
+
+@pytest.mark.usefixtures("another_process_fills_memory")
+def test_a_preparation_that_waits_for_its_turn_ends_too(arenas):
+    arena = arenas()
+    running = arena.prepare([40 * MiB])
+    wait_until(lambda: arena.held_bytes, "it has begun")
+    arena.note_sleep(preserving=False)
+    soon(running.join)
+    assert arena.held_bytes == 0
+
+
+def test_a_sleep_that_discards_ends_it_between_two_steps(arenas, pages):
+    arena, before = arenas(), resident_bytes()
+    running = arena.prepare([4 * MiB, 256 * MiB])
+    pages.let(33)
+    wait_until(lambda: pages.made == 132 * MiB, "half of it is made")
+    assert resident_bytes() - before > 120 * MiB
+    soon(arena.note_sleep, False)
+    assert running.is_running  # nobody has waited for its step
+    pages.let(1)
+    soon(running.join)
+    assert pages.made <= 136 * MiB
+    assert arena.held_bytes == 4 * MiB  # what is finished goes after the sleep
+    assert resident_bytes() - before < 20 * MiB
+    arena.settle()
+    wait_until(lambda: arena.held_bytes == 0, "nothing is held")
+
+
+@pytest.mark.parametrize(("prepares", "goes_on"), [("auto", False), ("start", True)])
+def test_only_auto_is_ended(arenas, pages, prepares, goes_on):
+    arena = arenas(prepares=prepares)
+    running = arena.prepare([40 * MiB])
+    assert pages.waiting.wait(TIMEOUT_S)
+    for _ in range(10):
+        arena.note_sleep(preserving=False)
+    pages.let_all()
+    soon(running.join)
+    arena.settle()
+    if goes_on:
+        assert arena.held_bytes == 40 * MiB and arena._settling is None
+    else:
+        wait_until(lambda: arena.held_bytes == 0, "nothing is held")
+
+
+def test_at_the_first_use_nothing_is_there(arenas):
+    arena = arenas(prepares="first_use")
+    assert arena.prepare([40 * MiB]) is None
+    assert arena.held_bytes == 0
+    arena.release(arena.acquire(40 * MiB))
+    for _ in range(10):
+        arena.note_sleep(preserving=False)
+    arena.settle()
+    assert arena.held_bytes == 40 * MiB and arena._settling is None
+
+
+def test_a_sleep_is_not_refused_for_what_is_made_on_a_guess(arenas, pages, monkeypatch):
+    monkeypatch.setattr(preparation, "PAUSE_S", 0.05)
+    arena = arenas(max_bytes=64 * MiB)
+    arena.prepare([60 * MiB])
+    pages.let(2)
+    wait_until(lambda: pages.made == 8 * MiB, "it has begun")
+    threading.Timer(0.1, pages.let_all).start()
+    soon(arena.acquire, 20 * MiB)
+    assert arena.held_bytes == 20 * MiB
+    with pytest.raises(HostMemoryError):
+        arena.acquire(60 * MiB)
+    assert arena.held_bytes == 20 * MiB
+
+
+def test_a_guess_leaves_a_part_of_the_host_free(arenas, pages, monkeypatch, caplog):
+    monkeypatch.setattr(pinned, "SPARE_SHARE", 4)
+    monkeypatch.setattr(pinned, "host_memory_info", lambda: (120 * MiB, 400 * MiB))
+    pages.let_all()
+    arena = arenas()
+    arena.prepare([10 * MiB, 40 * MiB]).join()
+    assert arena.held_bytes == 10 * MiB
+    assert "not made in advance" in caplog.text
+    arena.acquire(40 * MiB)  # a sleep itself takes it
+    certain = arenas(prepares="start")
+    certain.prepare([40 * MiB]).join()
+    assert certain.held_bytes == 40 * MiB
+
+
+def test_who_waits_may_give_up(arenas, pages):
+    arena, wanted = arenas(), threading.Event()
+    wanted.set()
+    running = arena.prepare([40 * MiB])
+    assert pages.waiting.wait(TIMEOUT_S)
+    threading.Timer(0.1, wanted.clear).start()
+    with pytest.raises(GivenUp):
+        soon(arena.acquire, 40 * MiB, wanted.is_set)
+    pages.let_all()
+    soon(running.join)
+    with pytest.raises(GivenUp):
+        arena.acquire(19 * MiB, lambda: pages.made < 48 * MiB)  # it makes it itself
+    assert pages.made == 48 * MiB
+    assert arena.held_bytes == 40 * MiB
+
+
+def test_who_discards_has_no_demand_and_who_preserved_before_has_some():
+    demand = Demand("auto")
+    assert not demand.is_gone
+    demand.note(preserving=False)
+    assert demand.is_gone
+    for _ in range(2):
+        demand.note(preserving=True)
+        for _ in range(PATIENCE):
+            assert not demand.is_gone
+            demand.note(preserving=False)
+        assert demand.is_gone
+
+
+# -- through the manager ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank_over(monkeypatch):
+    """Makes a rank whose sleeps take host memory from an arena; its copy of all weights counts as large."""
+    monkeypatch.setattr(reclaim, "DELAY_S", 0)
+    ranks = []
+
+    def make(arena, **options):
+        rank = FakeRank(**options)
+        rank.arena = rank.manager.arena = arena
+        ranks.append(rank)
+        return rank
+
+    yield make
+    for rank in ranks:
+        rank.manager._end_eager_backup(wanted=False)
+
+
+def settled(arena):
+    for thread in threading.enumerate():
+        if thread.name in ("rl-memory-reclaim", "rl-memory-give-back"):
+            thread.join(TIMEOUT_S)
+    return arena.held_bytes
+
+
+@pytest.mark.parametrize("eager_backup", [False, True])
+def test_a_level_2_sleep_at_the_start_waits_for_no_copy_of_the_weights(rank_over, arenas, pages, eager_backup):
+    """Start, sleep(2), load the trainer: the common start, and the trainer wants the memory next."""
+    arena = arenas()
+    rank = rank_over(arena, eager_backup=eager_backup)
+    kept = {name: content for name, content in rank.contents().items() if name in ("buffer", "scales", "graph")}
+    arena.prepare([400 * MiB])  # for weights that a fake rank does not have
+    rank.manager.warm_up()
+    assert pages.waiting.wait(TIMEOUT_S)
+    soon(sleep, rank, Level.DISCARD)
+    wake(rank)
+    assert kept.items() <= rank.contents().items()
+    assert rank.manager.content is Content.STALE
+    pages.let_all()
+    if not eager_backup:
+        wait_until(lambda: settled(arena) < MiB, "nothing large is held")
+
+
+def test_a_level_2_sleep_does_not_wait_for_a_copy_in_advance_whose_memory_is_being_made(
+    rank_over, arenas, pages, monkeypatch
+):
+    monkeypatch.setattr(pinned, "SMALL_BYTES", 4096)  # a copy of all weights is more
+    arena = arenas()
+    rank = rank_over(arena, eager_backup=True)
+    size = rank.parameter.nbytes + rank.buffer.nbytes
+    arena.prepare([size])
+    assert pages.waiting.wait(TIMEOUT_S)
+    rank.manager._start_eager_backup()
+    soon(sleep, rank, Level.DISCARD)
+    assert rank.manager._eager is None
+
+
+@pytest.mark.parametrize("make", [PagedArena, None], ids=["pageable", "pinned"])
+def test_what_level_1_used_is_given_back_after_a_while_of_level_2(rank_over, arenas, pages, make):
+    pages.let_all()
+    arena = make() if make else arenas()
+    rank = rank_over(arena)
+    before = rank.contents()
+    sleep(rank)
+    wake(rank)
+    assert rank.contents()["parameter"] == before["parameter"]
+    used = settled(arena)
+    for number in range(PATIENCE + 2):
+        sleep(rank, Level.DISCARD)
+        held = settled(arena)
+        wake(rank)
+        assert (held < used) == (number >= PATIENCE - 1)
+    rank.manager.begin_writing()
+    rank.allocator.write(rank.parameter, b"\5" * rank.parameter.nbytes)
+    rank.manager.finish_writing(complete=True)
+    before = rank.contents()
+    sleep(rank)
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": b""} == {**before, "kv_cache": b""}
+
+
+def test_a_copy_in_advance_is_a_use(rank_over, arenas, pages):
+    """Its memory would be made anew after every update."""
+    pages.let_all()
+    arena = arenas()
+    rank = rank_over(arena, eager_backup=True)
+    rank.manager.warm_up()
+    for _ in range(PATIENCE + 1):
+        rank.manager._end_eager_backup(wanted=True)
+        used = arena.held_bytes
+        sleep(rank, Level.DISCARD)
+        assert settled(arena) >= used
+        wake(rank)
+        rank.manager.begin_writing()
+        rank.manager.finish_writing(complete=True)
+    assert arena._settling is None
+
+
+def test_a_sleep_waits_for_what_is_being_given_back_rather_than_fail(arenas, pages, monkeypatch):
+    pages.let_all()
+    arena = arenas(max_bytes=64 * MiB)
+    arena.release(arena.acquire(60 * MiB))
+    begun, go_on = threading.Event(), threading.Event()
+    discard = arena._discard
+
+    def slowly(address, mapping):
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        discard(address, mapping)
+
+    monkeypatch.setattr(arena, "_discard", slowly)
+    arena.note_sleep(preserving=False)
+    arena.settle()
+    assert begun.wait(TIMEOUT_S)
+    assert arena.held_bytes == 60 * MiB  # until it is really gone
+    threading.Timer(0.1, go_on.set).start()
+    arena.note_sleep(preserving=True)
+    arena.acquire(50 * MiB)
+    assert arena.held_bytes == 50 * MiB
