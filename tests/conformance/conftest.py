@@ -100,6 +100,7 @@ def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) 
         api_key="secret-key" if tp * dp > 1 else "",
         host="0.0.0.0",
         device=request.config.getoption("--device"),
+        forked=request.config.getoption("--fork"),
     )
 
 

@@ -33,6 +33,7 @@ def own_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         tp=request.config.getoption("--tp"),
         options={"check_finite": True},
         device=device,
+        forked=request.config.getoption("--fork"),
         kv_bytes=64 << 20,
     )
     write_model(folder, SHAPES["tiny"], dtype=launch.dtype, seed=SEED)
