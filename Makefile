@@ -65,7 +65,7 @@ test-vllm-own: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
 
 test-vllm-suite: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm --fork
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm --fork --updates 100
 
 test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --fork --$* 2
