@@ -1,11 +1,10 @@
 # Each target builds the environment that it needs; nothing is installed by hand.
 #   make demo [ENGINE=sglang] [QUICK=1]   the main job on a real engine, on the CPU
-#   make test                             all tests that need no GPU, on both real engines
+#   make test [JOBS=2]                    all tests that need no GPU, on both real engines; JOBS parts at a time
 #   make check                            lint, format, types
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
-#   make test-long [ENGINE=sglang]        the whole suite with several ranks, hundreds of updates, SGLang's kinds of
-#                                         weights against fresh engines; not part of make test
+#   make test-long [ENGINE=sglang]        what takes longer than a change should wait for, of both engines or of one
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
 #                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
@@ -14,7 +13,11 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 GPU_PYTHON ?= python3
+# Of test-long: both, unless one is named.
+LONG_ENGINES := $(if $(filter undefined,$(origin ENGINE)),vllm sglang,$(ENGINE))
 ENGINE ?= vllm
+# Starting an engine is mostly one process that imports, so two parts of the tests share two cores.
+JOBS ?= 2
 VLLM := 0.32.0
 TORCH_CPU := 2.13.0+cpu
 SGLANG_CI := 0.5.23
@@ -25,15 +28,17 @@ SGLANG_ENV := .venv-sglang-$(SGLANG)
 DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
-PYTEST_FLAGS := -q --timeout 900 -m "not gpu"
+PYTEST_FLAGS = -q --timeout 900 --durations=25 -m "not gpu" -o cache_dir=.pytest_cache/$@
 SUITE := tests/conformance --ignore tests/conformance/test_long_run.py
+# The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
+SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour.
 RANKS_SUITE := $(foreach rule,sleep_wake modes faults handoff updates,tests/conformance/test_$(rule).py)
 
 # Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test check format docs test-unit test-vllm test-sglang test-long test-long-vllm test-long-sglang test-patches test-gpu env-vllm env-sglang clean
+.PHONY: help demo check format docs test test-unit test-patches test-vllm test-sglang test-long test-gpu env-vllm env-sglang clean
 
 help:
 	@sed -n '2,10p' Makefile | cut -c3-
@@ -41,7 +46,9 @@ help:
 demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
 
-test: test-unit test-patches test-vllm test-sglang
+# The longest first, so that no long one is left for the end.
+test:
+	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-unit test-patches
 
 test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
@@ -50,34 +57,59 @@ test-patches: env-vllm env-sglang
 	RL_MEMORY_SGLANG_PYTHON=$(abspath $(SGLANG_ENV)/bin/python) \
 		$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/patches
 
-test-vllm: env-vllm
+PARTS_vllm := test-vllm-own test-vllm-suite test-vllm-tp test-vllm-dp test-vllm-demo
+
+test-vllm: $(PARTS_vllm)
+
+test-vllm-own: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --tp 2
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --dp 2
+
+test-vllm-suite: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm --fork --updates 100
+
+test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --fork --$* 2
+
+test-vllm-demo: env-vllm
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
-test-sglang: env-sglang
-ifeq ($(SGLANG),$(SGLANG_CI))
+# What only one version has is tested with that one.
+PARTS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-own) test-sglang-suite \
+	$(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-tp test-sglang-dp)
+
+test-sglang: $(PARTS_sglang)
+
+test-sglang-own: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang --ignore tests/sglang/test_weight_kinds.py
-endif
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang
-ifeq ($(SGLANG),$(SGLANG_CI))
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine sglang --tp 2
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine sglang --dp 2
-endif
 
-test-long: test-long-$(ENGINE)
+test-sglang-suite: env-sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --fork
 
-test-long-vllm: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine vllm --tp 2
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine vllm --dp 2
+test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine sglang --fork --$* 2
 
-test-long-sglang: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance/test_long_run.py --engine sglang
+test-long:
+	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine)))
+
+LONG_vllm := test-long-vllm-updates test-long-vllm-tp test-long-vllm-dp
+LONG_sglang := test-long-sglang-updates test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
+
+test-long-vllm: $(LONG_vllm)
+test-long-sglang: $(LONG_sglang)
+
+test-long-vllm-updates test-long-sglang-updates: test-long-%-updates: env-%
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance/test_long_run.py --engine $*
+
+test-long-vllm-tp test-long-sglang-tp: test-long-%-tp: env-%
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine $* --tp 2
+
+test-long-vllm-dp test-long-sglang-dp: test-long-%-dp: env-%
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine $* --dp 2
+
+test-long-sglang-kinds: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang/test_weight_kinds.py
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --tp 2
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --dp 2
+
+.PHONY: $(PARTS_vllm) $(PARTS_sglang) test-long-vllm test-long-sglang $(LONG_vllm) $(LONG_sglang)
 
 # Hosts of GPUs have many cores; small sums on all of them take longer than on a few.
 test-gpu:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,15 +139,19 @@ def state(server: Server) -> State:
 
 
 @contextmanager
-def started(engine: str, launch: Launch, log: Path, *arguments: str, **environment: str) -> Iterator[Server]:
-    """An engine's server with more arguments than `Launch` knows."""
+def started(
+    engine: str, launch: Launch, log: Path, *arguments: str, sites: Sequence[Path] = (), **environment: str
+) -> Iterator[Server]:
+    """An engine's server with more arguments than `Launch` knows, which imports from the folders `sites`, too."""
 
     class Extended(ENGINES[engine]):  # type: ignore[misc]
         def command(self, launch: Launch, port: int) -> list[str]:
             return [*super().command(launch, port), *arguments]
 
         def environment(self, launch: Launch) -> dict[str, str]:
-            return {**super().environment(launch), **environment}
+            own = super().environment(launch)
+            path = [own["PYTHONPATH"]] if "PYTHONPATH" in own else []
+            return {**own, "PYTHONPATH": os.pathsep.join([*path, *map(str, sites)]), **environment}
 
     with Server(Extended(), launch, log) as server:
         yield server

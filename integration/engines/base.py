@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
+from integration.engines.ports import reserve_port
 from integration.waiting import wait_until
 from rl_memory_plugins.client import EngineClient, http_client
 
@@ -40,6 +40,7 @@ class Launch:
     kv_bytes: int = 128 << 20
     max_running: int = 4
     device: str = "cpu"  # or "cuda"
+    forked: bool = False  # on the CPU: the engine's processes are forks of the server's, which start in seconds
     compiled: bool = True  # on a GPU; without, graphs are captured of vLLM's kernels as they come, which starts sooner
 
     @property
@@ -99,7 +100,7 @@ class Server:
         self.kind = kind
         self.launch = launch
         self.log = log
-        self.port = _free_port()
+        self._ports, self.port = reserve_port()
         self.url = f"http://127.0.0.1:{self.port}"
         environment = {**os.environ, **kind.environment(launch)}
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -152,6 +153,7 @@ class Server:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=10)
+        self._ports.close()
 
     def is_running(self) -> bool:
         """Its process. SGLang's `/health` takes a second, since it sends a request and then looks once a second."""
@@ -257,12 +259,6 @@ def gpu_used_bytes() -> int:
         return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
     finally:
         pynvml.nvmlShutdown()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def python() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import httpx
 
 STAND_IN_KERNELS = REPOSITORY / "tests" / "aids" / "sglang_cpu"
+FORKING = REPOSITORY / "tests" / "aids" / "sglang_fork"
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
 
 _DEVICE_ARGUMENTS = {
@@ -52,7 +54,7 @@ class Sglang(EngineKind):
         if launch.device == "cuda":
             return variables
         variables |= {
-            "PYTHONPATH": str(STAND_IN_KERNELS),
+            "PYTHONPATH": os.pathsep.join(map(str, [STAND_IN_KERNELS, *([FORKING] if launch.forked else [])])),
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_NCCL_SO_PATH": "none",  # else the NCCL that is installed wants a GPU with more than one rank
             "OMP_NUM_THREADS": "2" if launch.ranks == 1 else "1",

@@ -6,10 +6,12 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from integration.engines.base import EngineKind, Launch, python
+from integration.engines.base import REPOSITORY, EngineKind, Launch, python
 
 if TYPE_CHECKING:
     import httpx
+
+FORKING = REPOSITORY / "tests" / "aids" / "vllm_fork"
 
 #: With `--kv-cache-memory-bytes` the share of a GPU's memory only says what must be free at the start.
 _DEVICE_ARGUMENTS = {
@@ -62,6 +64,9 @@ class Vllm(EngineKind):
         if launch.device == "cuda":
             # Compiled at first use, which takes minutes and CUDA's headers.
             return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+        if launch.forked:  # bound, workers of two engines would share a core
+            unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+            return {**variables, **unbound, "PYTHONPATH": str(FORKING)}
         cores = range(os.cpu_count() or 1)
         bind = "|".join(str(cores[rank % len(cores)]) for rank in range(launch.ranks)) if launch.ranks > 1 else "auto"
         return {**variables, "VLLM_CPU_OMP_THREADS_BIND": bind}

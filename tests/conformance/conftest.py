@@ -1,6 +1,6 @@
 """One suite for every engine and device: `pytest tests/conformance --engine vllm --tp 2`, `… --device cuda`.
 
-A session starts one server. Before each test the engine is brought to the known state: awake, valid, holding
+A session starts one server. After each test the engine is brought to the known state: awake, valid, holding
 the checkpoint's weights. That a test leaves the engine able to get there is part of what is tested.
 """
 
@@ -100,6 +100,7 @@ def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) 
         api_key="secret-key" if tp * dp > 1 else "",
         host="0.0.0.0",
         device=request.config.getoption("--device"),
+        forked=request.config.getoption("--fork"),
     )
 
 
@@ -118,22 +119,34 @@ def first_tokens(running_server: Server) -> list[int]:
     return running_server.generate(PROMPT)
 
 
+@pytest.fixture(scope="session")
+def restored() -> list[Server]:
+    """The server while it is in the known state: none while a test runs, and after a test that left it unusable."""
+    return []
+
+
 @pytest.fixture
-def server(running_server: Server, weights: Weights, first_tokens: list[int], fault_dir: Path) -> Iterator[Server]:
-    restore(running_server, weights, first_tokens)
+def server(
+    running_server: Server, weights: Weights, first_tokens: list[int], fault_dir: Path, restored: list[Server]
+) -> Iterator[Server]:
+    if not restored:
+        restore(running_server, weights, first_tokens)
+    restored.clear()
     yield running_server
     assert running_server.is_running(), running_server.tail()
     for fault in fault_dir.iterdir():
         fault.unlink()
     restore(running_server, weights, first_tokens)
+    restored.append(running_server)
 
 
 def restore(server: Server, weights: Weights, first_tokens: list[int]) -> None:
     """Bring the engine to the known state by correct calls alone."""
     control = server.control
     control.wake_up()
-    if control.memory()["content"] != "valid" or server.generate(PROMPT) != first_tokens:
-        control.update_weights(weights.first)
+    if control.memory()["content"] == "valid" and server.generate(PROMPT) == first_tokens:
+        return
+    control.update_weights(weights.first)
     assert server.generate(PROMPT) == first_tokens
 
 

@@ -19,9 +19,9 @@ from rl_memory_plugins.trainer import ModelSource, RolloutHandoff
 from tests.conformance.conftest import OTHER_SEED, PROMPT, SEED, greedy
 from tests.conformance.trainers import BreakingSource
 
-UPDATES = 500
+WARM_UP = 50  # updates
 BUCKET_BYTES = 4 << 20
-GROWTH_BYTES = 16 << 20  # of a process, in allocators that fill up; 500 times any tensor would be more
+GROWTH_BYTES = 16 << 20  # of a process, in allocators that fill up; any large tensor, kept by each update, is more
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def own_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         tp=request.config.getoption("--tp"),
         options={"check_finite": True},
         device=device,
+        forked=request.config.getoption("--fork"),
         kv_bytes=64 << 20,
     )
     write_model(folder, SHAPES["tiny"], dtype=launch.dtype, seed=SEED)
@@ -57,7 +58,9 @@ def held(processes: list[psutil.Process]) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-def test_hundreds_of_updates_grow_nothing(own_server: Server, model: torch.nn.Module) -> None:
+def test_hundreds_of_updates_grow_nothing(
+    request: pytest.FixtureRequest, own_server: Server, model: torch.nn.Module
+) -> None:
     """Of either side: this process is the trainer's."""
     source = ModelSource(model)
 
@@ -65,10 +68,10 @@ def test_hundreds_of_updates_grow_nothing(own_server: Server, model: torch.nn.Mo
         for _ in range(times):
             own_server.control.update_weights(source, bucket_bytes=BUCKET_BYTES)
 
-    update(50)
+    update(WARM_UP)
     processes = [psutil.Process(), *own_server.processes()]
     before, occupied = held(processes), own_server.occupied_bytes()
-    update(UPDATES - 50)
+    update(request.config.getoption("--updates") - WARM_UP)
     after = held(processes)
     for process in processes:
         fds, maps, resident = (a - b for a, b in zip(after[process.pid], before[process.pid], strict=True))

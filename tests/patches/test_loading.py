@@ -2,8 +2,8 @@
 
 The engine's own processes need torch, a CUDA driver and matching versions of much else. So there are two
 levels. The first executes each patched function of every release by itself and needs nothing. The tests marked
-`slow` import the real, patched modules of one release per diff and call them; they need an interpreter that has
-SGLang's dependencies (those of a later release do), given by `RL_MEMORY_SGLANG_PYTHON`, and only the kernels'
+`slow` import the real, patched modules of one release per diff, once, and call them in forks; they need an interpreter
+that has SGLang's dependencies (those of a later release do), given by `RL_MEMORY_SGLANG_PYTHON`, and only the kernels'
 package `sgl_kernel` is a stand-in, because it does not load without a CUDA driver. No model is run.
 """
 
@@ -20,6 +20,7 @@ from importlib.util import find_spec
 import pytest
 
 from rl_memory_plugins import loader, patching
+from tests.patches.interpreter import Interpreter
 from tests.patches.releases import PATCHES, VERSIONS
 
 FUNCTIONS = [
@@ -223,54 +224,86 @@ for function in functions:
 """
 
 
-@pytest.fixture
-def real(patched, tmp_path):
-    """`real(version, arguments, probe, plugin)`: run the patched release where its dependencies are."""
-    python = os.environ.get("RL_MEMORY_SGLANG_PYTHON") or (sys.executable if find_spec("sglang") else "")
-    if not python:
+MODULES = [
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.data_parallel_controller",
+]
+
+
+@pytest.fixture(scope="module")
+def extra(tmp_path_factory):
+    """What an interpreter imports beside a release: two plugins and the stand-in for the kernels."""
+    folder = tmp_path_factory.mktemp("extra")
+    (folder / "probe_plugin.py").write_text(PLUGIN)
+    (folder / "sgl_kernel.py").write_text(KERNELS + "__path__ = []\n")
+    install_plugin(folder, probe="probe_plugin:register", own="rl_memory_plugins.engines.sglang:register")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python():
+    found = os.environ.get("RL_MEMORY_SGLANG_PYTHON") or (sys.executable if find_spec("sglang") else "")
+    if not found:
         pytest.skip("needs an interpreter with SGLang's dependencies: set RL_MEMORY_SGLANG_PYTHON")
-    extra = tmp_path / "extra"
-    extra.mkdir()
-    (extra / "probe_plugin.py").write_text(PLUGIN)
-    (extra / "sgl_kernel.py").write_text(KERNELS + "__path__ = []\n")
+    return found
 
-    def run(version, *arguments, probe="", plugin="probe_plugin:register"):
-        install_plugin(extra, probe=plugin)
-        root = patched(version)
-        paths = os.pathsep.join(map(str, (root, extra, PATCHES.parent)))
-        environment = {**os.environ, "PYTHONPATH": paths, "PROBE": probe, "CUDA_VISIBLE_DEVICES": ""}
-        return root, subprocess.run(
-            [python, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
-        )
 
-    return run
+def environment_of(root, extra):
+    paths = os.pathsep.join(map(str, (root, extra, PATCHES.parent)))
+    return {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "SGLANG_PLUGINS": "probe"}
 
 
 ONE_PER_DIFF = ["0.5.5", "0.5.9", "0.5.10.post1"]
 
 
+@pytest.fixture(scope="module", params=ONE_PER_DIFF)
+def version(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def real(version, python, patched, extra):
+    """The interpreter that has imported the patched release."""
+    with Interpreter(python, environment_of(patched(version), extra), *MODULES) as interpreter:
+        yield interpreter
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ONE_PER_DIFF)
 @pytest.mark.parametrize(
     "command",
     [
-        ["-m", "sglang.launch_server", "--help"],
-        ["-c", "from sglang.cli.serve import serve; serve(None, ['--help'])"],
+        "import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('sglang.launch_server', run_name='__main__')",
+        "from sglang.cli.serve import serve; serve(None, ['--help'])",
     ],
     ids=["launch_server", "serve"],
 )
-def test_a_plugin_adds_a_flag_to_the_real_command_line(real, version, command):
-    _, done = real(version, *command, probe="flag")
+def test_a_plugin_adds_a_flag_to_the_real_command_line(real, tmp_path, command):
+    done = real.run(command, tmp_path, PROBE="flag")
     assert "--probe-flag" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ONE_PER_DIFF)
-def test_the_real_functions_of_a_patched_release_call_the_plugin(real, version):
-    root, done = real(version, "-W", "ignore", "-c", CALLS, probe="raise")
+def test_a_plugin_adds_a_flag_in_a_process_of_its_own(patched, python, extra, tmp_path):
+    """As users start it; the tests above are forks of an interpreter that has imported the release before."""
+    done = subprocess.run(
+        [python, "-m", "sglang.launch_server", "--help"],
+        env={**environment_of(patched(ONE_PER_DIFF[-1]), extra), "PROBE": "flag"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert "--probe-flag" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_real_functions_of_a_patched_release_call_the_plugin(real, version, patched, tmp_path):
+    done = real.run(CALLS, tmp_path, PROBE="raise")
     reached = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("REACHED")]
     names = ("Engine", "_launch_subprocesses", "run_scheduler_process", "run_data_parallel_controller_process")
-    assert reached == [[name, str(root / "sglang/__init__.py")] for name in names], done.stderr
+    file = str(patched(version) / "sglang/__init__.py")
+    assert reached == [[name, file] for name in names], done.stderr
 
 
 # -- this package's own plugin in a patched release --------------------------------------------------
@@ -312,10 +345,9 @@ LACKING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ONE_PER_DIFF)
-def test_a_patched_release_starts_without_the_plugin_and_is_refused_with_all_that_it_lacks(real, version):
+def test_a_patched_release_starts_without_the_plugin_and_is_refused_with_all_that_it_lacks(real, version, tmp_path):
     """Enabled on code it was not written for, it would end in the first scheduler that misses a symbol, or go on."""
-    _, done = real(version, "-W", "ignore", "-c", OWN, plugin="rl_memory_plugins.engines.sglang:register")
+    done = real.run(OWN, tmp_path, SGLANG_PLUGINS="own")
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, done.stderr
     found = json.loads(lines[0].removeprefix("FOUND"))

@@ -65,8 +65,9 @@ def server(running_server: Server, first_weights: Any, first_tokens: list[int]) 
     assert running_server.is_running(), running_server.tail()
     control = running_server.control
     control.wake_up()
-    if control.memory()["content"] != "valid" or running_server.generate(PROMPT) != first_tokens:
-        control.update_weights(first_weights)
+    if control.memory()["content"] == "valid" and running_server.generate(PROMPT) == first_tokens:
+        return
+    control.update_weights(first_weights)
     assert running_server.generate(PROMPT) == first_tokens
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from integration.engines.base import Launch, Server
-from integration.engines.sglang import STAND_IN_KERNELS, _models_but
+from integration.engines.sglang import _models_but
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.conformance.trainers import push
@@ -59,16 +58,14 @@ PACKING = """
 
 
 def start(folder: Path, log: Path, plugin: str = "", *arguments: str, tp: int = 1) -> AbstractContextManager[Server]:
-    path = [str(STAND_IN_KERNELS)]
-    if plugin:
-        path.append(str(install_plugin(log.with_suffix(".site"), "sglang.srt.plugins", plugin)))
+    sites = [install_plugin(log.with_suffix(".site"), "sglang.srt.plugins", plugin)] if plugin else []
     models = set(_models_but("qwen2")) - {"qwen2_moe", "qwen3", "qwen3_moe"}
     return started(
         "sglang",
-        Launch(folder, tp=tp, options={"poison": True}),
+        Launch(folder, tp=tp, options={"poison": True}, forked=True),
         log,
         *arguments,
-        PYTHONPATH=os.pathsep.join(path),
+        sites=sites,
         SGLANG_DISABLED_MODEL_ARCHS=",".join(sorted(models)),
     )
 

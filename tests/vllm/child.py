@@ -14,8 +14,14 @@ from typing import Any
 
 import psutil
 
+from tests.aids.vllm_fork import vllm_fork
+
 START_TIMEOUT_S = 600
 CALL_TIMEOUT_S = 180
+
+_CONTEXT = mp.get_context("forkserver")
+# Imported once, by the process of which all children are forks: it takes vLLM some 8 s of a core.
+_CONTEXT.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
 
 
 class Child:
@@ -23,23 +29,23 @@ class Child:
 
     Args:
         make: Gives an `LLM` or an `AsyncLLM`; may be a coroutine function.
-        environment: Variables that are set before anything is imported.
+        environment: Variables that are set before the engine is made.
+        forked: The engine's own processes are forks, too, not new interpreters.
         wait: For the engine; else call `wait_ready` before the first function.
     """
 
     def __init__(
-        self, make: Callable[..., Any], *arguments: Any, environment: dict[str, str], wait: bool = True
+        self,
+        make: Callable[..., Any],
+        *arguments: Any,
+        environment: dict[str, str],
+        forked: bool = True,
+        wait: bool = True,
     ) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, inside = context.Pipe()
-        former = dict(os.environ)
-        os.environ.update(environment)
-        try:
-            self._process = context.Process(target=_serve, args=(inside, make, arguments))
-            self._process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(former)
+        self._pipe, inside = _CONTEXT.Pipe()
+        environment = {**os.environ, **environment}
+        self._process = _CONTEXT.Process(target=_serve, args=(inside, environment, forked, make, arguments))
+        self._process.start()
         inside.close()
         if wait:
             self.wait_ready()
@@ -86,7 +92,19 @@ def _kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(
+    pipe: Connection,
+    environment: dict[str, str],
+    forked: bool,
+    make: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    if forked:
+        import torch
+
+        torch.set_num_threads(1)  # OpenMP has read its variables before the fork
+        vllm_fork.register()
     loop = asyncio.new_event_loop()
 
     def run(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -34,7 +34,7 @@ SEED, OTHER_SEED = 1, 2
 
 def environment(folder: Path, tp: int = 1, **extra: str) -> dict[str, str]:
     return {
-        **Vllm().environment(Launch(folder, tp=tp)),
+        **Vllm().environment(Launch(folder, tp=tp, forked=True)),
         "PYTHONPATH": os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), str(REPOSITORY)) if path),
         **extra,
     }

@@ -61,7 +61,7 @@ async def async_update(engine: Any) -> float:
 
 @pytest.mark.parametrize(("make", "update"), [(make_sync, sync_update), (make_async, async_update)])
 def test_an_update_ends_with_the_core(make: Callable[..., Any], update: Callable[..., Any], model_folder: Path) -> None:
-    child = Child(make, model_folder, environment=environment(model_folder))
+    child = Child(make, model_folder, environment=environment(model_folder), forked=False)
     try:
         assert KILLED_AFTER_S <= child(update) < KILLED_AFTER_S + AT_ONCE_S
     finally:

@@ -94,9 +94,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
     first, other = (write_moe(folder / name, seed, "float32") for name, seed in (("a", SEED), ("b", OTHER_SEED)))
     faults = folder / "faults"
     faults.mkdir()
-    launch = Launch(first, dp=2, options={"poison": True, "fault_dir": str(faults), "drain_timeout_s": DRAIN_S})
+    options = {"poison": True, "fault_dir": str(faults), "drain_timeout_s": DRAIN_S}
+    launch = Launch(first, dp=2, options=options, forked=True)
     hold = folder / "hold"
-    with started("vllm", launch, folder / "server.log", PYTHONPATH=str(site), HOLD=str(hold)) as server:
+    with started("vllm", launch, folder / "server.log", sites=[site], HOLD=str(hold)) as server:
         yield Experts(server, first, other, faults, hold)
 
 

@@ -29,7 +29,7 @@ class WithLora(Vllm):
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(WithLora(), Launch(model_folder, kv_bytes=64 << 20), log) as server:
+    with Server(WithLora(), Launch(model_folder, kv_bytes=64 << 20, forked=True), log) as server:
         yield server
 
 

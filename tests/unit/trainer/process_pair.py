@@ -1,8 +1,9 @@
 """Two processes in one Gloo process group, which run functions of test modules at the same time."""
 
 import faulthandler
-import socket
+import tempfile
 import traceback
+from pathlib import Path
 
 import torch.multiprocessing as mp
 
@@ -42,13 +43,12 @@ class ProcessPair:
         return [result for result, _ in answers]
 
     def _start(self):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        self._folder = tempfile.TemporaryDirectory()  # a port could be taken before it is bound
+        store = Path(self._folder.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(self.size):
             pipe, inside = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(inside, rank, self.size, port), daemon=True)
+            process = self._context.Process(target=_serve, args=(inside, rank, self.size, store), daemon=True)
             process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
@@ -57,15 +57,16 @@ class ProcessPair:
         for process in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
-def _serve(pipe, rank, size, port):
+def _serve(pipe, rank, size, store):
     import torch
     import torch.distributed as dist
 
     faulthandler.enable()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=size)
     while True:
         function, arguments = pipe.recv()
         try:
