@@ -2,7 +2,7 @@
 
     python -m integration.report
 
-Rewrites what stands between the markers in README.md and docs/benchmarks.md, and the plots beside the latter.
+Rewrites what stands between the markers in README.md, docs/index.md and docs/benchmarks.md, and the plots beside them.
 """
 
 from __future__ import annotations
@@ -69,6 +69,18 @@ BY_BYTES = {
     "sleep_l2_s": "sleep, weights dropped",
     "wake_l2_s": "wake after that",
 }
+#: The rows of the picture of times: a metric of each subject, the fastest where there are several.
+BARS = {
+    "first sleep\nthat keeps the weights": (["sleep_l1_first_s"], ["sleep_l1_first_s"]),
+    "later sleep,\nweights changed": (["sleep_l1_later_s"], ["sleep_l1_later_s"]),
+    "later sleep,\nweights unchanged": (["sleep_l1_clean_s"], ["sleep_l1_clean_s"]),
+    "wake the weights\nfrom host memory": (["wake_weights_s"], ["wake_weights_s"]),
+    "sleep that drops\nweights and KV cache": (["sleep_l2_s"], ["sleep_l2_s"]),
+    "wake both\nafter it": (["wake_l2_s"], ["wake_l2_s"]),
+    "new weights\nfrom the trainer": (["update_native_s", "update_native_packed_s"], ["update_direct_s"]),
+}
+#: Those of them that the first page of the documentation shows.
+FRONT = [row for row in BARS if not row.startswith(("later sleep", "wake both"))]
 COPY_BYTES_S = 55.5e9  # pinned host memory to an H200 and back, measured alone
 
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
@@ -161,6 +173,20 @@ def headline(runs: dict[Run, Metrics]) -> list[str]:
     return [*lines, f"{setting}. How it was measured, and all figures: [docs/benchmarks.md](docs/benchmarks.md)."]
 
 
+def front(runs: dict[Run, Metrics]) -> list[str]:
+    """The five rows of the documentation's first page: what an engine does by itself, beside the plugin in it."""
+    shown = newest(runs, "sleep_l1_first_s")
+    times = {run: bars(runs[run]) for run in shown}
+    lines = ["| | " + " | ".join(f"{NAMES[run.engine]} {run.version} | with the plugin" for run in shown) + " |"]
+    lines.append("|---|" + "---:|---:|" * len(shown))
+    for row in FRONT:
+        found = [times[run][row].get(subject) for run in shown for subject in ("native", "plugin")]
+        cells = ["-" if seconds is None else f"{1000 * seconds:.0f} ms" for seconds in found]
+        lines.append(f"| {' '.join(row.split())} | " + " | ".join(cells) + " |")
+    same = [value(runs[run]["tokens_identical"].get(subject)) for run in shown for subject in ("native", "plugin")]
+    return [*lines, f"| {METRICS['tokens_identical'][0]} | " + " | ".join(same) + " |"]
+
+
 def test_table(test_runs: dict[str, Record]) -> list[str]:
     """What `make test-gpu` showed, one line a run."""
     if not test_runs:
@@ -218,21 +244,52 @@ def replace(path: Path, lines: list[str]) -> None:
 
 
 def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
-    """Bars of the times that users wait for, on a logarithmic axis."""
+    """Bars of the times that users wait for, one panel an engine, on a logarithmic axis with the times written in."""
     from matplotlib import pyplot as plt
 
-    shown = ["sleep_l1_first_s", "sleep_l1_later_s", "sleep_l1_clean_s", "wake_weights_s", "sleep_l2_s", "wake_l2_s"]
-    figure, axes = plt.subplots(len(runs), 1, figsize=(10, 3.2 * len(runs)), constrained_layout=True, squeeze=False)
-    for axis, (run, metrics) in zip(axes[:, 0], runs.items(), strict=True):
-        names = [metric for metric in shown if metric in metrics]
-        for offset, subject in ((-0.2, "native"), (0.2, "plugin")):
-            heights = [metrics[name].get(subject, {}).get("median", 0) for name in names]
-            axis.bar([index + offset for index in range(len(names))], heights, 0.4, label=subject)
-        axis.set_xticks(range(len(names)), [name.removesuffix("_s").replace("_", " ") for name in names])
-        axis.set(yscale="log", ylabel="seconds", title=describe(run, metrics))
-        axis.legend(frameon=False)
+    colours = {"native": "#9a9a9a", "plugin": "#1f6fb2"}
+    labels = {"native": "the engine by itself", "plugin": "with the plugin"}
+    figure, panels = plt.subplots(1, len(runs), figsize=(13, 5.2), sharey=True, constrained_layout=True, squeeze=False)
+    for axis, (run, metrics) in zip(panels[0], runs.items(), strict=True):
+        for row, times in enumerate(bars(metrics).values()):
+            for offset, (subject, colour) in zip((-0.2, 0.2), colours.items(), strict=True):
+                if subject not in times:
+                    axis.text(11, row + offset, "not measured", va="center", color=colour)
+                    continue
+                milliseconds = 1000 * times[subject]
+                axis.barh(row + offset, milliseconds, 0.38, color=colour, label=None if row else labels[subject])
+                gain = times["native"] / times["plugin"] if subject == "plugin" and "native" in times else 0
+                text = f" {milliseconds:,.0f} ms"
+                if gain > 1:
+                    text += f", {gain:.{0 if gain >= 10 else 1}f} times as fast"
+                axis.text(milliseconds, row + offset, text, va="center", color=colour if gain else "#404040")
+        axis.set_yticks(range(len(BARS)), list(BARS))
+        axis.set(
+            xscale="log",
+            xlim=(10, 200_000),
+            xticks=[10, 100, 1_000, 10_000],
+            title=f"{NAMES[run.engine]} {run.version}",
+        )
+        axis.set_xticklabels(["10 ms", "100 ms", "1 s", "10 s"])
+        axis.spines[["top", "right"]].set_visible(False)
+    panels[0][0].invert_yaxis()  # of both
+    panels[0][-1].legend(frameon=False, loc="lower right")
+    run, metrics = next(iter(runs.items()))
+    setting = f"{weight_bytes(run.model) / 1e9:.1f} GB of weights on one {metrics['sleep_l1_first_s']['plugin']['gpu']}"
+    figure.suptitle(f"How long the engine is waited for, {setting} (logarithmic; shorter is better)", fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def bars(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """Seconds by row of the picture and by subject; without a subject that cannot do it."""
+    found: dict[str, dict[str, float]] = {}
+    for row, names in BARS.items():
+        for subject, candidates in zip(("native", "plugin"), names, strict=True):
+            times = [metrics[name][subject]["median"] for name in candidates if subject in metrics.get(name, {})]
+            if times:
+                found.setdefault(row, {})[subject] = min(times)
+    return found
 
 
 def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
@@ -281,13 +338,13 @@ def main() -> None:
     for run, metrics in engines.items():
         pages += report_weights.page(describe(run, metrics), metrics)
     pages += wire_pages(found)
-    slept = {run: m for run, m in runs.items() if "sleep_l1_first_s" in m}
-    draw_times({run: m for run, m in slept.items() if run.model == "7b" and not run.host}, docs / "benchmarks.png")
+    draw_times({run: runs[run] for run in newest(runs, "sleep_l1_first_s")}, docs / "benchmarks.png")
     pages += ["![times, by itself and with the plugin](benchmarks.png)", ""]
     if draw_sizes(runs, docs / "benchmarks-sizes.png"):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
     replace(docs / "benchmarks.md", pages)
     replace(REPOSITORY / "README.md", headline(engines))
+    replace(docs / "index.md", front(engines))
 
 
 if __name__ == "__main__":

@@ -107,11 +107,11 @@ class Timeline:
 
 
 def resident_bytes(processes: Iterable[psutil.Process]) -> int:
-    """The RSS of those of them that still run."""
-    total = 0
+    """Memory of those of them that still run: what each has of its own, and once what they share, such as libraries."""
+    found = []
     for process in processes:
         try:
-            total += process.memory_info().rss
+            found.append(process.memory_info())
         except psutil.NoSuchProcess:
             continue
-    return total
+    return sum(info.rss - info.shared for info in found) + max((info.shared for info in found), default=0)
