@@ -236,11 +236,11 @@ def describe(run: Run, metrics: Metrics) -> str:
     return f"{described}, {run.host}" if run.host else described
 
 
-def replace(path: Path, lines: list[str]) -> None:
-    """Put `lines` between the markers, which must be there."""
-    before, _, rest = path.read_text().partition(BEGIN)
+def replaced(text: str, lines: list[str]) -> str:
+    """A page's text with `lines` between its markers, which must be there."""
+    before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    path.write_text("\n".join([before + BEGIN, "", *lines, "", END]) + after)
+    return "\n".join([before + BEGIN, "", *lines, "", END]) + after
 
 
 def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
@@ -292,17 +292,22 @@ def bars(metrics: Metrics) -> dict[str, dict[str, float]]:
     return found
 
 
-def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
-    """Times against the bytes of the weights, one axis an engine; False where no engine was measured at two sizes."""
-    from matplotlib import pyplot as plt
-
+def sizes(runs: dict[Run, Metrics]) -> dict[tuple[str, str], list[Run]]:
+    """By engine and version, the runs with models of several sizes; without those of one size."""
     measured: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run, metrics in runs.items():
         if run.model in SHAPES and not run.host and "plugin" in metrics.get("sleep_l1_later_s", {}):
             measured[run[:2]].append(run)
-    shown = {engine: found for engine, found in measured.items() if len(found) > 1}
+    return {engine: found for engine, found in measured.items() if len(found) > 1}
+
+
+def draw_sizes(runs: dict[Run, Metrics], path: Path) -> None:
+    """Times against the bytes of the weights, one axis an engine; no picture where all have one size."""
+    from matplotlib import pyplot as plt
+
+    shown = sizes(runs)
     if not shown:
-        return False
+        return
     figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4.5), constrained_layout=True, squeeze=False)
     for axis, ((engine, version), found) in zip(axes[0], shown.items(), strict=True):
         largest = max(weight_bytes(run.model) for run in found) / 1e9
@@ -315,20 +320,13 @@ def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
         axis.legend(frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    return True
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    import matplotlib
-
-    matplotlib.use("Agg")
+def texts() -> dict[Path, list[str]]:
+    """By page, the lines between its markers."""
     found, test_runs = load()
     engines = {run: metrics for run, metrics in found.items() if run.engine != WITHOUT_ENGINE}
     runs = {run: metrics for run, metrics in engines.items() if rows_of(metrics)}
-    if not runs:
-        raise SystemExit("no results")
-    docs = REPOSITORY / "docs"
     pages: list[str] = test_table(test_runs)
     for run, metrics in runs.items():
         records = [record for metric in rows_of(metrics) for record in metrics[metric].values()]
@@ -338,13 +336,27 @@ def main() -> None:
     for run, metrics in engines.items():
         pages += report_weights.page(describe(run, metrics), metrics)
     pages += wire_pages(found)
-    draw_times({run: runs[run] for run in newest(runs, "sleep_l1_first_s")}, docs / "benchmarks.png")
     pages += ["![times, by itself and with the plugin](benchmarks.png)", ""]
-    if draw_sizes(runs, docs / "benchmarks-sizes.png"):
+    if sizes(runs):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
-    replace(docs / "benchmarks.md", pages)
-    replace(REPOSITORY / "README.md", headline(engines))
-    replace(docs / "index.md", front(engines))
+    docs = REPOSITORY / "docs"
+    return {
+        docs / "benchmarks.md": pages,
+        docs / "index.md": front(engines),
+        REPOSITORY / "README.md": headline(engines),
+    }
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    runs, _ = load()
+    draw_times({run: runs[run] for run in newest(runs, "sleep_l1_first_s")}, REPOSITORY / "docs" / "benchmarks.png")
+    draw_sizes(runs, REPOSITORY / "docs" / "benchmarks-sizes.png")
+    for path, lines in texts().items():
+        path.write_text(replaced(path.read_text(), lines))
 
 
 if __name__ == "__main__":
