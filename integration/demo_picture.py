@@ -43,13 +43,14 @@ def draw(path: Path, title: str, timeline: Timeline, shown: Sequence[Stage], rew
 def _draw_round(axes: Any, timeline: Timeline, shown: Sequence[Stage]) -> None:
     top = sum(timeline.peak(name) for name in COLOURS) / GB
     together = timeline.peak_together() / GB
+    training = next(number for number, stage in enumerate(shown) if stage.name == "train")
     _draw_turns(axes, shown, top * 1.13)
     axes.vlines(range(1, len(shown)), 0, together, color=GREY, linewidth=0.3)
     for name, colour in COLOURS.items():
         places, values = _by_stage(timeline, name, shown)
         axes.fill_between(places, values, color=colour, alpha=0.2, linewidth=0)
         axes.plot(places, values, color=colour, linewidth=2.6)
-        _label(axes, name, places, values)
+        _label(axes, name, places, values, training)
     for height, text in (
         (top, f"side by side the two would need {top:.1f} GB"),
         (together, f"taking turns they never hold more than {together:.1f} GB"),
@@ -89,19 +90,17 @@ def _by_stage(timeline: Timeline, name: str, shown: Sequence[Stage]) -> tuple[li
     return places, values
 
 
-def _label(axes: Any, name: str, places: list[float], values: list[float]) -> None:
-    """Write the curve's name and value in the first stage, and at its highest and lowest point if they differ."""
-    first, highest, lowest = values[0], max(values), min(values)
-    labels = {0.5: first}
-    if highest > 1.1 * first:
-        labels[places[values.index(highest)]] = highest
-    if lowest < 0.9 * first:
-        labels[places[values.index(lowest)] + 1.5] = lowest  # while the other works
-        given_back = f"gives back\n{first - lowest:.1f} GB, {1 - lowest / first:.0%}"
-        axes.text(2.07, (first + lowest) / 2 + 0.5, given_back, va="center", color=COLOURS[name])
-    for place, value in labels.items():
+def _label(axes: Any, name: str, places: list[float], values: list[float], training: int) -> None:
+    """Write the curve's name and value in the first stage and in the training, there where it is farthest from it."""
+    first = values[0]
+    inside = [value for place, value in zip(places, values, strict=True) if training <= place <= training + 1]
+    other = max(inside, key=lambda value: abs(value - first))
+    for place, value in ((0.5, first), (training + 0.5, other)):
         text = f"{name} {value:.1f} GB"
         axes.text(place, value + 0.1, text, va="bottom", ha="center", color=COLOURS[name], fontweight="bold")
+    if other < first:
+        given_back = f"gives back\n{first - other:.1f} GB, {1 - other / first:.0%}"
+        axes.text(2.07, (first + other) / 2 + 0.5, given_back, va="center", color=COLOURS[name])
 
 
 def _caption(stage: Stage) -> str:
