@@ -11,95 +11,109 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
+from integration import demo_picture
+from integration.demo_output import Output, gigabytes
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, write_model
-from integration.timeline import Timeline
+from integration.timeline import Stage, Timeline, resident_bytes
 from integration.trainer_process import TrainerProcess
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 SEED = 20
-LEARNING_RATE = 0.3
-TRAINING_STEPS = 4
+ANSWERS, TOKENS = 8, 16  # to each prompt, of each answer
+COMPARED_TOKENS = 8
+TRAINING_STEPS = 2
+KV_BYTES = 5 << 30  # most of an engine's memory, as on a GPU
+GIVEN_BACK = 2 / 3  # of the engine's memory, at least
+RUNNING = 32  # requests at once
+CHECKING = {"compare checksums", "trainer's tokens", "engine's tokens"}
 
 
 class Demo:
     """The rounds, their measurements and their checks."""
 
-    def __init__(self, server: Server, trainer: TrainerProcess, timeline: Timeline, answers: int, tokens: int) -> None:
+    def __init__(self, server: Server, trainer: TrainerProcess, timeline: Timeline, output: Output) -> None:
         self._server = server
         self._trainer = trainer
         self._timeline = timeline
-        self._answers = answers  # for each prompt
-        self._tokens = tokens
-        self._target: int | None = None
-        self.rewards: list[float] = []
-        self.checks: dict[str, bool] = {}
-        self.table = Table("round", "step", "seconds", "engine MiB", "trainer MiB", "note", title="live")
+        self._output = output
         self._round = 0
+        self._target: int | None = None
+        self._seconds: dict[str, list[float]] = {}  # by step
+        self._slept: list[tuple[int, int]] = []  # by sleep, the engine's bytes before and after
+        self._streamed = 0  # bytes of an update
+        self._tokens = [0, 0]  # greedy ones of the engine: those like the trainer's, and all
+        self._refused = [0, 0]  # requests, and all that should be
+        self.rewards: dict[float, float] = {}  # by the time when they were known
+        self.checks: dict[str, bool] = {}
 
     def check(self, name: str, passed: bool) -> None:
         """Record a check; one failure anywhere fails it."""
         self.checks[name] = self.checks.get(name, True) and passed
 
-    def step(self, name: str, run: Any) -> Any:
-        """Run one step, timed, as a stage of the picture and a row of the table."""
+    def step(self, name: str, run: Callable[[], Any], note: Callable[[Any], str] = lambda result: "") -> Any:
+        """Run one step, timed, as a stage of the picture and a line of the output.
+
+        Args:
+            name: Of the step.
+            run: What is timed.
+            note: Makes the end of the line from the result, and may check it.
+        """
+        self._output.begin(f"round {self._round}  {name}")
         with self._timeline.stage(name):
-            start = time.perf_counter()
             result = run()
-            seconds = time.perf_counter() - start
-        note = result if isinstance(result, str) else ""
-        self.table.add_row(
-            str(self._round),
-            name,
-            f"{seconds:.2f}",
-            str(self._server.resident_bytes() >> 20),
-            str(self._trainer.resident_bytes() >> 20),
-            note,
-        )
+        seconds = self._timeline.stages[-1].seconds
+        self._seconds.setdefault(name, []).append(seconds)
+        self._output.end(seconds, self._timeline.take(), note(result))
         return result
 
-    def start(self) -> None:
-        """The trainer's first weights into the engine, which began with dummy ones."""
-        self._trainer.call("load")
-        self.step("first update", lambda: self._update("0"))
-        self.step("offload trainer", lambda: self._trainer.call("offload"))
+    def start(self) -> list[list[int]]:
+        """The trainer's first weights into the engine, which began with dummy ones. Returns its greedy tokens."""
+        self._sleep()
+        self._call_trainer("load trainer", "load")
+        return self._hand_over("0")
 
     def run_round(self, number: int) -> None:
-        control = self._server.control
         self._round = number
-        answers = self.step("roll out", self._roll_out)
-        self.step("sleep level 2", self._sleep)
+        answers = self._roll_out()
+        self._sleep()
+        self._call_trainer("load trainer", "load")
+        prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(answers))]
+        self._call_trainer("train", "train", prompts, answers, self._target, TRAINING_STEPS)
+        self._call_trainer("offload optimiser", "offload_optimizer")
+        self._hand_over(str(number))
+
+    def _hand_over(self, version: str) -> list[list[int]]:
+        """The new weights and the memory to the engine. Returns its greedy tokens."""
+        control = self._server.control
+        self.step("wake weights", partial(control.wake_up, ["weights"]))
         self._must_refuse("asleep")
-        self.step("load trainer", lambda: self._trainer.call("load"))
-        self.step("train", lambda: self._train(answers))
-        self.step("wake weights", lambda: control.wake_up(["weights"])["status"])
+        self._update(version)
+        expected = self._call_trainer("trainer's tokens", "greedy", PROMPTS, COMPARED_TOKENS)
+        self._call_trainer("offload weights", "offload_weights")
         self._must_refuse("asleep")
-        self.step("stream weights", lambda: self._update(str(number)))
-        expected = [self._trainer.call("greedy", prompt, 8) for prompt in PROMPTS]
-        self.step("offload trainer", lambda: self._trainer.call("offload"))
-        self._must_refuse("asleep")
-        self.step("wake KV cache", lambda: control.wake_up(["kv_cache", "cuda_graph"])["status"])
-        answered = [self._server.generate(prompt, 8) for prompt in PROMPTS]
-        self.check("the engine's greedy tokens equal the trainer's own, every round", answered == expected)
+        self.step("wake KV cache", partial(control.wake_up, ["kv_cache", "cuda_graph"]))
+        return self._compare_tokens(expected)
 
     def finish(self) -> None:
         """One more roll-out under the last weights, and the states that a healthy run never shows."""
         self._round += 1
-        answers = self.step("roll out", self._roll_out)
-        self.rewards.append(self._reward(answers))
-        self.check("the reward goes up", self.rewards[-1] > self.rewards[0])
+        self._roll_out()
+        rewards = list(self.rewards.values())
+        self.check("the reward goes up", rewards[-1] > rewards[0])
         control = self._server.control
         control.sleep(0)
         self._must_refuse("paused")
@@ -107,54 +121,111 @@ class Demo:
         control.sleep(2)
         control.wake_up()
         self._must_refuse("stale")
+        # What both give back is there for the other. Half of the smaller part: both have the weights for a while.
+        given_back = [self._timeline.peak(name) - min(self._timeline.samples[name]) for name in ("engine", "trainer")]
+        peaks = self._timeline.peak("engine") + self._timeline.peak("trainer")
+        saved = peaks - self._timeline.peak_together()
+        self.check("together they need less memory than side by side", saved >= min(given_back) / 2)
+
+    def round_shown(self) -> list[Stage]:
+        """The stages from the last roll-out but one to the last, without those that only check."""
+        stages = self._timeline.stages
+        *_, first, last = (number for number, stage in enumerate(stages) if stage.name == "roll out")
+        return [stage for stage in stages[first : last + 1] if stage.name not in CHECKING]
+
+    def numbers(self) -> dict[str, str]:
+        """What is worth remembering of the run; seconds and bytes are medians."""
+        before, after = (statistics.median(column) for column in zip(*self._slept, strict=True))
+        seconds = {name: f"{statistics.median(found):.2f} s" for name, found in self._seconds.items()}
+        together = self._timeline.peak_together()
+        peaks = self._timeline.peak("engine") + self._timeline.peak("trainer")
+        rewards = list(self.rewards.values())
+        return {
+            "memory that the sleeping engine gives back": f"{1 - after / before:.0%}, {gigabytes(before - after)}",
+            "to put it to sleep takes": seconds["sleep level 2"],
+            "to wake its weights, still empty": seconds["wake weights"],
+            f"to stream {gigabytes(self._streamed)} of new weights": seconds["stream weights"],
+            "to wake its KV cache": seconds["wake KV cache"],
+            "memory of both, as they take turns": f"{gigabytes(together)} at most; side by side {gigabytes(peaks)}",
+            "greedy tokens identical to the trainer's": "{} of {}".format(*self._tokens),
+            "requests refused, as they should be": "{} of {}".format(*self._refused),
+            "reward": f"{rewards[0]:.3f} at first, {rewards[-1]:.3f} after {len(rewards) - 1} updates",
+        }
+
+    def _call_trainer(self, step: str, method: str, *arguments: Any) -> Any:
+        return self.step(step, partial(self._trainer.call, method, *arguments))
 
     def _roll_out(self) -> list[list[int]]:
-        def ask(job: tuple[int, list[int]]) -> list[int]:
-            seed, prompt = job
-            return self._server.generate(prompt, self._tokens, temperature=1.0, seed=seed)
+        def ask(number: int) -> list[int]:
+            seed = 1000 * self._round + number
+            return self._server.generate(PROMPTS[number % len(PROMPTS)], TOKENS, temperature=1.0, seed=seed)
 
-        jobs = [(1000 * self._round + number, PROMPTS[number % len(PROMPTS)]) for number in range(self._count())]
-        with ThreadPoolExecutor(16) as pool:
-            return list(pool.map(ask, jobs))
+        def run() -> list[list[int]]:
+            with ThreadPoolExecutor(RUNNING) as pool:
+                return list(pool.map(ask, range(ANSWERS * len(PROMPTS))))
 
-    def _count(self) -> int:
-        return self._answers * len(PROMPTS)
+        return self.step("roll out", run, self._reward)
 
-    def _reward(self, answers: list[list[int]]) -> float:
+    def _reward(self, answers: list[list[int]]) -> str:
         """The share of tokens that are the one to be made likelier: the first token of the first answer."""
         if self._target is None:
             self._target = answers[0][0]
         tokens = [token for answer in answers for token in answer]
-        return tokens.count(self._target) / len(tokens)
+        reward = tokens.count(self._target) / len(tokens)
+        self.rewards[self._timeline.now()] = reward
+        return f"reward {reward:.3f}"
 
-    def _sleep(self) -> str:
-        before = self._server.resident_bytes()
-        report = self._server.control.sleep(2)["report"]
-        freed = before - self._server.resident_bytes()
+    def _sleep(self) -> None:
+        before = self._timeline.take()["engine"]
+        self.step("sleep level 2", partial(self._server.control.sleep, 2), partial(self._check_sleep, before))
+        self._must_refuse("asleep")
+
+    def _check_sleep(self, before: int, answer: dict[str, Any]) -> str:
+        after = self._timeline.take()["engine"]
+        self._slept.append((before, after))
         engines = self._server.control.memory()["engines"]
         tags = [tag for engine in engines for rank in engine["ranks"] for tag in rank["tags"].values()]
         total = sum(tag["bytes"] for tag in tags)
-        self.check("RSS freed is at least 90% of the tags' bytes, every round", freed >= 0.9 * total > 0)
-        return f"freed {freed >> 20} of {total >> 20} MiB in {report['seconds']['total']:.3f} s"
+        self.check(
+            "the memory freed is at least 90% of the tags' bytes, every round", before - after >= 0.9 * total > 0
+        )
+        self.check("the sleeping engine gives back two thirds of its memory", before - after >= GIVEN_BACK * before)
+        return f"freed {gigabytes(before - after)} of the tags' {gigabytes(total)}"
 
-    def _train(self, answers: list[list[int]]) -> str:
-        self.rewards.append(self._reward(answers))
-        prompts = [PROMPTS[number % len(PROMPTS)] for number in range(self._count())]
-        self._trainer.call("train", prompts, answers, self._target, LEARNING_RATE, TRAINING_STEPS)
-        return f"reward {self.rewards[-1]:.4f}"
-
-    def _update(self, version: str) -> str:
-        report = self._trainer.call("push", self._server.url, version)
+    def _update(self, version: str) -> None:
+        """Stream the trainer's weights, and compare what arrived."""
+        report = self._call_trainer("stream weights", "push", self._server.url, version)
+        self._streamed = report["bytes"]
         control = self._server.control
         self.check("the weight version is the trainer's", control.weight_version() == version)
-        own = self._trainer.call("checksums")
-        self.check("the engine's checksums equal the trainer's", control.checksums()["tensors"] == own)
-        return f"{report['bytes'] >> 20} MiB in {report['engine']['report']['seconds']['total']:.3f} s"
+
+        def checksums() -> bool:
+            with ThreadPoolExecutor(1) as pool:
+                own = pool.submit(self._trainer.call, "checksums")
+                return control.checksums()["tensors"] == own.result()
+
+        equal = self.step("compare checksums", checksums, lambda equal: "equal" if equal else "DIFFERENT")
+        self.check("the engine's checksums equal the trainer's", equal)
+
+    def _compare_tokens(self, expected: list[list[int]]) -> list[list[int]]:
+        """Returns the engine's greedy tokens."""
+
+        def run() -> list[list[int]]:
+            return [self._server.generate(prompt, COMPARED_TOKENS) for prompt in PROMPTS]
+
+        answered = self.step("engine's tokens", run)
+        pairs = [pair for own, other in zip(expected, answered, strict=True) for pair in zip(own, other, strict=True)]
+        self._tokens[0] += sum(own == other for own, other in pairs)
+        self._tokens[1] += len(pairs)
+        self.check("the engine's greedy tokens equal the trainer's own, every round", answered == expected)
+        return answered
 
     def _must_refuse(self, reason: str) -> None:
         response = self._server.post(PROMPTS[0])
         refused = response.status_code == 503 and "retry-after" in response.headers
         details = response.json()["error"]["details"] if refused else {}
+        self._refused[0] += refused
+        self._refused[1] += 1
         self.check(f"a request is refused while {reason}", refused and details["reason"] == reason)
 
 
@@ -175,47 +246,50 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a smaller model and shorter answers, for CI")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, for CI")
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     arguments = parser.parse_args()
-    console = Console()
+    engine = arguments.engine
     arguments.out.mkdir(parents=True, exist_ok=True)
-    shape = "small" if arguments.quick else "demo"
-    answers, tokens = (8, 16) if arguments.quick else (12, 24)
-    with tempfile.TemporaryDirectory(prefix="rl-memory-demo-") as scratch:
+    shape = "small" if arguments.quick else "250m"
+    with tempfile.TemporaryDirectory(prefix="rl-memory-demo-") as scratch, Output(Console()) as output:
+        start = time.monotonic()
         folder = write_model(Path(scratch, "model"), SHAPES[shape])
-        launch = Launch(folder, dummy_weights=True, kv_bytes=256 << 20, max_running=16)
-        log = arguments.out / f"{arguments.engine}.log"
-        console.print(f"starting {arguments.engine} and a trainer on a {shape} Qwen2; the engine's log is {log}")
-        server = Server(ENGINES[arguments.engine](), launch, log)
+        launch = Launch(folder, dummy_weights=True, kv_bytes=KV_BYTES, max_running=RUNNING)
+        log = arguments.out / f"{engine}.log"
+        output.say(f"{engine} and a trainer start, with a Qwen2 of random weights; the engine's log is {log}")
+        output.begin("start")
+        server = Server(ENGINES[engine](), launch, log)
         trainer = None
         try:
             trainer = TrainerProcess(folder, SEED)
             server.wait_ready()
-            sources = {"engine": server.resident_bytes, "trainer": trainer.resident_bytes}
+            output.say(f"both are ready after {time.monotonic() - start:.0f} s")
+            sources = {
+                "engine": partial(resident_bytes, server.processes()),
+                "trainer": partial(resident_bytes, trainer.processes()),
+            }
             with Timeline(sources) as timeline:
-                demo = Demo(server, trainer, timeline, answers, tokens)
-                with Live(demo.table, console=console, refresh_per_second=4):
-                    demo.start()
-                    first = [server.generate(prompt, 8) for prompt in PROMPTS]
-                    for number in range(1, arguments.rounds + 1):
-                        demo.run_round(number)
-                    demo.finish()
-            compared = compare_engines(arguments.out, arguments.engine, first, shape)
+                output.watch(timeline.samples)
+                demo = Demo(server, trainer, timeline, output)
+                first = demo.start()
+                for number in range(1, arguments.rounds + 1):
+                    demo.run_round(number)
+                demo.finish()
+            compared = compare_engines(arguments.out, engine, first, shape)
             if compared is not None:
                 demo.check(*compared)
         finally:
             if trainer is not None:
                 trainer.stop()
             server.stop()
-    picture = arguments.out / f"memory-{arguments.engine}.png"
-    timeline.draw(picture, f"{arguments.engine} and a trainer taking turns: {arguments.rounds} rounds")
-    verdicts = Table("check", "", title="checks")
-    for name, passed in demo.checks.items():
-        verdicts.add_row(name, "[green]passed[/]" if passed else "[red]FAILED[/]")
-    console.print(verdicts)
-    console.print("rewards by round: " + ", ".join(f"{reward:.4f}" for reward in demo.rewards))
-    console.print(f"memory over time: {picture}")
+        picture = arguments.out / f"memory-{engine}.png"
+        name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+        title = f"{name} and a trainer take turns with one machine's memory"
+        demo_picture.draw(picture, title, timeline, demo.round_shown(), demo.rewards)
+        output.table("checks", {name: "passed" if passed else "FAILED" for name, passed in demo.checks.items()})
+        output.table("to remember", demo.numbers())
+        output.say(f"\nthe picture of it: {picture} ({time.monotonic() - start:.0f} s in all)")
     return 0 if all(demo.checks.values()) else 1
 
 

@@ -30,7 +30,8 @@ class Shape(NamedTuple):
 SHAPES = {
     "tiny": Shape(256, 512, 4, 4, 2, 4096),
     "small": Shape(512, 1408, 4, 8, 4, 8192),  # 25 M parameters: enough to see memory come and go
-    "demo": Shape(768, 2048, 12, 12, 4, 16384),  # 102 M parameters
+    "100m": Shape(768, 2048, 12, 12, 4, 16384),
+    "250m": Shape(1024, 2816, 8, 16, 8, 73728),  # three fifths of it are the vocabulary, which takes little time
     "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, True),
     "7b": Shape(3584, 18944, 28, 28, 4, 152064),

@@ -2,7 +2,7 @@
 
     python -m integration.report
 
-Rewrites the text between the markers in README.md and docs/benchmarks.md, and the plots in docs/.
+Rewrites the text between the markers in README.md, docs/index.md and docs/benchmarks.md, and the plots in docs/.
 """
 
 from __future__ import annotations
@@ -69,6 +69,18 @@ BY_BYTES = {
     "sleep_l2_s": "sleep level 2",
     "wake_l2_s": "wake (level 2)",
 }
+#: The rows of the picture of times: a metric of each subject, the fastest where there are several.
+BARS = {
+    "first sleep\nthat keeps the weights": (["sleep_l1_first_s"], ["sleep_l1_first_s"]),
+    "later sleep,\nweights changed": (["sleep_l1_later_s"], ["sleep_l1_later_s"]),
+    "later sleep,\nweights unchanged": (["sleep_l1_clean_s"], ["sleep_l1_clean_s"]),
+    "wake the weights\nfrom host memory": (["wake_weights_s"], ["wake_weights_s"]),
+    "sleep that drops\nweights and KV cache": (["sleep_l2_s"], ["sleep_l2_s"]),
+    "wake both\nafter it": (["wake_l2_s"], ["wake_l2_s"]),
+    "new weights\nfrom the trainer": (["update_native_s", "update_native_packed_s"], ["update_direct_s"]),
+}
+#: Those of them that the first page of the documentation shows.
+FRONT = [row for row in BARS if not row.startswith(("later sleep", "wake both"))]
 COPY_BYTES_S = 55.5e9  # a copy alone between page-locked host memory and an H200, either way
 
 WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
@@ -162,6 +174,20 @@ def headline(runs: dict[Run, Metrics]) -> list[str]:
     return [*lines, f"{setting}.", link]
 
 
+def front(runs: dict[Run, Metrics]) -> list[str]:
+    """The five rows of the documentation's first page: the engine alone beside the engine with the plugin."""
+    shown = newest(runs, "sleep_l1_first_s")
+    times = {run: bars(runs[run]) for run in shown}
+    lines = ["| | " + " | ".join(f"{NAMES[run.engine]} {run.version} | with the plugin" for run in shown) + " |"]
+    lines.append("|---|" + "---:|---:|" * len(shown))
+    for row in FRONT:
+        found = [times[run][row].get(subject) for run in shown for subject in ("native", "plugin")]
+        cells = ["-" if seconds is None else f"{1000 * seconds:.0f} ms" for seconds in found]
+        lines.append(f"| {' '.join(row.split())} | " + " | ".join(cells) + " |")
+    same = [value(runs[run]["tokens_identical"].get(subject)) for run in shown for subject in ("native", "plugin")]
+    return [*lines, f"| {METRICS['tokens_identical'][0]} | " + " | ".join(same) + " |"]
+
+
 def test_table(test_runs: dict[str, Record]) -> list[str]:
     """The results of `make test-gpu`, one line per run."""
     if not test_runs:
@@ -212,42 +238,78 @@ def describe(run: Run, metrics: Metrics) -> str:
     return f"{described}, {run.host}" if run.host else described
 
 
-def replace(path: Path, lines: list[str]) -> None:
-    """Put `lines` between the markers, which must be there."""
-    before, _, rest = path.read_text().partition(BEGIN)
+def replaced(text: str, lines: list[str]) -> str:
+    """A page's text with `lines` between its markers, which must be there."""
+    before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    path.write_text("\n".join([before + BEGIN, "", *lines, "", END]) + after)
+    return "\n".join([before + BEGIN, "", *lines, "", END]) + after
 
 
 def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
-    """Bars of the times for which users wait, on a logarithmic axis."""
+    """Bars of the times that users wait for, one panel an engine, on a logarithmic axis with the times written in."""
     from matplotlib import pyplot as plt
 
-    shown = ["sleep_l1_first_s", "sleep_l1_later_s", "sleep_l1_clean_s", "wake_weights_s", "sleep_l2_s", "wake_l2_s"]
-    figure, axes = plt.subplots(len(runs), 1, figsize=(10, 3.2 * len(runs)), constrained_layout=True, squeeze=False)
-    for axis, (run, metrics) in zip(axes[:, 0], runs.items(), strict=True):
-        names = [metric for metric in shown if metric in metrics]
-        for offset, subject in ((-0.2, "native"), (0.2, "plugin")):
-            heights = [metrics[name].get(subject, {}).get("median", 0) for name in names]
-            axis.bar([index + offset for index in range(len(names))], heights, 0.4, label=subject)
-        axis.set_xticks(range(len(names)), [name.removesuffix("_s").replace("_", " ") for name in names])
-        axis.set(yscale="log", ylabel="seconds", title=describe(run, metrics))
-        axis.legend(frameon=False)
+    colours = {"native": "#9a9a9a", "plugin": "#1f6fb2"}
+    labels = {"native": "the engine alone", "plugin": "with the plugin"}
+    figure, panels = plt.subplots(1, len(runs), figsize=(13, 5.2), sharey=True, constrained_layout=True, squeeze=False)
+    for axis, (run, metrics) in zip(panels[0], runs.items(), strict=True):
+        for row, times in enumerate(bars(metrics).values()):
+            for offset, (subject, colour) in zip((-0.2, 0.2), colours.items(), strict=True):
+                if subject not in times:
+                    axis.text(11, row + offset, "not measured", va="center", color=colour)
+                    continue
+                milliseconds = 1000 * times[subject]
+                axis.barh(row + offset, milliseconds, 0.38, color=colour, label=None if row else labels[subject])
+                gain = times["native"] / times["plugin"] if subject == "plugin" and "native" in times else 0
+                text = f" {milliseconds:,.0f} ms"
+                if gain > 1:
+                    text += f", {gain:.{0 if gain >= 10 else 1}f} times as fast"
+                axis.text(milliseconds, row + offset, text, va="center", color=colour if gain else "#404040")
+        axis.set_yticks(range(len(BARS)), list(BARS))
+        axis.set(
+            xscale="log",
+            xlim=(10, 200_000),
+            xticks=[10, 100, 1_000, 10_000],
+            title=f"{NAMES[run.engine]} {run.version}",
+        )
+        axis.set_xticklabels(["10 ms", "100 ms", "1 s", "10 s"])
+        axis.spines[["top", "right"]].set_visible(False)
+    panels[0][0].invert_yaxis()  # of both
+    panels[0][-1].legend(frameon=False, loc="lower right")
+    run, metrics = next(iter(runs.items()))
+    setting = f"{weight_bytes(run.model) / 1e9:.1f} GB of weights on one {metrics['sleep_l1_first_s']['plugin']['gpu']}"
+    figure.suptitle(f"How long the engine is waited for, {setting} (logarithmic; shorter is better)", fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
-    """Times against the bytes of the weights, one axis per engine; False if no engine was measured at two sizes."""
-    from matplotlib import pyplot as plt
+def bars(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """Seconds by row of the picture and by subject; without a subject that cannot do it."""
+    found: dict[str, dict[str, float]] = {}
+    for row, names in BARS.items():
+        for subject, candidates in zip(("native", "plugin"), names, strict=True):
+            times = [metrics[name][subject]["median"] for name in candidates if subject in metrics.get(name, {})]
+            if times:
+                found.setdefault(row, {})[subject] = min(times)
+    return found
 
+
+def sizes(runs: dict[Run, Metrics]) -> dict[tuple[str, str], list[Run]]:
+    """By engine and version, the runs with models of several sizes; without those of one size."""
     measured: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run, metrics in runs.items():
         if run.model in SHAPES and not run.host and "plugin" in metrics.get("sleep_l1_later_s", {}):
             measured[run[:2]].append(run)
-    shown = {engine: found for engine, found in measured.items() if len(found) > 1}
+    return {engine: found for engine, found in measured.items() if len(found) > 1}
+
+
+def draw_sizes(runs: dict[Run, Metrics], path: Path) -> None:
+    """Times against the bytes of the weights, one axis an engine; no picture where all have one size."""
+    from matplotlib import pyplot as plt
+
+    shown = sizes(runs)
     if not shown:
-        return False
+        return
     figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 4.5), constrained_layout=True, squeeze=False)
     for axis, ((engine, version), found) in zip(axes[0], shown.items(), strict=True):
         largest = max(weight_bytes(run.model) for run in found) / 1e9
@@ -260,20 +322,13 @@ def draw_sizes(runs: dict[Run, Metrics], path: Path) -> bool:
         axis.legend(frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    return True
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    import matplotlib
-
-    matplotlib.use("Agg")
+def texts() -> dict[Path, list[str]]:
+    """By page, the lines between its markers."""
     found, test_runs = load()
     engines = {run: metrics for run, metrics in found.items() if run.engine != WITHOUT_ENGINE}
     runs = {run: metrics for run, metrics in engines.items() if rows_of(metrics)}
-    if not runs:
-        raise SystemExit("no results")
-    docs = REPOSITORY / "docs"
     pages: list[str] = test_table(test_runs)
     for run, metrics in runs.items():
         records = [record for metric in rows_of(metrics) for record in metrics[metric].values()]
@@ -283,13 +338,27 @@ def main() -> None:
     for run, metrics in engines.items():
         pages += report_weights.page(describe(run, metrics), metrics)
     pages += wire_pages(found)
-    slept = {run: m for run, m in runs.items() if "sleep_l1_first_s" in m}
-    draw_times({run: m for run, m in slept.items() if run.model == "7b" and not run.host}, docs / "benchmarks.png")
     pages += ["![times, engine alone and with the plugin](benchmarks.png)", ""]
-    if draw_sizes(runs, docs / "benchmarks-sizes.png"):
+    if sizes(runs):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
-    replace(docs / "benchmarks.md", pages)
-    replace(REPOSITORY / "README.md", headline(engines))
+    docs = REPOSITORY / "docs"
+    return {
+        docs / "benchmarks.md": pages,
+        docs / "index.md": front(engines),
+        REPOSITORY / "README.md": headline(engines),
+    }
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    runs, _ = load()
+    draw_times({run: runs[run] for run in newest(runs, "sleep_l1_first_s")}, REPOSITORY / "docs" / "benchmarks.png")
+    draw_sizes(runs, REPOSITORY / "docs" / "benchmarks-sizes.png")
+    for path, lines in texts().items():
+        path.write_text(replaced(path.read_text(), lines))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,25 @@
-"""A trainer in a process of its own: a transformers model, a policy gradient step, and weight updates of the engine."""
+"""A trainer in a process of its own: a transformers model, its optimiser, its training step and its weight updates."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+if TYPE_CHECKING:
+    import torch
+
+LEARNING_RATE = 5e-4
+BUCKET_BYTES = 64 << 20
+
 
 class Trainer:
-    """The process's inside. Its model lies in memory only between `load` and `offload`."""
+    """The process's inside. Weights and optimiser are in memory only between `load` and their offloading."""
 
     def __init__(self, folder: Path, seed: int, threads: int) -> None:
         import torch
@@ -21,23 +28,29 @@ class Trainer:
 
         torch.set_num_threads(threads)
         self._torch = torch
-        self._folder = folder
-        self._file = folder / "trainer.pt"
         self._model = new_model(folder, seed)
-        self.offload()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._weights = OnDisk(folder / "weights.bin")
+        self._moments = OnDisk(folder / "optimiser.bin")
+        self.offload_weights()
 
     def load(self) -> None:
-        """Take the parameters back into memory."""
-        for name, tensor in self._torch.load(self._file).items():
-            self._model.get_parameter(name).data = tensor
+        """Take the weights and the optimiser's moments back into memory."""
+        self._weights.load()
+        self._moments.load()
 
-    def offload(self) -> None:
-        """Write the parameters to disk and free their memory."""
-        self._torch.save(dict(self._model.named_parameters()), self._file)
-        for parameter in self._model.parameters():
-            parameter.data = parameter.new_empty(0)
+    def offload_optimizer(self) -> None:
+        """Write the moments to disk and free their memory."""
+        states = self._optimizer.state.values()
+        self._moments.save([state[name] for state in states for name in ("exp_avg", "exp_avg_sq")])
 
-    def train(self, prompts: list[list[int]], answers: list[list[int]], target: int, lr: float, steps: int) -> float:
+    def offload_weights(self) -> None:
+        """Write the weights to disk and free their memory."""
+        self._weights.save(list(self._model.parameters()))
+
+    def train(self, prompts: list[list[int]], answers: list[list[int]], target: int, steps: int) -> float:
         """REINFORCE with a baseline: tokens that are `target` get reward 1, others 0. Returns the mean reward."""
         torch = self._torch
         ids = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
@@ -45,44 +58,71 @@ class Trainer:
         rewards = (ids[:, start:] == target).float()
         advantages = rewards - rewards.mean()
         model = self._model.train()
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
         for _ in range(steps):
-            logits = model(ids).logits[:, start - 1 : -1]
+            logits = model(ids, use_cache=False).logits[:, start - 1 : -1]
             chosen = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None]).squeeze(-1)
             loss = -(advantages * chosen).sum() / rewards.sum().clamp(min=1)
-            model.zero_grad()
             loss.backward()
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= lr * parameter.grad / (norm + 1e-8)
-        model.zero_grad(set_to_none=True)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         model.eval()
         return float(rewards.mean())
 
-    def greedy(self, prompt: list[int], tokens: int) -> list[int]:
-        """The model's own greedy answer."""
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """The model's own greedy answers to prompts of one length."""
         torch = self._torch
-        ids = torch.tensor([prompt])
+        ids = torch.tensor(prompts)
         with torch.no_grad():
             for _ in range(tokens):
-                ids = torch.cat([ids, self._model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        return [int(token) for token in ids[0, len(prompt) :]]
+                ids = torch.cat([ids, self._model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        return ids[:, len(prompts[0]) :].tolist()
 
     def push(self, url: str, version: str) -> dict[str, Any]:
         """Stream the weights into the engine."""
         from rl_memory_plugins.client import EngineClient
 
         with EngineClient(url) as engine:
-            return engine.update_weights(self._model, weight_version=version, bucket_bytes=64 << 20)
+            return engine.update_weights(self._model, weight_version=version, bucket_bytes=BUCKET_BYTES)
 
     def checksums(self) -> dict[str, str]:
         from rl_memory_plugins.weights.checksums import tensor_checksum
 
         return {name: tensor_checksum(tensor) for name, tensor in self._model.named_parameters()}
+
+
+class OnDisk:
+    """Tensors that can be away: their content is in a file then, and their memory is the system's."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._away: list[tuple[torch.Tensor, torch.Size]] = []
+
+    def save(self, tensors: list[torch.Tensor]) -> None:
+        with self._file.open("wb") as file:
+            for tensor in tensors:
+                tensor.detach().numpy().tofile(file)
+                self._away.append((tensor, tensor.shape))
+                tensor.data = tensor.new_empty(0)
+        _trim()
+
+    def load(self) -> None:
+        import numpy as np
+        import torch
+
+        if not self._away:
+            return
+        with self._file.open("rb") as file:
+            for tensor, shape in self._away:
+                tensor.data = torch.from_numpy(np.fromfile(file, np.float32, shape.numel())).view(shape)
+        self._away.clear()
+
+
+def _trim() -> None:
+    """Have the C library give freed memory back to the system; it keeps that of small tensors otherwise."""
+    import ctypes
+
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class TrainerProcess:
@@ -93,30 +133,33 @@ class TrainerProcess:
         self._pipe, inside = context.Pipe()
         self._process = context.Process(target=_serve, args=(inside, folder, seed, threads), daemon=True)
         self._process.start()
+        inside.close()  # else the end of the process would not end the wait for its answer
         self._receive()
 
     def call(self, method: str, *arguments: Any) -> Any:
         self._pipe.send((method, arguments))
         return self._receive()
 
-    def resident_bytes(self) -> int:
-        try:
-            return int(psutil.Process(self._process.pid).memory_info().rss)
-        except psutil.NoSuchProcess:
-            return 0
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(self._process.pid)]
 
     def stop(self) -> None:
         self._process.terminate()
         self._process.join(10)
 
     def _receive(self) -> Any:
-        result, error = self._pipe.recv()
+        try:
+            result, error = self._pipe.recv()
+        except EOFError:
+            self._process.join(10)
+            raise RuntimeError(f"the trainer's process ended with code {self._process.exitcode}") from None
         if error:
             raise RuntimeError(f"the trainer failed:\n{error}")
         return result
 
 
 def _serve(pipe: Connection, folder: Path, seed: int, threads: int) -> None:
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # read as torch is imported: threads that spin take the engine's cores
     try:
         trainer = Trainer(folder, seed, threads)
         pipe.send((None, ""))

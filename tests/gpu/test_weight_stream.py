@@ -28,7 +28,7 @@ from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import spec_of
 
 MiB = 1 << 20
-MODEL = "demo"
+MODEL = "100m"
 BUCKET = 16 * MiB
 
 
@@ -353,7 +353,7 @@ TRAINER = """
             print("sent", flush=True)
             time.sleep(60)
 
-    tensors = checkpoint("demo")
+    tensors = checkpoint("100m")
     options = dict(timeout_s=60, bucket_bytes=4 << 20, keep_mapped={keep})
     with WeightSender(["{device}"], **options) as sender:
         print(sender.endpoints["{device}"], sender.token, flush=True)
