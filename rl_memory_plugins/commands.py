@@ -1,4 +1,8 @@
-"""The commands a controller obeys, and their encoding: tagged msgpack, the same on every engine's transport."""
+"""The commands a controller obeys, and their encoding: tagged msgpack, the same on every engine's transport.
+
+Levels, tags and modes are typed. `operations` builds the commands from a caller's values and checks them; nothing
+checks them again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import msgspec
 
 from rl_memory_plugins.errors import as_rl_memory_error
 from rl_memory_plugins.records import Reply
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, PauseMode, Tag
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
@@ -15,15 +20,15 @@ class Command(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sleep(Command, frozen=True):
-    level: int = 1
-    tags: list[str] | None = None
-    mode: str = "abort"
+    level: Level = Level.PRESERVE
+    tags: tuple[Tag, ...] = PUBLIC_TAGS
+    mode: PauseMode = PauseMode.ABORT
     hold: str = ""  # a ticket: stop after the first phase and wait for the `Decide` that names it
     call: str = ""  # a name for `CancelDrain`
 
 
 class WakeUp(Command, frozen=True):
-    tags: list[str] | None = None
+    tags: tuple[Tag, ...] = PUBLIC_TAGS
     hold: str = ""
 
 
@@ -38,7 +43,7 @@ class UpdateWeights(Command, frozen=True):
     endpoints: dict[str, str]
     token: str
     weight_version: str | None = None
-    mode: str = "keep"
+    mode: PauseMode = PauseMode.KEEP
     timeout_s: float | None = None
     hold: str = ""
     call: str = ""

@@ -37,7 +37,7 @@ from rl_memory_plugins.records import (
     Report,
     TagChange,
 )
-from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
+from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class Controller:
     # -- commands -------------------------------------------------------------------------------------------
 
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
-        level, tags, mode = parse_level(command.level), parse_tags(command.tags), parse_mode(command.mode)
+        level, tags, mode = command.level, command.tags, command.mode
         self.require_free()
         if mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
@@ -262,7 +262,7 @@ class Controller:
         return self._drain_then(operation, mode, act)
 
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
-        tags = parse_tags(command.tags)
+        tags = command.tags
         self.require_free()
         self._require_none_waiting(command.hold)
         operation = _Operation("wake_up", command.hold)
@@ -291,7 +291,7 @@ class Controller:
         return operation.reply
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
-        mode = parse_mode(command.mode)
+        mode = command.mode
         self.require_free()
         self._require_none_waiting(command.hold)
         if Tag.WEIGHTS.value in self.status.asleep_tags():

@@ -46,6 +46,9 @@ class RankStatus(msgspec.Struct, frozen=True):
 #: What keeps an engine busy whose ranks did not say how they are; any later command asks them again.
 UNKNOWN = "status"
 
+#: What may keep an engine on another host busy that does not answer: a transition of another client, or a long step.
+UNANSWERED = "unanswered"
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine (one data-parallel rank): its ranks, and what the admission rule looks at."""
@@ -53,7 +56,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     ranks: list[RankStatus]
     weight_version: str = INITIAL_VERSION
     paused: bool = False  # by sleep(level=0), or by a wake whose work in the engine failed
-    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`
+    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`, `UNANSWERED`
     engine_rank: int = 0
 
     @property
@@ -61,6 +64,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
         """What `busy` means, for a message; empty if nothing keeps the engine busy."""
         if self.busy == UNKNOWN:
             return "its ranks did not say how they are: wake_up() asks them again"
+        if self.busy == UNANSWERED:
+            return "it does not answer: another client's transition may be under way"
         return f"{self.busy} is under way" if self.busy else ""
 
     @property

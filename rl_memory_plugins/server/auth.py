@@ -38,6 +38,10 @@ class ControlAuth:
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in keys if key]
 
+    @property
+    def has_key(self) -> bool:
+        return bool(self._digests)
+
     def check(self, request: HTTPConnection) -> None:
         """Return if `request` may go on.
 

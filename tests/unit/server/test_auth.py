@@ -142,7 +142,7 @@ def test_empty_keys_are_no_keys():
 )
 def test_every_route_is_guarded(control, prefix, method, route, keys, host, header, status):
     app = FastAPI()
-    app.include_router(build_router(control, ControlAuth(keys)))
+    app.include_router(build_router(lambda: control, ControlAuth(keys)))
     client = TestClient(app, client=(host, 1))
     response = client.request(method, prefix + route, headers={"authorization": header} if header else {})
     assert response.status_code == status
