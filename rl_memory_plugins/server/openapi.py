@@ -114,7 +114,6 @@ class _Route(msgspec.Struct, frozen=True):
 def _routes() -> list[_Route]:
     from rl_memory_plugins.weights.checksums import ReplicaChecksums
 
-    mode = {**_MODES, "default": PauseMode.ABORT.value, "description": _RUNNING}
     return [
         _Route(
             "post",
@@ -124,7 +123,7 @@ def _routes() -> list[_Route]:
             Slept,
             examples.SLEPT,
             (*_READS, 409, 422, 504, 507),
-            query={"level": _LEVEL, "tags": _TAGS, "mode": mode},
+            query={**_SLEEP, "tags": _TAGS},
             body=_SLEEP,
             bodies=examples.SLEEP,
         ),

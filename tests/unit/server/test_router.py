@@ -365,7 +365,7 @@ def test_status_routes_answer_during_a_transition(app, control):
 def test_prefixes(control):
     app = FastAPI()
     app.include_router(build_router(lambda: control, ControlAuth(), prefixes=["/only"]))
-    client = TestClient(app, client=("127.0.0.1", 1))
+    client = TestClient(app, "http://localhost", client=("127.0.0.1", 1))
     assert client.get("/only/is_sleeping").status_code == 200
     assert client.get("/is_sleeping").status_code == 404
 
