@@ -2,9 +2,10 @@
 
 The general plugin is called in every vLLM process, before the command line is parsed. Not enabled, it wraps
 two functions through which it can be enabled, and nothing else: `EngineArgs.add_cli_args`, so that the flag
-exists, and `EngineArgs.create_engine_config`, which sees the flag and `additional_config`. Enabled, the
-options travel in `vllm_config.additional_config["rl_memory"]`, which vLLM itself carries to every process; an
-environment variable tells child processes to put in the hooks before the engine's classes are used.
+exists, and `EngineArgs.create_engine_config`, which sees `additional_config`. The flag's value lies there too: it goes
+with the parsed arguments, to child processes as well, and holds for no other command line. Enabled, the options travel
+in `vllm_config.additional_config["rl_memory"]`, which vLLM itself carries to every process; an environment variable
+tells child processes to put in the hooks before the engine's classes are used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from rl_memory_plugins.errors import unsupported
 from rl_memory_plugins.hooking import Hooks
 
 CONFIG_KEY = "rl_memory"
-FLAG_VARIABLE = "RL_MEMORY"
 CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # set by an enabled parent for its children
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
@@ -89,7 +89,7 @@ def config_of(vllm_config: Any) -> RLMemoryConfig | None:
 
 
 class _Flag(argparse.Action):
-    """Keep the value where children find it too: API servers parse before their plugins are loaded."""
+    """Refuses wrong options while the command line is read, before an engine is made."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
@@ -99,7 +99,6 @@ class _Flag(argparse.Action):
             RLMemoryConfig.parse(value)
         except Exception as error:
             parser.error(str(error))
-        os.environ[FLAG_VARIABLE] = value
         setattr(namespace, self.dest, value)
 
 
@@ -108,9 +107,22 @@ def _add_flag(original: Callable[..., Any]) -> Callable[..., Any]:
         parser = original(parser, *args, **kwargs)
         group = parser.add_argument_group(title="rl_memory_plugins", description=HELP)
         group.add_argument("--rl-memory", action=_Flag, nargs="?", const="1", default=None, help=HELP)
+        parser.parse_known_args = _into_additional_config(parser.parse_known_args)
         return parser
 
     return add_cli_args
+
+
+def _into_additional_config(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Put the flag's value where `EngineArgs.from_cli_args` finds it, in a child without our hooks too."""
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        namespace, rest = parse(*args, **kwargs)
+        if namespace.rl_memory is not None:
+            namespace.additional_config = {CONFIG_KEY: namespace.rl_memory, **(namespace.additional_config or {})}
+        return namespace, rest
+
+    return parse_known_args
 
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +156,7 @@ def _refuse_modes(engine_args: Any) -> None:
 
 
 def _requested(engine_args: Any) -> Any:
-    """What was asked for: in Python by `additional_config`, else by the flag or the environment."""
+    """What was asked for: by `additional_config`, which holds the flag's value too, else by the environment."""
     additional = getattr(engine_args, "additional_config", None)
     if isinstance(additional, dict) and CONFIG_KEY in additional:
         value = additional[CONFIG_KEY]
