@@ -8,13 +8,14 @@ sequence number cannot: a processor that orders memory weakly (Arm) may show its
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ _HEADER = struct.Struct("=QQI")  # sequence number, payload length, checksum of 
 _SIZE = 1 << 20
 _LOCK_TIMEOUT_S = 10.0
 _WRITE_TIMEOUT_S = 1.0  # a write takes microseconds
-TOLD_S = 1.0  # for so long the status of an engine on another host is taken for true
+TOLD_S = 1.0
+"""For so long the status that an engine on another host told is taken for true."""
 
 
 class StatusBoard:
@@ -103,7 +105,7 @@ def _checksum(sequence: int, payload: bytes) -> int:
 
 
 class Boards:
-    """The status of several engines: read from their boards, or as last told where a board is on another host.
+    """The status of several engines: read from their boards, or the last that they told from another host.
 
     Args:
         told: Each engine's answer to `commands.Hello`.
@@ -112,13 +114,12 @@ class Boards:
     def __init__(self, told: Sequence[dict[str, Any]]) -> None:
         self.complete = True
         self._told_at = time.monotonic()
-        self._readers: list[Callable[[], EngineStatus]] = []
+        self._engines: list[BoardReader | EngineStatus] = []
         for engine in told:
             try:
-                self._readers.append(BoardReader(engine["board"]).read)
+                self._engines.append(BoardReader(engine["board"]))
             except OSError:
-                status = msgspec.convert(engine["status"], EngineStatus)
-                self._readers.append(lambda status=status: status)  # type: ignore[misc]
+                self._engines.append(msgspec.convert(engine["status"], EngineStatus))
                 self.complete = False
 
     @property
@@ -126,8 +127,20 @@ class Boards:
         """Whether what was told may no longer be so: others may have changed it through another server."""
         return not self.complete and time.monotonic() > self._told_at + TOLD_S
 
-    def read(self) -> list[EngineStatus]:
-        return [read() for read in self._readers]
+    def expire(self) -> None:
+        """What was told is no longer so."""
+        self._told_at = -math.inf
+
+    def read(self, busy: str = "") -> list[EngineStatus]:
+        """
+        Args:
+            busy: What keeps the engines of other hosts busy, as far as the reader knows, where they did not say it.
+        """
+        return [engine.read() if isinstance(engine, BoardReader) else _told(engine, busy) for engine in self._engines]
+
+
+def _told(status: EngineStatus, busy: str) -> EngineStatus:
+    return msgspec.structs.replace(status, busy=busy) if busy else status
 
 
 def _remove_boards_of_dead_processes(directory: Path) -> None:

@@ -1,4 +1,8 @@
-"""The commands of a controller, and their encoding: tagged msgpack, the same on the transport of every engine."""
+"""The commands of a controller, and their encoding: tagged msgpack, the same on the transport of every engine.
+
+Levels, tags and modes are typed. `operations` builds the commands from a caller's values and checks these values;
+nothing checks them again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import msgspec
 
 from rl_memory_plugins.errors import as_rl_memory_error
 from rl_memory_plugins.records import Reply
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, PauseMode, Tag
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
@@ -15,15 +20,15 @@ class Command(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sleep(Command, frozen=True):
-    level: int = 1
-    tags: list[str] | None = None
-    mode: str = "abort"
+    level: Level = Level.PRESERVE
+    tags: tuple[Tag, ...] = PUBLIC_TAGS
+    mode: PauseMode = PauseMode.ABORT
     hold: str = ""  # a ticket: stop after the first phase, and wait for the `Decide` with this ticket
     call: str = ""  # the name for `CancelDrain`
 
 
 class WakeUp(Command, frozen=True):
-    tags: list[str] | None = None
+    tags: tuple[Tag, ...] = PUBLIC_TAGS
     hold: str = ""
 
 
@@ -38,7 +43,7 @@ class UpdateWeights(Command, frozen=True):
     endpoints: dict[str, str]
     token: str
     weight_version: str | None = None
-    mode: str = "keep"
+    mode: PauseMode = PauseMode.KEEP
     timeout_s: float | None = None
     hold: str = ""
     call: str = ""

@@ -37,8 +37,8 @@ from rl_memory_plugins.records import (
     RankStatus,
     Reply,
 )
-from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
-from rl_memory_plugins.transition import Held, Transition
+from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
+from rl_memory_plugins.transition import Held, PendingTransition
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Controller:
         self._updates = 0
         self._paused = False
         self._busy = ""
-        self._draining: list[Transition] = []
+        self._draining: list[PendingTransition] = []
         self._drained: dict[str, str] = {}  # by ticket: the names of transitions that this engine stays drained for
         self._held: Held | None = None
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
@@ -174,13 +174,13 @@ class Controller:
     # -- commands -------------------------------------------------------------------------------------------
 
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
-        level, tags, mode = parse_level(command.level), parse_tags(command.tags), parse_mode(command.mode)
+        level, tags, mode = command.level, command.tags, command.mode
         if level is Level.DISCARD and Tag.WEIGHTS in tags:
             self.capabilities.require_updatable("sleep(level=2) of the weights")
         self.require_free()
         if mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
-        operation = Transition("sleep", command.hold, command.call)
+        operation = PendingTransition("sleep", command.hold, command.call)
 
         def act() -> Any:
             self.require_free()
@@ -199,10 +199,10 @@ class Controller:
         return self._drain_then(operation, mode, act)
 
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
-        tags = parse_tags(command.tags)
+        tags = command.tags
         self.require_free()
         self._require_none_waiting(command.hold)
-        operation = Transition("wake_up", command.hold)
+        operation = PendingTransition("wake_up", command.hold)
 
         def act() -> Any:
             prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
@@ -228,7 +228,7 @@ class Controller:
         return operation.reply
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
-        mode = parse_mode(command.mode)
+        mode = command.mode
         self.capabilities.require_updatable("update_weights")
         self.require_free()
         self._require_none_waiting(command.hold)
@@ -237,7 +237,7 @@ class Controller:
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
                 asleep=self.status.asleep_tags(),
             )
-        operation = Transition("update_weights", command.hold, command.call)
+        operation = PendingTransition("update_weights", command.hold, command.call)
         received: list[Reply[Any]] = []
 
         def act() -> Any:
@@ -279,7 +279,7 @@ class Controller:
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self.require_free()
-        operation = Transition(command.operation, command.ticket, command.call)
+        operation = PendingTransition(command.operation, command.ticket, command.call)
 
         def act() -> Any:  # also while another transition is held, which goes first
             self._drained[operation.ticket] = operation.name
@@ -291,10 +291,10 @@ class Controller:
         held = self._held
         if held is not None and command.ticket == held.ticket:
             self._held = None
-            operation = Transition(held.name, held.ticket)
+            operation = PendingTransition(held.name, held.ticket)
             self._run(operation, lambda: held.finish(command.commit))
         elif command.ticket in self._drained and not command.commit:
-            operation = Transition(self._drained.pop(command.ticket), command.ticket)
+            operation = PendingTransition(self._drained.pop(command.ticket), command.ticket)
             self._run(operation, lambda: None)
         else:  # the transition of another caller may be held
             raise StateConflictError("no transition with this ticket waits for a decision")
@@ -335,7 +335,7 @@ class Controller:
 
     # -- transitions --------------------------------------------------------------------------------
 
-    def _drain_then(self, operation: Transition, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
+    def _drain_then(self, operation: PendingTransition, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
         self._begin(operation.name)  # first: the server looks up why the drain has ended a request
         try:
             drained = self._engine.drain(mode)
@@ -360,7 +360,7 @@ class Controller:
         drained.add_done_callback(when_drained)
         return operation.reply
 
-    def _run(self, operation: Transition, act: Callable[[], Any]) -> None:
+    def _run(self, operation: PendingTransition, act: Callable[[], Any]) -> None:
         """Run the body of a transition. Publish the state in any case, and only then send the reply."""
         self._begin(operation.name)
         try:
@@ -382,7 +382,7 @@ class Controller:
         if self.status.asleep_tags():
             self._engine.call_after_reply(self._account)
 
-    def _decided(self, operation: Transition, finish: Callable[[bool], Any]) -> Any:
+    def _decided(self, operation: PendingTransition, finish: Callable[[bool], Any]) -> Any:
         """Finish at once; or, with a ticket, hold the second phase until its `Decide` comes."""
         if not operation.ticket:
             return finish(True)

@@ -1,56 +1,77 @@
 """All that a client may ask of an engine, as operations without I/O.
 
-An adapter makes one face for each client object of its engine, adds its engine's own words, and gives `run`: how an
-operation runs over its transport.
+An adapter makes one face for each client object of its engine and adds its engine's own words. It gives `run`, which
+drives an operation over its transport; over an asyncio transport `AsyncioFace` does, and the adapter gives `_call`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from typing import Any
 
 from rl_memory_plugins import admission, operations
 from rl_memory_plugins.board import Boards
-from rl_memory_plugins.commands import UpdateWeights, WakeUp
+from rl_memory_plugins.commands import AnyCommand, WakeUp
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.operations import Operation, Transition
-from rl_memory_plugins.records import EngineStatus, Report
+from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply, Report
+
+ANSWER_S = 0.25
+"""How long a question waits for an engine on another host, whose status is old. An idle engine takes a millisecond."""
 
 
 class Face(ABC):
-    """The contract over all data-parallel engines behind one client object; each method is an operation."""
+    """The contract over all data-parallel engines behind one client object; each method is an operation.
+
+    The methods for Python callers check what they are given and build the command; `transition` runs one.
+    """
+
+    _asks_meanwhile = False  # engines whose status is old, so that nobody waits for their answers
 
     def __init__(self) -> None:
         self._boards: Boards | None = None
+        self._transitions: list[str] = []  # of this client, under way
 
     @abstractmethod
     def run(self, operation: Operation) -> Any:
         """The operation's result; over an asyncio transport, a coroutine of it."""
 
     def status(self) -> Operation:
-        """Every engine's status; never waits for a transition."""
-        if self._boards is None or self._boards.outdated:
-            self._boards = Boards((yield from operations.hello()))
-        return self._boards.read()
+        """Every engine's status. Only a client that has never asked waits for a transition.
+
+        An engine on this host shows its status on its board. One on another host tells it. What it told is marked
+        as busy while a transition of this client is under way, and where it is old and the engine does not answer.
+        """
+        known = self.status_now()
+        if known:
+            return known
+        if self._boards is not None and self._asks_meanwhile:
+            return self._boards.read(busy=UNANSWERED)
+        return (yield from self._ask()).read()
 
     def status_now(self) -> list[EngineStatus]:
-        """The status, for code that cannot wait; empty where it is not known yet, and then the engines refuse."""
-        return [] if self._boards is None or self._boards.outdated else self._boards.read()
+        """The status, for code that cannot wait; empty where it is not known, and then the engines refuse."""
+        return self._known()
+
+    def _known(self) -> list[EngineStatus]:
+        if self._boards is None:
+            return []
+        if self._transitions:
+            return self._boards.read(busy=_of_most_weight(self._transitions))
+        return [] if self._boards.outdated else self._boards.read()
 
     def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Operation:
         """Release memory; see the contract."""
-        return (yield from self._transition(operations.sleep(level, tags, mode)))
+        return (yield from self.transition(operations.sleep(level, tags, mode)))
 
     def wake_up(self, tags: object = None) -> Operation:
         """Take memory back; see the contract."""
-        return (yield from self._transition(operations.wake_up(tags)))
-
-    def update_weights(self, command: UpdateWeights) -> Operation:
-        return (yield from self._transition(command))
+        return (yield from self.transition(operations.wake_up(tags)))
 
     def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Operation:
         """Take weights from a trainer's sockets; ends when they are in place. See `commands.UpdateWeights`."""
-        return (yield from self.update_weights(operations.update_weights(endpoints, token, **options)))
+        return (yield from self.transition(operations.update_weights(endpoints, token, **options)))
 
     def is_sleeping(self) -> Operation:
         """Whether any tag is released or an engine is paused."""
@@ -70,19 +91,92 @@ class Face(ABC):
 
         return merge_engines((yield from operations.checksums()))
 
-    def _transition(self, command: Transition) -> Operation:
+    def transition(self, command: Transition) -> Operation:
+        """Run a command that `operations` built; gives its report."""
         engines = yield from self.status()
+        operations.refuse_during_update(engines)
         failure: RLMemoryError | None = None
+        name = operations.name_of(command)
+        self._transitions.append(name)
         try:
             report: Report = yield from operations.transition(command, engines)
         except RLMemoryError as error:
             failure = error
         finally:
-            if self._boards is not None and not self._boards.complete:
-                self._boards = None  # what was told is no longer so
+            self._transitions.remove(name)
+            if self._boards is not None:
+                self._boards.expire()
+        engines = yield from self._status_afterwards()
         # Also after a failure: several engines resume together or not at all.
-        if len(engines) > 1 and admission.first_refusal((yield from self.status())) is None:
+        if len(engines) > 1 and admission.first_refusal(engines) is None:
             yield from operations.resume(lift_pause=isinstance(command, WakeUp))
         if failure is not None:
             raise failure
         return report
+
+    def _status_afterwards(self) -> Operation:
+        """The status after a transition, for which engines on other hosts are asked again.
+
+        Not while another transition of this client is under way: the answer would wait for its end.
+        """
+        return self._known() or (yield from self._ask()).read()
+
+    def _ask(self) -> Operation:
+        self._boards = boards = Boards((yield from operations.hello()))
+        return boards
+
+
+class AsyncioFace(Face):
+    """A face over an asyncio transport.
+
+    Args:
+        drain_timeout_s: How long a transition waits for running requests.
+    """
+
+    _asks_meanwhile = True
+
+    def __init__(self, drain_timeout_s: float) -> None:
+        super().__init__()
+        self._drain_timeout_s = drain_timeout_s
+        self._turns = asyncio.Lock()
+        self._asking: asyncio.Task[Boards] | None = None
+
+    @abstractmethod
+    async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
+        """Send the command to all engines; one reply for each."""
+
+    async def run(self, operation: Operation) -> Any:
+        if not self.status_now() and self._asking is not None:
+            answered, _ = await asyncio.wait([self._asking], timeout=ANSWER_S)
+            for asking in answered:
+                asking.result()
+        return await operations.run_within(operation, self._call, self._drain_timeout_s, self._turns)
+
+    def status_now(self) -> list[EngineStatus]:
+        """See `Face.status_now`; where it is old, the engines are asked meanwhile, for those who come next."""
+        known = self._known()
+        if not known and self._boards is not None:
+            self._renew()
+        return known
+
+    async def status_at_first(self) -> list[EngineStatus]:
+        """The status for a client that has never asked; for others as `status_now`."""
+        if self._boards is None:
+            await self.run(self.status())
+        return self.status_now()
+
+    def _renew(self) -> None:
+        """Ask the engines, without waiting for their answers, unless they are being asked already."""
+        if self._asking is not None and not self._asking.done():
+            return
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # called from outside of the loop: whoever runs it next asks
+            return
+        self._asking = asyncio.ensure_future(operations.run_async(self._ask(), self._call))
+        self._asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())  # `run` raises it
+
+
+def _of_most_weight(transitions: list[str]) -> str:
+    """What a told status is marked with: nothing may start while an update runs."""
+    return "update_weights" if "update_weights" in transitions else transitions[-1]

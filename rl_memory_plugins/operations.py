@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -28,21 +28,24 @@ from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, Repo
 from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
 
+_begun: set[asyncio.Task[Any]] = set()  # operations that run; the event loop itself holds its tasks only weakly
+
 Operation = Generator[AnyCommand, list[Reply[Any]], Any]
 Transition = commands.Sleep | commands.WakeUp | commands.UpdateWeights
 
 
 def sleep(level: object = 1, tags: object = None, mode: object = "abort") -> commands.Sleep:
-    """Build the command; the same check as the controller's, before anything is sent."""
-    return commands.Sleep(
-        level=int(parse_level(level)),
-        tags=[tag.value for tag in parse_tags(tags)],  # type: ignore[arg-type]
-        mode=parse_mode(mode).value,
-    )
+    """Build the command from a caller's values.
+
+    Raises:
+        InvalidRequestError: a value is not allowed; the details name the field and list what is allowed.
+    """
+    return commands.Sleep(parse_level(level), parse_tags(tags), parse_mode(mode))  # type: ignore[arg-type]
 
 
 def wake_up(tags: object = None) -> commands.WakeUp:
-    return commands.WakeUp(tags=[tag.value for tag in parse_tags(tags)])  # type: ignore[arg-type]
+    """Build the command from a caller's values; raises as `sleep` does."""
+    return commands.WakeUp(parse_tags(tags))  # type: ignore[arg-type]
 
 
 def update_weights(
@@ -62,7 +65,7 @@ def update_weights(
         "endpoints": endpoints,
         "token": token,
         "weight_version": weight_version,
-        "mode": parse_mode(mode).value,
+        "mode": parse_mode(mode),
         "timeout_s": timeout_s,
     }
     try:
@@ -86,23 +89,33 @@ def update_weights(
     return command
 
 
+def name_of(command: Transition) -> str:
+    """What `EngineStatus.busy` says while the command is under way."""
+    names = {commands.Sleep: "sleep", commands.WakeUp: "wake_up", commands.UpdateWeights: "update_weights"}
+    return names[type(command)]
+
+
+def refuse_during_update(engines: Iterable[EngineStatus]) -> None:
+    """
+    Raises:
+        StateConflictError: an update is running; the engines could not even be asked before it ends.
+    """
+    if any(engine.busy == "update_weights" for engine in engines):
+        raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
+
+
 def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
     """Run one transition on all engines.
 
     Raises:
-        StateConflictError: an update is running; the engines could not even be asked before it ends.
         RLMemoryError: the first failing engine's error; all engines have undone what they could.
     """
-    updating = [engine.engine_rank for engine in engines if engine.busy == "update_weights"]
-    if updating:
-        raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
     if len(engines) == 1:
         return _merge(raise_engine_failures((yield command)))
     ticket, drained_s = uuid.uuid4().hex, 0.0
     try:
-        if not isinstance(command, commands.WakeUp) and command.mode == PauseMode.WAIT.value:
-            name = "sleep" if isinstance(command, commands.Sleep) else "update_weights"
-            waited = raise_engine_failures((yield commands.Drain(name, ticket)))
+        if not isinstance(command, commands.WakeUp) and command.mode is PauseMode.WAIT:
+            waited = raise_engine_failures((yield commands.Drain(name_of(command), ticket)))
             drained_s = max(reply.result["drained"] for reply in waited)
         raise_engine_failures((yield msgspec.structs.replace(command, hold=ticket)))
     except Exception:  # a refusal, or the way to an engine broke off; another may hold the operation
@@ -189,25 +202,25 @@ async def run_within(
         DrainTimeoutError: the requests did not finish in time; admission is open again.
     """
 
-    async def within(command: AnyCommand) -> list[Reply[Any]]:
-        # A question may wait for others' transitions, and ends none.
-        if not isinstance(command, commands.Sleep | commands.UpdateWeights | commands.Drain):
-            return await call(command)
-        command = msgspec.structs.replace(command, call=uuid.uuid4().hex)
-        answering = asyncio.ensure_future(call(command))
-        done, _ = await asyncio.wait([answering], timeout=drain_timeout_s)
-        if not done:
-            await call(commands.CancelDrain(command.call))
-        return await answering
-
     async def in_turn() -> Any:
         async with AsyncExitStack() as turn:
 
             async def ask(command: AnyCommand) -> list[Reply[Any]]:
                 if isinstance(command, Transition) and command.hold:
                     await turn.enter_async_context(turns)
-                return await within(command)
+                # A question may wait for others' transitions, and ends none.
+                if not isinstance(command, commands.Sleep | commands.UpdateWeights | commands.Drain):
+                    return await call(command)
+                command = msgspec.structs.replace(command, call=uuid.uuid4().hex)
+                answering = asyncio.ensure_future(call(command))
+                done, _ = await asyncio.wait([answering], timeout=drain_timeout_s)
+                if not done:
+                    await call(commands.CancelDrain(command.call))
+                return await answering
 
             return await run_async(operation, ask)
 
-    return await asyncio.shield(asyncio.ensure_future(in_turn()))
+    task = asyncio.ensure_future(in_turn())
+    _begun.add(task)
+    task.add_done_callback(_begun.discard)
+    return await asyncio.shield(task)

@@ -47,6 +47,9 @@ class RankStatus(msgspec.Struct, frozen=True):
 #: `EngineStatus.busy` of an engine whose ranks did not report their state. Any later command asks them again.
 UNKNOWN = "status"
 
+#: What may keep an engine on another host busy that does not answer: a transition of another client, or a long step.
+UNANSWERED = "unanswered"
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine (one data-parallel rank): its ranks, and the fields that the admission rule reads."""
@@ -54,7 +57,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     ranks: list[RankStatus]
     weight_version: str = INITIAL_VERSION
     paused: bool = False  # by sleep(level=0), or because the engine's own work after a wake failed
-    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`
+    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`, `UNANSWERED`
     engine_rank: int = 0
     capabilities: Capabilities = EVERYTHING
 
@@ -63,6 +66,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
         """The meaning of `busy`, for a message; empty if the engine is not busy."""
         if self.busy == UNKNOWN:
             return "its ranks did not report their state: call wake_up(), which asks them again"
+        if self.busy == UNANSWERED:
+            return "it does not answer: the transition of another client may be under way"
         return f"{self.busy} is under way" if self.busy else ""
 
     @property

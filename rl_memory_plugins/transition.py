@@ -27,7 +27,7 @@ class Held(NamedTuple):
     finish: Callable[[bool], Any]
 
 
-class Transition:
+class PendingTransition:
     """One transition from its command to its reply.
 
     Args:

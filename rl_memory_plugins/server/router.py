@@ -1,160 +1,142 @@
 """The control routes, the same for both engines.
 
 `POST /sleep`, `POST /wake_up`, `GET /is_sleeping`, `GET /memory`, `POST /update_weights_from_ipc`,
-`GET /weight_version` and `GET /weights/checksums`. Parameters come in the query or in a JSON body; the body
-wins. Every route answers JSON, also on errors (`responses.error_body`), whatever handlers the app has.
+`GET /weight_version` and `GET /weights/checksums`. Every route answers JSON, also on errors (`responses.error_body`),
+whatever handlers the app has. `openapi.py` describes them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.admission import first_refusal, is_sleeping
-from rl_memory_plugins.commands import UpdateWeights
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, as_rl_memory_error
-from rl_memory_plugins.records import EngineStatus, Report
+from rl_memory_plugins.errors import RLMemoryError, as_rl_memory_error
+from rl_memory_plugins.face import Face
+from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.records import weight_version as version_of
+from rl_memory_plugins.server.answers import Memory, Sleeping, Slept, Updated, Version, Woken
 from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.parameters import read_arguments, read_body, reject_unknown
 from rl_memory_plugins.server.responses import error_response, json_response
+from rl_memory_plugins.tags import Content
 
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("", "/v1/rl_memory")
-MAX_BODY_BYTES = 1 << 20
+UPDATE_ROUTE = "/update_weights_from_ipc"
 
-T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Any]]
-
-
-class ControlPlane(Protocol):
-    """What the routes need of an engine; all its engines (data-parallel ranks) are meant by every call.
-
-    Values are the caller's own; an implementation builds its commands with `operations.sleep` and
-    `operations.wake_up`, which check them.
-    """
-
-    async def sleep(self, level: object, tags: object, mode: object) -> Report: ...
-
-    async def wake_up(self, tags: object) -> Report: ...
-
-    async def update_weights(self, command: UpdateWeights) -> Report: ...
-
-    async def status(self) -> list[EngineStatus]:
-        """Never waits for a transition."""
-
-    async def checksums(self) -> Any:
-        """What `weights.checksums.merge_engines` gives."""
+NativeUpdate = Callable[[dict[str, Any]], "Response | None"]
 
 
 def build_router(
-    control: ControlPlane,
+    engine: Callable[[], Face],
     auth: ControlAuth,
     *,
     prefixes: Sequence[str] = PREFIXES,
+    native_update: NativeUpdate | None = None,
 ) -> APIRouter:
-    """The routes over `control`, under each of `prefixes`.
+    """The routes under each of `prefixes`.
 
     A transition that has begun runs to its end even if its client goes away.
+
+    Args:
+        engine: Gives the face, whose `run` gives coroutines; raises while there is no engine yet.
+        auth: Who may call.
+        native_update: The engine's own route at the root that has the path of our update: gives its answer to a
+            body that is meant for it.
     """
-    to_completion = _Transitions().to_completion
 
-    async def sleep(request: Request) -> dict[str, Any]:
-        """Release memory. Parameters: `level` (0, 1 or 2), `tags`, `mode` (`abort`, `wait` or `keep`)."""
-        given = await _arguments(request, {"level", "tags", "mode"})
-        command = operations.sleep(**given)
-        report = await to_completion(control.sleep(command.level, command.tags, command.mode))
-        return {"status": "sleeping", "level": command.level, "tags": command.tags, "report": report}
+    async def sleep(request: Request) -> Slept:
+        command = operations.sleep(**await read_arguments(request, {"level", "tags", "mode"}))
+        face = engine()
+        return Slept("sleeping", command.level, command.tags, await face.run(face.transition(command)))
 
-    async def wake_up(request: Request) -> dict[str, Any]:
-        """Take memory back. Parameter: `tags`. `status` is `awake` once nothing sleeps any more."""
-        given = await _arguments(request, {"tags"})
-        report = await to_completion(control.wake_up(given.get("tags")))
-        asleep = is_sleeping(await control.status())
-        return {
-            "status": "sleeping" if asleep else "awake",
-            "tags": given.get("tags"),  # the caller's own, as vLLM answers
-            "report": report,
-        }
+    async def wake_up(request: Request) -> Woken:
+        given = await read_arguments(request, {"tags"})
+        face = engine()
+        report = await face.run(face.wake_up(**given))
+        asleep = is_sleeping(await face.run(face.status()))
+        return Woken("sleeping" if asleep else "awake", given.get("tags"), report)
 
-    async def update_weights_from_ipc(request: Request) -> dict[str, Any]:
-        """Take weights from a trainer's sockets. Parameters: of `commands.UpdateWeights`, but `hold` and `call`."""
-        allowed = {"endpoints", "token", "weight_version", "mode", "timeout_s"}
-        _reject_unknown(request.query_params.keys(), ())  # a token has no place in a URL
-        given = await _body(request)
-        _reject_unknown(given, allowed)
-        report = await to_completion(control.update_weights(operations.update_weights(**given)))
-        return {"status": "updated", **_version(await control.status()), "report": report}
+    async def update_weights_from_ipc(request: Request, native: NativeUpdate | None = None) -> Updated | Response:
+        given = await read_body(request)
+        answer = native(given) if native is not None else None
+        if answer is not None:
+            return answer
+        reject_unknown(request.query_params.keys(), ())  # a token has no place in a URL
+        reject_unknown(given, {"endpoints", "token", "weight_version", "mode", "timeout_s"})
+        command = operations.update_weights(**given)
+        face = engine()
+        report = await face.run(face.transition(command))
+        engines = await face.run(face.status())
+        return Updated("updated", version_of(engines), _content(engines), report)
 
-    async def sleeping(request: Request) -> dict[str, Any]:
-        """Whether any tag is released or the engine is paused."""
-        return {"is_sleeping": is_sleeping(await control.status())}
+    async def sleeping(request: Request) -> Sleeping:
+        return Sleeping(is_sleeping(await status()))
 
-    async def memory(request: Request) -> dict[str, Any]:
-        """Every rank's memory by tag, and whether requests are admitted. Never waits for a transition."""
-        engines = await control.status()
+    async def memory(request: Request) -> Memory:
+        engines = await status()
         refusal = first_refusal(engines)
-        return {
-            "admitting": refusal is None,
-            "reason": None if refusal is None else refusal.details["reason"],
-            "is_sleeping": is_sleeping(engines),
-            **_version(engines),
-            "engines": engines,
-        }
+        return Memory(
+            admitting=refusal is None,
+            reason=None if refusal is None else refusal.details["reason"],
+            is_sleeping=is_sleeping(engines),
+            weight_version=version_of(engines),
+            content=_content(engines),
+            engines=engines,
+        )
 
-    async def weight_version(request: Request) -> dict[str, Any]:
-        """The version the last complete update gave, and whether the content may be used."""
-        return _version(await control.status())
+    async def weight_version(request: Request) -> Version:
+        engines = await status()
+        return Version(version_of(engines), _content(engines))
 
     async def checksums(request: Request) -> Any:
-        """Checksums of the weights as they are."""
-        return await to_completion(control.checksums())
+        face = engine()
+        return await face.run(face.weight_checksums())
 
-    router = APIRouter(tags=["rl_memory"])
-    routes: list[tuple[str, str, Handler]] = [
-        ("POST", "/sleep", sleep),
-        ("POST", "/wake_up", wake_up),
-        ("GET", "/is_sleeping", sleeping),
-        ("GET", "/memory", memory),
-        ("POST", "/update_weights_from_ipc", update_weights_from_ipc),
-        ("GET", "/weight_version", weight_version),
-        ("GET", "/weights/checksums", checksums),
-    ]
+    async def status() -> list[EngineStatus]:
+        face = engine()
+        engines: list[EngineStatus] = await face.run(face.status())
+        return engines
+
+    router = APIRouter()
     for prefix in prefixes:
+        update = update_weights_from_ipc
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/sleep", sleep),
+            ("POST", "/wake_up", wake_up),
+            ("GET", "/is_sleeping", sleeping),
+            ("GET", "/memory", memory),
+            ("POST", UPDATE_ROUTE, update if prefix else functools.partial(update, native=native_update)),
+            ("GET", "/weight_version", weight_version),
+            ("GET", "/weights/checksums", checksums),
+        ]
         for method, path, handler in routes:
-            router.add_api_route(prefix + path, _answering(handler, auth), methods=[method], response_model=None)
+            router.add_api_route(
+                prefix + path,
+                _answering(handler, auth),
+                methods=[method],
+                response_model=None,
+                include_in_schema=False,  # `openapi.py` does it
+            )
     return router
-
-
-class _Transitions:
-    """Calls that have begun; the event loop itself holds its tasks only weakly."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
-
-    async def to_completion(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await `call`. Cancelling the awaiting request leaves `call` running."""
-        task = asyncio.ensure_future(call)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
 
 
 def _answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that admits the caller first and turns results and errors into responses."""
 
-    @functools.wraps(handler)
     async def endpoint(request: Request) -> Response:
         try:
             auth.check(request)
-            return json_response(await handler(request))
+            answer = await handler(request)
+            return answer if isinstance(answer, Response) else json_response(answer)
         except Exception as error:
             if not isinstance(error, RLMemoryError):
                 logger.exception("%s %s failed", request.method, request.url.path)
@@ -163,57 +145,6 @@ def _answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Await
     return endpoint
 
 
-async def _arguments(request: Request, allowed: Collection[str]) -> dict[str, Any]:
-    """The parameters of the query and of the body, unchecked but for their names.
-
-    An unknown name is an error: a misspelt `tags` would otherwise mean all tags.
-    """
-    query: dict[str, Any] = {}
-    for name in request.query_params:
-        values = request.query_params.getlist(name)
-        if name == "tags":
-            query[name] = [tag for value in values for tag in value.split(",")]
-        elif len(values) == 1:
-            query[name] = values[0]
-        else:
-            raise InvalidRequestError(f"{name} is given {len(values)} times", field=name, got=values)
-    arguments = {**query, **await _body(request)}
-    _reject_unknown(arguments, allowed)
-    return arguments
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in the request's body; no body is an empty one.
-
-    Raises:
-        InvalidRequestError: not a JSON object, or larger than `MAX_BODY_BYTES`, of which no more is read.
-    """
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", max_bytes=MAX_BODY_BYTES)
-    if not body.strip():
-        return {}
-    try:
-        content = msgspec.json.decode(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InvalidRequestError(f"the body must be a JSON object, not {type(content).__name__}")
-    return content
-
-
-def _reject_unknown(names: Collection[str], allowed: Collection[str]) -> None:
-    unknown = sorted(set(names) - set(allowed))
-    if unknown:
-        choice = f"use {', '.join(sorted(allowed))}" if allowed else "send them in the body"
-        raise InvalidRequestError(
-            f"parameters not allowed here: {', '.join(unknown)}; {choice}", got=unknown, allowed=sorted(allowed)
-        )
-
-
-def _version(engines: Sequence[EngineStatus]) -> dict[str, Any]:
-    """The weights' version and the worst content of all engines."""
-    content = EngineStatus(ranks=[rank for engine in engines for rank in engine.ranks]).content
-    return {"weight_version": version_of(engines), "content": content}
+def _content(engines: Sequence[EngineStatus]) -> Content:
+    """The worst content of all engines."""
+    return EngineStatus(ranks=[rank for engine in engines for rank in engine.ranks]).content

@@ -1,12 +1,16 @@
-"""A control plane without an engine."""
+"""An engine's face without an engine."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
-from rl_memory_plugins import operations
-from rl_memory_plugins.commands import UpdateWeights
-from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
-from rl_memory_plugins.tags import PUBLIC_TAGS, Content, TagState, parse_tags
+import msgspec
+
+from rl_memory_plugins.commands import AnyCommand, Checksums, Sleep, UpdateWeights, WakeUp
+from rl_memory_plugins.face import AsyncioFace
+from rl_memory_plugins.operations import Operation
+from rl_memory_plugins.records import EngineStatus, RankStatus, Reply, Report, TagChange, TagStatus
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Tag, TagState
 
 
 def rank_status(rank: int = 0, content: Content = Content.VALID, **states: TagState) -> RankStatus:
@@ -24,16 +28,51 @@ def rank_status(rank: int = 0, content: Content = Content.VALID, **states: TagSt
     )
 
 
-class FakeControl:
-    """Notes every call; `failure` is raised by the next one; transitions wait for `may_finish`."""
+class FakeControl(AsyncioFace):
+    """Notes every command; `failure` is raised by the next one; transitions wait for `may_finish`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.failure: Exception | None = None
-        self.asleep: set[str] = set()
+        self.asleep: set[Tag] = set()
         self.engines: list[EngineStatus] | None = None
         self.may_finish: asyncio.Event | None = None
         self.finished: list[str] = []
+        super().__init__(drain_timeout_s=60)
+
+    def status(self) -> Operation:
+        if self.failure is not None:
+            raise self.failure
+        yield from ()
+        return self.status_now()
+
+    def status_now(self) -> list[EngineStatus]:
+        if self.engines is not None:
+            return self.engines
+        return [EngineStatus([rank_status(**dict.fromkeys(self.asleep, TagState.PRESERVED))], "v7")]
+
+    def _status_afterwards(self) -> Operation:
+        return (yield from self.status())
+
+    async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
+        match command:
+            case Sleep():
+                await self._run("sleep", (command.level, [*command.tags], command.mode))
+                self.asleep |= {*command.tags}
+                result: Any = self._report(command.tags, TagState.PRESERVED)
+            case WakeUp():
+                await self._run("wake_up", [*command.tags])
+                self.asleep -= {*command.tags}
+                result = self._report(command.tags, TagState.RESIDENT)
+            case UpdateWeights():
+                await self._run("update_weights", msgspec.structs.replace(command, call=""))
+                result = Report(changes=[], seconds={"total": 0.1})
+            case Checksums():
+                await self._run("checksums", None)
+                result = [{"layout": "engine", "parameters": {"layer.weight": "ab12"}}]
+            case _:
+                raise AssertionError(command)
+        return [Reply(0, msgspec.to_builtins(result))]
 
     async def _run(self, name: str, arguments: Any) -> None:
         self.calls.append((name, arguments))
@@ -43,31 +82,6 @@ class FakeControl:
             await self.may_finish.wait()
         self.finished.append(name)
 
-    def _report(self, tags: object, state: TagState) -> Report:
-        changes = [TagChange(rank=0, tag=tag.value, state=state, bytes_released=4096) for tag in parse_tags(tags)]
+    def _report(self, tags: Iterable[Tag], state: TagState) -> Report:
+        changes = [TagChange(rank=0, tag=tag.value, state=state, bytes_released=4096) for tag in tags]
         return Report(changes=changes, seconds={"total": 0.5, "drain": 0.0})
-
-    async def sleep(self, level: object, tags: object, mode: object) -> Report:
-        await self._run("sleep", (level, tags, mode))
-        self.asleep |= {tag.value for tag in parse_tags(tags)}
-        return self._report(tags, TagState.PRESERVED)
-
-    async def wake_up(self, tags: object) -> Report:
-        await self._run("wake_up", operations.wake_up(tags).tags)
-        self.asleep -= {tag.value for tag in parse_tags(tags)}
-        return self._report(tags, TagState.RESIDENT)
-
-    async def update_weights(self, command: UpdateWeights) -> Report:
-        await self._run("update_weights", command)
-        return Report(changes=[], seconds={"total": 0.1})
-
-    async def status(self) -> list[EngineStatus]:
-        if self.failure is not None:
-            raise self.failure
-        if self.engines is not None:
-            return self.engines
-        return [EngineStatus([rank_status(**dict.fromkeys(self.asleep, TagState.PRESERVED))], "v7")]
-
-    async def checksums(self) -> dict[str, Any]:
-        await self._run("checksums", None)
-        return {"engines": [[{"rank": 0, "layer.weight": "ab12"}]]}

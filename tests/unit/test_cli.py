@@ -199,7 +199,7 @@ def key(request):
 @pytest.fixture
 def url(control, key):
     app = FastAPI()
-    app.include_router(build_router(control, ControlAuth([key])))
+    app.include_router(build_router(lambda: control, ControlAuth([key])))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -246,7 +246,7 @@ def test_the_status_says_what_is_under_way(url, control):
 
 
 def test_checksums(url):
-    assert json.loads(run("checksums", "--url", url).stdout)["engines"][0][0]["layer.weight"] == "ab12"
+    assert json.loads(run("checksums", "--url", url).stdout)["tensors"] == {"layer.weight@0": "ab12"}
 
 
 def test_the_url_comes_from_the_environment_too(url, monkeypatch):

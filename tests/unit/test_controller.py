@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import FakeRank, LocalRanks
 
-from rl_memory_plugins import commands
+from rl_memory_plugins import commands, operations
 from rl_memory_plugins.board import BoardReader, StatusBoard
 from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import decode_reply, encode_command
@@ -546,7 +546,7 @@ def fixed_world():
 @pytest.mark.parametrize("tags", [None, ["weights"], ["weights", "kv_cache"]])
 def test_level_2_is_refused_where_no_update_could_follow(fixed_world: World, tags: list[str] | None) -> None:
     with pytest.raises(UnsupportedError, match="layer 3 is packed") as caught:
-        fixed_world.run(commands.Sleep(level=2, tags=tags))
+        fixed_world.run(operations.sleep(2, tags))
     assert caught.value.details["layers"] == {"layers.3": "Packed"}
     assert fixed_world.engine.calls == []
     assert fixed_world.controller.refusal() is None

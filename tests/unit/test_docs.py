@@ -65,7 +65,7 @@ def test_the_readme_lists_all_errors_with_their_statuses():
 
 
 def test_each_route_is_in_the_readme_and_has_a_section():
-    router = build_router(FakeControl(), ControlAuth(), prefixes=[""])
+    router = build_router(FakeControl, ControlAuth(), prefixes=[""])
     routes = {f"{method} {route.path}" for route in router.routes for method in route.methods}
     sections = re.findall(r"^## `((?:GET|POST) .*)`$", (DOCS / "http.md").read_text(), re.MULTILINE)
     assert set(sections) == routes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +11,12 @@ import msgspec
 import pytest
 from fake_control import rank_status
 
-from rl_memory_plugins import board, commands, operations
+from rl_memory_plugins import admission, board, commands, operations
 from rl_memory_plugins.board import StatusBoard
-from rl_memory_plugins.errors import HostMemoryError, InvalidRequestError, RLMemoryError
-from rl_memory_plugins.face import Face
-from rl_memory_plugins.operations import Operation
-from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.errors import HostMemoryError, InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.face import ANSWER_S, AsyncioFace, Face
+from rl_memory_plugins.operations import Operation, Transition
+from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply
 from rl_memory_plugins.tags import TagState
 
 REPORT = {"changes": [], "seconds": {"total": 1.0}, "details": {}}
@@ -56,6 +58,35 @@ class Engine:
             self.asleep = self.held
             self.publish()
         return REPORT
+
+
+class SlowEngine(Engine):
+    """Answers nothing while it is `busy`, as an engine whose scheduler is at work; what comes waits for its turn."""
+
+    def __init__(self, local: bool = False) -> None:
+        super().__init__(local=local)
+        self.busy = asyncio.Lock()
+        self.lasts: asyncio.Event | None = None  # how long the next transition takes
+
+    async def answer_in_turn(self, command: commands.AnyCommand) -> Any:
+        async with self.busy:
+            if self.lasts is not None and isinstance(command, Transition):
+                await self.lasts.wait()
+            return self.answer(command)
+
+
+class RemoteFace(AsyncioFace):
+    def __init__(self, engine: SlowEngine) -> None:
+        super().__init__(drain_timeout_s=60)
+        self.engine = engine
+        self.asked: list[str] = []
+
+    async def _call(self, command: commands.AnyCommand) -> list[Reply[Any]]:
+        self.asked.append(type(command).__name__)
+        try:
+            return [Reply(0, msgspec.to_builtins(await self.engine.answer_in_turn(command)))]
+        except RLMemoryError as error:
+            return [Reply(0, error=error.to_record())]
 
 
 class LocalFace(Face):
@@ -134,8 +165,7 @@ def test_a_board_on_another_host_is_asked_for_again_after_a_transition() -> None
     face = LocalFace(Engine(local=False))
     assert not face.run(face.is_sleeping())
     face.run(face.sleep(1))
-    assert face.status_now() == []  # what was told is no longer so; the engine refuses by itself
-    assert face.run(face.is_sleeping())
+    assert face.status_now()[0].asleep_tags()
     assert face.run(face.is_sleeping())
     assert face.names() == ["Hello", "Sleep", "Hello"]
 
@@ -150,6 +180,108 @@ def test_what_was_told_by_another_host_is_not_believed_for_long(monkeypatch: pyt
     monkeypatch.setattr(board, "TOLD_S", -1.0)
     assert face.status_now() == []
     assert face.run(face.is_sleeping())
+
+
+async def at_once(awaitable: Any) -> Any:
+    """The result, which needs no answer of an engine that gives none."""
+    return await asyncio.wait_for(awaitable, ANSWER_S + 1)
+
+
+async def until(condition: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("begin", ["sleep", "wake_up", "update_weights"])
+def test_an_engine_on_another_host_is_known_to_be_busy_while_this_client_s_transition_runs(
+    begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "TOLD_S", 0.01)
+
+    async def main() -> None:
+        engine = SlowEngine()
+        face = RemoteFace(engine)
+        await face.run(face.status())
+        engine.lasts = asyncio.Event()
+        operation = (
+            face.update_weights_from_ipc({"*": "/s"}, "t") if begin == "update_weights" else getattr(face, begin)()
+        )
+        running = asyncio.ensure_future(face.run(operation))
+        await until(lambda: len(face.asked) == 2)
+        await asyncio.sleep(0.05)  # what it told is old by now
+        start = time.monotonic()
+        assert admission.first_refusal(face.status_now()) is not None, "a request is refused at once"
+        assert [engine.busy for engine in await face.run(face.memory_status())] == [begin]
+        if begin == "update_weights":
+            with pytest.raises(StateConflictError):
+                await face.run(face.sleep())
+        assert time.monotonic() - start < ANSWER_S
+        engine.lasts.set()
+        await running
+        assert bool(admission.first_refusal(face.status_now())) is (begin == "sleep")
+        assert face.asked[1:] == [face.asked[1], "Hello"]
+
+    asyncio.run(main())
+
+
+def test_the_status_of_an_engine_that_does_not_answer_is_given_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client's transition runs, or a long step."""
+    monkeypatch.setattr(board, "TOLD_S", 0.01)
+
+    async def main() -> None:
+        engine = SlowEngine()
+        face = RemoteFace(engine)
+        await face.run(face.status())
+        await engine.busy.acquire()
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            assert face.status_now() == [], "a request is left to the engine's own gate"
+            [status] = await at_once(face.run(face.memory_status()))
+            assert status.busy == UNANSWERED
+            assert "does not answer" in str(admission.first_refusal([status]))
+        assert face.asked == ["Hello", "Hello"], "it is asked once at a time"
+        engine.asleep = ["weights"]
+        engine.busy.release()
+        await until(lambda: face.status_now() != [])
+        assert face.status_now()[0].asleep_tags() == ["weights"]
+
+    asyncio.run(main())
+
+
+def test_an_old_status_is_asked_for_again_and_seldom_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "TOLD_S", 0.05)
+
+    async def main() -> None:
+        engine = SlowEngine()
+        face = RemoteFace(engine)
+        assert face.status_now() == []
+        assert await face.status_at_first() == [engine.status()]
+        engine.asleep = ["weights"]
+        await asyncio.sleep(0.06)
+        assert await face.status_at_first() == []
+        assert await face.run(face.is_sleeping())
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_gone_is_an_error_and_not_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "TOLD_S", -1.0)
+
+    async def main() -> None:
+        face = RemoteFace(SlowEngine())
+        await face.run(face.status())
+
+        async def broken(command: commands.AnyCommand) -> Any:
+            raise ConnectionError("it is gone")
+
+        face.engine.answer_in_turn = broken  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                await face.run(face.status())
+
+    asyncio.run(main())
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_asked(engine: Engine) -> None:

@@ -80,11 +80,10 @@ def test_what_engines_hold_is_undone_where_the_way_to_them_broke_off(asynchronou
     assert asked[1:] == [commands.Decide(asked[0].hold, commit=False)]  # type: ignore[union-attr]
 
 
-def test_nothing_is_sent_while_an_update_runs() -> None:
-    engines = Engines()
+def test_nothing_may_begin_while_an_update_runs() -> None:
     with pytest.raises(StateConflictError):
-        operations.run(operations.transition(operations.sleep(1), status(2, busy="update_weights")), engines)
-    assert engines.asked == []
+        operations.refuse_during_update([*status(1), *status(1, busy="update_weights")])
+    operations.refuse_during_update(status(2, busy="sleep"))
 
 
 def test_a_drain_that_takes_too_long_is_given_up() -> None:

@@ -311,7 +311,7 @@ def test_a_bad_option_ends_with_a_message(model_folder: Path) -> None:
 
 def test_what_the_flag_accepts(python: Any) -> None:
     output = python("""
-        import json, os
+        import json
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.plugins import load_general_plugins
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -320,7 +320,6 @@ def test_what_the_flag_accepts(python: Any) -> None:
         for flags in (["--rl-memory"], ["--rl-memory", "poison=true,host_arena_max_bytes=1GiB"],
                       ["--rl-memory", '{"poison": true}'], ["--rl-memory=poison=true"],
                       ["--rl-memory", "--enforce-eager"], []):
-            os.environ.pop("RL_MEMORY", None)
             parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
             args = parser.parse_args(["--model", FOLDER, "--dtype", "float32", "--max-model-len", "128", *flags])
             found.append(AsyncEngineArgs.from_cli_args(args).create_engine_config().additional_config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import types
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,38 @@ from rl_memory_plugins.errors import UnsupportedError
     ],
 )
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, variable: str, additional: Any, asked_for: Any) -> None:
-    monkeypatch.setenv(options.FLAG_VARIABLE, variable)
+    monkeypatch.setenv("RL_MEMORY", variable)
     assert options.requested(types.SimpleNamespace(additional_config=additional)) == asked_for
+
+
+def parsed(*flags: str) -> Any:
+    """What an engine gets from a command line; its configuration is made elsewhere."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    commands = parser.add_subparsers(dest="subparser")  # as of `vllm serve`
+    AsyncEngineArgs.add_cli_args(commands.add_parser("run"))
+    args = pickle.loads(pickle.dumps(parser.parse_args(["run", *flags])))  # as a child gets it
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    assert options.may_serve(args) is (options.requested(engine_args) is not None)
+    return options.requested(engine_args)
+
+
+def test_a_flag_holds_for_its_own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RL_MEMORY", raising=False)
+    monkeypatch.setattr(options, "_made_here", False)
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    assert parsed("--rl-memory", "poison=true") == "poison=true"
+    assert parsed() is None
+    assert "RL_MEMORY" not in os.environ
+    assert parsed("--rl-memory", "--additional-config", '{"mine": 1}') == "1"
+    assert parsed("--additional-config", '{"rl_memory": false}', "--rl-memory") is None
+    monkeypatch.setenv("RL_MEMORY", "poison=true")
+    assert parsed("--rl-memory", "allocator=host") == "allocator=host", "the flag wins"
+    assert parsed() == RLMemoryConfig(poison=True)
 
 
 @pytest.mark.parametrize(

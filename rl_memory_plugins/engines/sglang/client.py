@@ -15,9 +15,9 @@ from rl_memory_plugins.engines.sglang.native import WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
 from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
-from rl_memory_plugins.face import Face
+from rl_memory_plugins.face import AsyncioFace
 from rl_memory_plugins.hooking import Hooks
-from rl_memory_plugins.operations import Operation
+from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import INITIAL_VERSION, Reply, Report
 from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
 
@@ -60,21 +60,16 @@ class _Call:
             self.done.set_result([self.replies[rank] for rank in sorted(self.replies)])
 
 
-class SglangFace(Face):
+class SglangFace(AsyncioFace):
     """The contract over a `TokenizerManager`. Its coroutines run on that manager's event loop."""
 
     def __init__(self, tokenizer: Any, config: RLMemoryConfig) -> None:
-        super().__init__()
+        super().__init__(config.drain_timeout_s)
         self._tokenizer = tokenizer
-        self._drain_timeout_s = config.drain_timeout_s
-        self._turns = asyncio.Lock()
         self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock
         self._calls: dict[str, _Call] = {}
 
     # -- transport --------------------------------------------------------------------------------------------
-
-    async def run(self, operation: Operation) -> Any:
-        return await operations.run_within(operation, self._call, self._drain_timeout_s, self._turns)
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         from rl_memory_plugins.engines.sglang.messages import RLMemoryReqInput
@@ -97,9 +92,10 @@ class SglangFace(Face):
 
     # -- SGLang's own words -----------------------------------------------------------------------------------
 
-    def update_weights(self, command: commands.UpdateWeights) -> Operation:
-        report: Report = yield from super().update_weights(command)
-        self._tokenizer._update_weight_version_if_provided((yield from self.weight_version()))
+    def transition(self, command: Transition) -> Operation:
+        report: Report = yield from super().transition(command)
+        if isinstance(command, commands.UpdateWeights):
+            self._tokenizer._update_weight_version_if_provided((yield from self.weight_version()))
         return report
 
     def native_release(self, tags: list[str] | None) -> Operation:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 from rl_memory_plugins.engines.sglang.client import SglangFace, face_of
 from rl_memory_plugins.hooking import Hooks
 
 HTTP = "sglang.srt.entrypoints.http_server"
-SHARED_ROUTE = "/update_weights_from_ipc"  # SGLang has a route of this name, and so has the contract
 
 #: Every route of SGLang that runs the model.
 GENERATION = (
@@ -57,26 +55,18 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
 def attach(app: Any, face: SglangFace, server_args: Any) -> None:
     """Put the control routes in front of SGLang's own, and the gate around the app."""
     from sglang.srt.utils.auth import AuthLevel
-    from starlette.routing import Route
 
-    from rl_memory_plugins.server.auth import ControlAuth
-    from rl_memory_plugins.server.control import Control
-    from rl_memory_plugins.server.gate import AdmissionGate, posts_to
-    from rl_memory_plugins.server.router import build_router
+    from rl_memory_plugins.server.attach import attach as attach_routes
 
     # SGLang's own check comes first: the admin key if there is one, else the API key. Ours then agrees with it,
     # and without keys admits local clients only.
     keys = [server_args.admin_api_key or server_args.api_key or ""]
-    router = build_router(Control(lambda: face), ControlAuth(keys))
-    routes: list[Any] = [
-        Route(SHARED_ROUTE, _shared(route.endpoint, app), methods=["POST"]) if route.path == SHARED_ROUTE else route
-        for route in cast("list[Any]", router.routes)
-    ]
+    routes = attach_routes(
+        app, lambda: face, face.status_now, keys=keys, generation=GENERATION, native_update=_native_update(app)
+    )
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
-    app.router.routes[:0] = routes
     app.router.lifespan_context = _knowing(face, app.router.lifespan_context)
-    app.add_middleware(AdmissionGate, status=face.status_now, is_generation=posts_to(GENERATION))
 
 
 def _knowing(face: SglangFace, lifespan: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -91,19 +81,10 @@ def _knowing(face: SglangFace, lifespan: Callable[[Any], Any]) -> Callable[[Any]
     return started
 
 
-def _shared(ours: Callable[[Any], Awaitable[Any]], app: Any) -> Callable[..., Awaitable[Any]]:
-    """One route for two callers: SGLang's own bodies name `zmq_handles`."""
-    native = next(route.endpoint for route in app.router.routes if getattr(route, "path", "") == SHARED_ROUTE)
+def _native_update(app: Any) -> Callable[[dict[str, Any]], Any]:
+    """SGLang has a route of the path of our update: its own bodies name `zmq_handles`, and its route checks them."""
+    from rl_memory_plugins.server.responses import AnswerOf
+    from rl_memory_plugins.server.router import UPDATE_ROUTE
 
-    async def endpoint(request: Any) -> Any:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
-
-        try:
-            body = json.loads(await request.body() or b"{}")
-        except (ValueError, RecursionError):
-            body = None
-        if isinstance(body, dict) and "zmq_handles" in body:
-            return await native(UpdateWeightsFromIPCReqInput(**body), request)
-        return await ours(request)
-
-    return endpoint
+    native = next(route for route in app.router.routes if getattr(route, "path", "") == UPDATE_ROUTE)
+    return lambda body: AnswerOf(native.app, body) if "zmq_handles" in body else None

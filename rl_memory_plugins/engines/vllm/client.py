@@ -21,12 +21,11 @@ from rl_memory_plugins.engines.vllm.core import (
 )
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
-from rl_memory_plugins.face import Face
+from rl_memory_plugins.face import AsyncioFace, Face
 from rl_memory_plugins.hooking import Hooks
-from rl_memory_plugins.operations import Operation
+from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import Reply, Report
 from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
-from rl_memory_plugins.tags import parse_level
 
 LLM = "vllm.entrypoints.llm:LLM"
 SYNC = "vllm.v1.engine.llm_engine:LLMEngine"
@@ -67,21 +66,21 @@ def install(hooks: Hooks) -> None:
 class VllmFace(Face):
     """The contract, and vLLM's own calls of the same names."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__()
+    def __init__(self, engine: Any, *transport: Any) -> None:
+        super().__init__(*transport)
         self._engine = weakref.proxy(engine)  # vLLM ends its processes with the last reference to the engine
 
-    def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Operation:
-        report: Report = yield from super().sleep(level, tags, mode)
-        _record_sleep(self._engine, 1, parse_level(level))
+    def transition(self, command: Transition) -> Operation:
+        report: Report = yield from super().transition(command)
+        if isinstance(command, commands.Sleep):
+            _record_sleep(self._engine, 1, command.level)
+        elif isinstance(command, commands.WakeUp) and not (yield from self.is_sleeping()):
+            _record_sleep(self._engine, 0, 0)
         return report
 
     def wake_up(self, tags: object = None) -> Operation:
         """As vLLM's `wake_up`, but wakes only the named tags and returns the report."""
-        report: Report = yield from super().wake_up(without_scheduling(tags, (yield from self.status())))
-        if not (yield from self.is_sleeping()):
-            _record_sleep(self._engine, 0, 0)
-        return report
+        return (yield from super().wake_up(without_scheduling(tags, (yield from self.status()))))
 
     def native_sleep(self, level: object = 1, mode: object = "abort", tags: object = None) -> Operation:
         """Release memory; see the contract. `mode` stands second, as in vLLM's own `sleep`."""
@@ -121,16 +120,11 @@ class SyncFace(VllmFace):
         return [decode_reply(self._engine.engine_core.call_utility("rl_memory_call", payload))]
 
 
-class AsyncFace(VllmFace):
+class AsyncFace(VllmFace, AsyncioFace):
     """Over `AsyncLLM`."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
-        super().__init__(engine)
-        self._drain_timeout_s = config.drain_timeout_s
-        self._turns = asyncio.Lock()
-
-    async def run(self, operation: Operation) -> Any:
-        return await operations.run_within(operation, self._call, self._drain_timeout_s, self._turns)
+        super().__init__(engine, config.drain_timeout_s)
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         client, payload = self._engine.engine_core, commands.encode_command(command)
@@ -310,7 +304,7 @@ async def _checked_stream(
         sent_on: Let the core refuse the request; see `_has_images`.
     """
     if not sent_on:
-        refuse_if_closed(face.status_now() or await face.run(face.status()))
+        refuse_if_closed(face.status_now() or await face.status_at_first())
     try:
         async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
             async for output in outputs:

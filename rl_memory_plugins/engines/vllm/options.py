@@ -8,7 +8,6 @@ from typing import Any
 from rl_memory_plugins.config import RLMemoryConfig
 
 CONFIG_KEY = "rl_memory"
-FLAG_VARIABLE = "RL_MEMORY"
 CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # an enabled parent sets it for its child processes
 
 _made_here = False  # this process has made the configuration of an enabled engine
@@ -23,7 +22,7 @@ def config_of(vllm_config: Any) -> RLMemoryConfig | None:
 
 
 def requested(engine_args: Any) -> Any:
-    """The options that the user gave: in `additional_config`, else by the flag or the environment.
+    """The options that the user gave: in `additional_config`, which the flag fills too, else in the environment.
 
     Returns: `None` if the user has not enabled the plugin for this engine.
     """

@@ -74,15 +74,9 @@ class RLMemoryEndpoints:
     def attach_router(self, app: Any) -> None:
         if not may_serve(app.state.args):
             return
-        from rl_memory_plugins.server.auth import ControlAuth
-        from rl_memory_plugins.server.control import Control
-        from rl_memory_plugins.server.gate import AdmissionGate, posts_to
-        from rl_memory_plugins.server.router import build_router
+        from rl_memory_plugins.server.attach import attach
 
-        router = build_router(Control(self._ready), ControlAuth(_keys(app.state.args)))
-        # In front, because vLLM 0.26 lets a core route win over a plugin's on the same path.
-        app.router.routes[:0] = router.routes
-        app.add_middleware(AdmissionGate, status=self._status, is_generation=posts_to(GENERATION))
+        attach(app, self._ready, self._status, keys=_keys(app.state.args), generation=GENERATION)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is not None:

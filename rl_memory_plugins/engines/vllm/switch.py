@@ -1,9 +1,10 @@
-"""How vLLM is told: the flag, and when the hooks are put in.
+"""The flag that enables the plugin on vLLM, and the moment at which the hooks are put in.
 
-The general plugin is called in every vLLM process, before the command line is parsed. Not enabled, it wraps
-two functions through which it can be enabled, and nothing else: `EngineArgs.add_cli_args`, so that the flag
-exists, and `EngineArgs.create_engine_config`, which sees the flag and `additional_config`. An enabled process tells
-its children, by an environment variable, to put in the hooks before the engine's classes are used.
+vLLM calls the general plugin in every process, before it parses the command line. A plugin that is not enabled wraps
+two functions only: `EngineArgs.add_cli_args`, which gets the flag, and `EngineArgs.create_engine_config`, which reads
+`additional_config`. The value of the flag lies in `additional_config` too. So it travels with the parsed arguments,
+also to child processes, and holds for no other command line. An enabled process sets an environment variable, by which
+its children put in the hooks before the engine's classes are used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm import modes, options
 from rl_memory_plugins.engines.vllm.hooks import hooks
-from rl_memory_plugins.engines.vllm.options import CHILD_VARIABLE, CONFIG_KEY, FLAG_VARIABLE
+from rl_memory_plugins.engines.vllm.options import CHILD_VARIABLE, CONFIG_KEY
 
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
@@ -29,13 +30,13 @@ def register() -> None:
 
 
 def _install() -> None:
-    from rl_memory_plugins.engines.vllm.install import install  # only an enabled process needs the roles
+    from rl_memory_plugins.engines.vllm.install import install  # imports all roles, which only enabled processes need
 
     install()
 
 
 class _Flag(argparse.Action):
-    """Keep the value where children find it too: API servers parse before their plugins are loaded."""
+    """Refuse wrong options while vLLM reads the command line, before it makes an engine."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
@@ -45,7 +46,6 @@ class _Flag(argparse.Action):
             RLMemoryConfig.parse(value)
         except Exception as error:
             parser.error(str(error))
-        os.environ[FLAG_VARIABLE] = value
         setattr(namespace, self.dest, value)
 
 
@@ -54,15 +54,28 @@ def _add_flag(original: Callable[..., Any]) -> Callable[..., Any]:
         parser = original(parser, *args, **kwargs)
         group = parser.add_argument_group(title="rl_memory_plugins", description=HELP)
         group.add_argument("--rl-memory", action=_Flag, nargs="?", const="1", default=None, help=HELP)
+        parser.parse_known_args = _into_additional_config(parser.parse_known_args)
         return parser
 
     return add_cli_args
 
 
+def _into_additional_config(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Put the value of the flag where `EngineArgs.from_cli_args` finds it, also in a child process without hooks."""
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        namespace, rest = parse(*args, **kwargs)
+        if namespace.rl_memory is not None:
+            namespace.additional_config = {CONFIG_KEY: namespace.rl_memory, **(namespace.additional_config or {})}
+        return namespace, rest
+
+    return parse_known_args
+
+
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         value = options.requested(self)
-        if isinstance(self.additional_config, dict):  # the engine sees no trace of a `False`
+        if isinstance(self.additional_config, dict):  # the engine must not see a `False`
             self.additional_config = {k: v for k, v in self.additional_config.items() if k != CONFIG_KEY}
         if value is None:
             return original(self, *args, **kwargs)

@@ -3,17 +3,20 @@ from fake_control import FakeControl
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from rl_memory_plugins.server.auth import ControlAuth
-from rl_memory_plugins.server.router import build_router
+from rl_memory_plugins.server.attach import attach
 
 
 @pytest.fixture
 def app(control: FakeControl) -> FastAPI:
     app = FastAPI()
-    app.include_router(build_router(control, ControlAuth()))
+    attach(app, lambda: control, control.status_now, keys=(), generation=["/generate"])
     return app
 
 
 @pytest.fixture
 def client(app: FastAPI) -> TestClient:
-    return TestClient(app, client=("127.0.0.1", 1234))
+    return local_client(app)
+
+
+def local_client(app: FastAPI, host: str = "127.0.0.1") -> TestClient:
+    return TestClient(app, "http://localhost", client=(host, 1234))

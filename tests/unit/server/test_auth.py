@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -19,7 +21,7 @@ ROUTES = [
 
 
 def connection(host="127.0.0.1", **headers):
-    raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    raw = [(name.rstrip("_").replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
     return HTTPConnection({"type": "http", "client": host and (host, 5), "headers": raw})
 
 
@@ -83,6 +85,45 @@ def test_web_pages_cannot_use_a_local_browser(origin, allowed):
     assert admitted(ControlAuth(), connection(origin=origin)) is expected
 
 
+@pytest.mark.parametrize("site", ["none", "same-origin", "same-site"])
+def test_a_browser_on_this_machine_may_ask_for_a_person_and_for_pages_of_this_machine(site):
+    assert admitted(ControlAuth(), connection(sec_fetch_site=site, host_="localhost:8000")) is True
+
+
+@pytest.mark.parametrize("site", ["cross-site", "", "something new"])
+def test_a_page_cannot_have_a_browser_get_anything(site):
+    """As an image, a link or a script, without an `Origin`."""
+    assert admitted(ControlAuth(), connection(sec_fetch_site=site)) is PermissionDeniedError
+    assert admitted(ControlAuth(["k"]), connection(sec_fetch_site=site, authorization="Bearer k")) is True
+
+
+@pytest.mark.parametrize(
+    "name, allowed",
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("10.1.2.3:30000", True),  # an address is no name that somebody may change
+        ("engine.localhost", True),
+        (socket.gethostname(), True),
+        (socket.gethostname().upper() + ":8000", True),
+        ("rebound.example", False),
+        ("rebound.example:8000", False),
+        ("127.0.0.1.rebound.example", False),
+        ("localhost.rebound.example", False),
+        ("localhost@rebound.example", False),
+        ("", False),
+        ("[", False),
+        (".localhost.", False),
+    ],
+)
+def test_a_page_cannot_come_in_by_another_name_of_this_machine(name, allowed):
+    assert admitted(ControlAuth(), connection(host_=name)) is (allowed or PermissionDeniedError)
+    assert admitted(ControlAuth(), connection(None, host_=name)) is True, "no browser reaches a Unix socket"
+    assert admitted(ControlAuth(["k"]), connection(host_=name, authorization="Bearer k")) is True
+
+
 @pytest.mark.parametrize(
     "header, allowed",
     [
@@ -131,6 +172,15 @@ def test_empty_keys_are_no_keys():
 
 @pytest.mark.parametrize("prefix", ["", "/v1/rl_memory"])
 @pytest.mark.parametrize("method, route", ROUTES)
+@pytest.mark.parametrize("page", [{"sec-fetch-site": "cross-site"}, {"host": "rebound.example"}])
+def test_no_route_answers_a_page(client, control, prefix, method, route, page):
+    response = client.request(method, prefix + route, headers=page)
+    assert response.json()["error"]["code"] == "PermissionDeniedError"
+    assert control.calls == []
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1/rl_memory"])
+@pytest.mark.parametrize("method, route", ROUTES)
 @pytest.mark.parametrize(
     "keys, host, header, status",
     [
@@ -142,8 +192,8 @@ def test_empty_keys_are_no_keys():
 )
 def test_every_route_is_guarded(control, prefix, method, route, keys, host, header, status):
     app = FastAPI()
-    app.include_router(build_router(control, ControlAuth(keys)))
-    client = TestClient(app, client=(host, 1))
+    app.include_router(build_router(lambda: control, ControlAuth(keys)))
+    client = TestClient(app, "http://localhost", client=(host, 1))
     response = client.request(method, prefix + route, headers={"authorization": header} if header else {})
     assert response.status_code == status
     assert response.json()["error"]["code"] == {401: "AuthenticationError", 403: "PermissionDeniedError"}[status]

@@ -11,7 +11,8 @@ from rl_memory_plugins import errors
 from rl_memory_plugins.commands import UpdateWeights
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
-from rl_memory_plugins.server.router import MAX_BODY_BYTES, build_router
+from rl_memory_plugins.server.parameters import MAX_BODY_BYTES
+from rl_memory_plugins.server.router import build_router
 from rl_memory_plugins.tags import Content, TagState
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
@@ -171,7 +172,8 @@ def test_the_worst_engine_decides(client, control, engine, reason, sleeping, con
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_checksums(client, prefix):
-    assert client.get(f"{prefix}/weights/checksums").json() == {"engines": [[{"rank": 0, "layer.weight": "ab12"}]]}
+    answer = client.get(f"{prefix}/weights/checksums").json()
+    assert answer == {"layout": "engine", "tensors": {"layer.weight@0": "ab12"}, "partial": [], "opaque": []}
 
 
 @pytest.mark.parametrize(
@@ -362,8 +364,8 @@ def test_status_routes_answer_during_a_transition(app, control):
 
 def test_prefixes(control):
     app = FastAPI()
-    app.include_router(build_router(control, ControlAuth(), prefixes=["/only"]))
-    client = TestClient(app, client=("127.0.0.1", 1))
+    app.include_router(build_router(lambda: control, ControlAuth(), prefixes=["/only"]))
+    client = TestClient(app, "http://localhost", client=("127.0.0.1", 1))
     assert client.get("/only/is_sleeping").status_code == 200
     assert client.get("/is_sleeping").status_code == 404
 

@@ -1,0 +1,59 @@
+"""What the control routes answer, as types. `openapi.py` describes the answers by them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from rl_memory_plugins.records import EngineStatus, Report
+from rl_memory_plugins.tags import Content, Level, Tag
+
+
+class Slept(msgspec.Struct, frozen=True):
+    status: Literal["sleeping"]
+    level: Level
+    tags: tuple[Tag, ...]  # those that the call meant, in the order in which they sleep
+    report: Report
+
+
+class Woken(msgspec.Struct, frozen=True):
+    status: Literal["awake", "sleeping"]  # whether any tag still sleeps
+    tags: list[str] | str | None  # the caller's own
+    report: Report
+
+
+class Updated(msgspec.Struct, frozen=True):
+    status: Literal["updated"]
+    weight_version: str
+    content: Content
+    report: Report
+
+
+class Sleeping(msgspec.Struct, frozen=True):
+    is_sleeping: bool
+
+
+class Memory(msgspec.Struct, frozen=True):
+    admitting: bool
+    reason: str | None  # why a generation request would be refused
+    is_sleeping: bool
+    weight_version: str
+    content: Content
+    engines: list[EngineStatus]
+
+
+class Version(msgspec.Struct, frozen=True):
+    weight_version: str
+    content: Content
+
+
+class ErrorFields(msgspec.Struct, frozen=True):
+    code: str  # the class's name in `rl_memory_plugins.errors`
+    type: Literal["rl_memory_error"]
+    message: str
+    details: dict[str, Any]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    error: ErrorFields

@@ -1,0 +1,43 @@
+"""Control routes and gate in an engine's own app."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rl_memory_plugins.face import Face
+from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.gate import AdmissionGate, posts_to
+from rl_memory_plugins.server.openapi import described, specification
+from rl_memory_plugins.server.router import PREFIXES, NativeUpdate, build_router
+
+
+def attach(
+    app: Any,
+    engine: Callable[[], Face],
+    status: Callable[[], Iterable[EngineStatus]],
+    *,
+    keys: Iterable[str],
+    generation: Iterable[str],
+    native_update: NativeUpdate | None = None,
+) -> list[Any]:
+    """Put the control routes in front of the app's own, describe them, and put the gate around the app.
+
+    Args:
+        app: A FastAPI app that has not served yet.
+        engine: As for `build_router`.
+        status: As for `AdmissionGate`.
+        keys: Of the engine; without one, clients on this machine are admitted.
+        generation: The paths of all routes that run the model.
+        native_update: As for `build_router`.
+
+    Returns: our routes.
+    """
+    auth = ControlAuth(keys)
+    routes: list[Any] = list(build_router(engine, auth, native_update=native_update).routes)
+    app.router.routes[:0] = routes
+    ours = specification(PREFIXES, has_key=auth.has_key, native_update=native_update is not None)
+    app.openapi = described(app.openapi, ours)
+    app.add_middleware(AdmissionGate, status=status, is_generation=posts_to(generation))
+    return routes

@@ -1,0 +1,291 @@
+"""The control routes in `/openapi.json`: parameters, bodies, answers and errors.
+
+FastAPI reads none of these from the routes, whose endpoints take the bare request: they read parameters by rules of
+their own, and answer errors in a shape of their own. Schemas of answers are made of the types that are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from rl_memory_plugins.records import LONGEST_VERSION
+from rl_memory_plugins.server import examples
+from rl_memory_plugins.server.answers import Failed, Memory, Sleeping, Slept, Updated, Version, Woken
+from rl_memory_plugins.server.router import UPDATE_ROUTE
+from rl_memory_plugins.tags import PUBLIC_TAGS, Level, PauseMode
+from rl_memory_plugins.timing import LONGEST_S
+
+Json = dict[str, Any]
+
+SECURITY = "rl_memory_key"
+
+ERRORS = {
+    401: "The engine has a key, and the request does not show it (`AuthenticationError`). The engine's own check may "
+    "come first, and answers in the engine's own shape.",
+    403: "The engine has no key, and the request does not come from a client on its machine (`PermissionDeniedError`).",
+    409: "Not possible in this state; the message names the call to make first (`StateConflictError`).",
+    422: "A parameter is wrong, or this engine cannot do it; nothing happened (`InvalidRequestError`, "
+    "`ManifestError`, `UnsupportedError`).",
+    500: "The engine failed in a way that the contract does not foresee (`EngineFaultError`).",
+    502: "The update broke off (`WeightUpdateError`).",
+    503: "The server is still starting (`EngineAsleepError`).",
+    504: "Running requests did not end within `drain_timeout_s`; nothing was released (`DrainTimeoutError`).",
+    507: "Device or host memory does not suffice; nothing was changed (`DeviceMemoryError`, `HostMemoryError`).",
+}
+_READS = (401, 403, 500, 503)
+
+_TAG = {"type": "string", "enum": [tag.value for tag in PUBLIC_TAGS]}
+_LEVEL: Json = {
+    "type": "integer",
+    "enum": [level.value for level in Level],
+    "default": Level.PRESERVE.value,
+    "description": "0 pauses, 1 keeps the weights in host memory, 2 discards them.",
+}
+_MODES = {"type": "string", "enum": [mode.value for mode in PauseMode]}
+_RUNNING = "What happens to running requests: ended now, waited for, or kept until the wake."
+_TAGS: Json = {"type": "array", "items": _TAG, "minItems": 1, "description": "All tags where it is left out."}
+_TAGS_OF_BODY: Json = {
+    "description": "A list, or names with commas between them. All tags where it is left out or null.",
+    "anyOf": [
+        {"type": "array", "items": _TAG, "minItems": 1},
+        {"type": "string", "examples": ["weights,kv_cache"]},
+        {"type": "null"},
+    ],
+}
+_SLEEP: Json = {
+    "level": _LEVEL,
+    "tags": _TAGS_OF_BODY,
+    "mode": {**_MODES, "default": PauseMode.ABORT.value, "description": _RUNNING},
+}
+_WAKE: Json = {"tags": _TAGS_OF_BODY}
+_UPDATE: Json = {
+    "endpoints": {
+        "type": "object",
+        "additionalProperties": {"type": "string"},
+        "minProperties": 1,
+        "description": "Device → path of the trainer's Unix socket; `*` for all others.",
+    },
+    "token": {"type": "string", "minLength": 1, "description": "What the ranks show there."},
+    "weight_version": {
+        "type": ["string", "null"],
+        "maxLength": LONGEST_VERSION,
+        "description": "The version afterwards; a counter where none is given.",
+    },
+    "mode": {**_MODES, "default": PauseMode.KEEP.value, "description": _RUNNING},
+    "timeout_s": {
+        "type": ["number", "null"],
+        "exclusiveMinimum": 0,
+        "maximum": LONGEST_S,
+        "description": "How long the trainer may be silent; the option `update_timeout_s` where none is given.",
+    },
+}
+#: What SGLang's own callers send to the root route of this name, and what they get.
+_NATIVE_UPDATE: Json = {
+    "title": "The engine's own",
+    "type": "object",
+    "required": ["zmq_handles"],
+    "properties": {"zmq_handles": {"type": "object", "additionalProperties": {"type": "string"}}},
+}
+_NATIVE_ANSWER: Json = {
+    "title": "The engine's own",
+    "type": "object",
+    "required": ["success", "message"],
+    "properties": {"success": {"type": "boolean"}, "message": {"type": "string"}},
+}
+
+
+class _Route(msgspec.Struct, frozen=True):
+    method: str
+    path: str
+    name: str
+    summary: str
+    answer: type
+    answers: Json  # examples
+    statuses: tuple[int, ...]
+    query: Json = {}
+    body: Json = {}
+    required: tuple[str, ...] = ()
+    bodies: Json = {}  # examples
+
+
+def _routes() -> list[_Route]:
+    from rl_memory_plugins.weights.checksums import ReplicaChecksums
+
+    return [
+        _Route(
+            "post",
+            "/sleep",
+            "sleep",
+            "Release memory",
+            Slept,
+            examples.SLEPT,
+            (*_READS, 409, 422, 504, 507),
+            query={**_SLEEP, "tags": _TAGS},
+            body=_SLEEP,
+            bodies=examples.SLEEP,
+        ),
+        _Route(
+            "post",
+            "/wake_up",
+            "wake_up",
+            "Take memory back",
+            Woken,
+            examples.WOKEN,
+            (*_READS, 409, 422, 507),
+            query={"tags": _TAGS},
+            body=_WAKE,
+            bodies=examples.WAKE,
+        ),
+        _Route(
+            "post",
+            UPDATE_ROUTE,
+            "update_weights_from_ipc",
+            "Take weights from a trainer's sockets; ends when they are in place",
+            Updated,
+            examples.UPDATED,
+            (*_READS, 409, 422, 502, 504, 507),
+            body=_UPDATE,
+            required=("endpoints", "token"),
+            bodies=examples.UPDATE,
+        ),
+        _Route(
+            "get",
+            "/is_sleeping",
+            "is_sleeping",
+            "Whether any tag is released or the engine is paused",
+            Sleeping,
+            examples.SLEEPING,
+            _READS,
+        ),
+        _Route(
+            "get",
+            "/memory",
+            "memory",
+            "Every rank's memory by tag, and whether requests are admitted; never waits",
+            Memory,
+            examples.MEMORY,
+            _READS,
+        ),
+        _Route(
+            "get",
+            "/weight_version",
+            "weight_version",
+            "The version that the last complete update gave, and whether the weights may be used",
+            Version,
+            examples.VERSION,
+            _READS,
+        ),
+        _Route(
+            "get",
+            "/weights/checksums",
+            "weight_checksums",
+            "Checksums of the weights as they are, over all engines",
+            ReplicaChecksums,
+            examples.CHECKSUMS,
+            (*_READS, 409, 422),
+        ),
+    ]
+
+
+def specification(prefixes: Sequence[str], *, has_key: bool, native_update: bool = False) -> Json:
+    """The `paths` and `components` of the routes that `build_router` makes.
+
+    Args:
+        prefixes: As given to `build_router`.
+        has_key: Whether a key is needed.
+        native_update: Whether the root route of an update takes the engine's own bodies too.
+    """
+    routes = _routes()
+    answers, components = msgspec.json.schema_components(
+        [*(route.answer for route in routes), Failed], ref_template="#/components/schemas/RLMemory{name}"
+    )
+    paths: Json = {}
+    for prefix in prefixes:
+        for route, answer in zip(routes, answers, strict=False):
+            operation = _operation(route, answer, answers[-1], prefix)
+            operation["security"] = [{SECURITY: []}] if has_key else []
+            if native_update and not prefix and route.path == UPDATE_ROUTE:
+                _take_native(operation)
+            paths.setdefault(prefix + route.path, {})[route.method] = operation
+    return {
+        "paths": paths,
+        "components": {
+            "schemas": {f"RLMemory{name}": schema for name, schema in components.items()},
+            "securitySchemes": {SECURITY: {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
+    where = "" if prefix else "_at_root"  # the engine may have a route of this name too, with an id of its own
+    operation: Json = {
+        "tags": ["rl_memory"],
+        "operationId": f"rl_memory_{route.name}{where}",
+        "summary": route.summary,
+        "description": f"{route.summary}."
+        + (" Where query and body name a parameter, the body wins." * bool(route.query)),
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
+        ],
+        "responses": {
+            "200": _content("It is done." if route.method == "post" else "The answer.", answer, route.answers)
+        },
+    }
+    for status in sorted(route.statuses):
+        schema: Json = {"type": "object", "required": ["error"]} if status == 401 else failed
+        operation["responses"][str(status)] = _content(ERRORS[status], schema, examples.ERRORS.get(status, {}))
+    operation["responses"].get("503", {})["headers"] = {
+        "Retry-After": {"schema": {"type": "string"}, "description": "Seconds until it is worth another try."}
+    }
+    if route.body:
+        body = {"type": "object", "additionalProperties": False, "properties": route.body}
+        if route.required:
+            body["required"] = list(route.required)
+        operation["requestBody"] = {
+            "required": bool(route.required),
+            "content": {"application/json": {"schema": body, "examples": _named(route.bodies)}},
+        }
+    return operation
+
+
+def _take_native(operation: Json) -> None:
+    for content, native in (
+        (operation["requestBody"], _NATIVE_UPDATE),
+        (operation["responses"]["200"], _NATIVE_ANSWER),
+    ):
+        media = content["content"]["application/json"]
+        media["schema"] = {"anyOf": [media["schema"], native]}
+    operation["responses"]["400"] = _content("The engine's own call is wrong or failed.", {"type": "object"}, {})
+
+
+def _content(description: str, schema: Json, named: Json) -> Json:
+    return {
+        "description": description,
+        "content": {"application/json": {"schema": schema, **({"examples": _named(named)} if named else {})}},
+    }
+
+
+def _named(values: Json) -> Json:
+    return {name: {"value": value} for name, value in values.items()}
+
+
+def described(openapi: Callable[[], Json], ours: Json) -> Callable[[], Json]:
+    """An app's `openapi` that describes our routes too, in the place of those that ours hide.
+
+    Args:
+        openapi: The app's own.
+        ours: What `specification` gives.
+    """
+
+    def with_ours() -> Json:
+        schema = openapi()
+        for path, operations in ours["paths"].items():
+            schema.setdefault("paths", {}).setdefault(path, {}).update(operations)
+        for kind, named in ours["components"].items():
+            schema.setdefault("components", {}).setdefault(kind, {}).update(named)
+        return schema
+
+    return with_ours

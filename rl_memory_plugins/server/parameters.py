@@ -1,0 +1,69 @@
+"""How the parameters of a control route are read: from the query and from a JSON body, of which the body wins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rl_memory_plugins.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+MAX_BODY_BYTES = 1 << 20
+
+
+async def read_arguments(request: Request, allowed: Collection[str]) -> dict[str, Any]:
+    """The parameters of the query and of the body, unchecked but for their names.
+
+    An unknown name is an error: a misspelt `tags` would otherwise mean all tags.
+    """
+    query: dict[str, Any] = {}
+    for name in request.query_params:
+        values = request.query_params.getlist(name)
+        if name == "tags":
+            query[name] = [tag for value in values for tag in value.split(",")]
+        elif len(values) == 1:
+            query[name] = values[0]
+        else:
+            raise InvalidRequestError(f"{name} is given {len(values)} times", field=name, got=values)
+    arguments = {**query, **await read_body(request)}
+    reject_unknown(arguments, allowed)
+    return arguments
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The JSON object in the request's body; no body is an empty one.
+
+    Raises:
+        InvalidRequestError: not a JSON object, or larger than `MAX_BODY_BYTES`, of which no more is read.
+    """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", max_bytes=MAX_BODY_BYTES)
+    if not body.strip():
+        return {}
+    try:
+        content = msgspec.json.decode(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, not {type(content).__name__}")
+    return content
+
+
+def reject_unknown(names: Collection[str], allowed: Collection[str]) -> None:
+    """
+    Raises:
+        InvalidRequestError: a name is not among the allowed ones.
+    """
+    unknown = sorted(set(names) - set(allowed))
+    if unknown:
+        choice = f"use {', '.join(sorted(allowed))}" if allowed else "send them in the body"
+        raise InvalidRequestError(
+            f"parameters not allowed here: {', '.join(unknown)}; {choice}", got=unknown, allowed=sorted(allowed)
+        )
