@@ -17,7 +17,6 @@ from rl_memory_plugins import errors, operations
 from rl_memory_plugins.server import openapi
 from rl_memory_plugins.server.attach import attach
 from rl_memory_plugins.server.openapi import specification
-from rl_memory_plugins.server.responses import AnswerOf
 from rl_memory_plugins.server.router import PREFIXES, build_router
 
 METHODS = {"get", "post", "put", "delete", "patch"}
@@ -157,32 +156,3 @@ def test_a_page_that_tries_the_routes_can_sleep_and_wake(client: TestClient, con
     assert control.calls == [("sleep", (2, ["weights"], "abort"))]
     assert answer.json()["status"] == "sleeping"
     assert client.post("/v1/rl_memory/wake_up", json=body, headers=browser).json()["status"] == "awake"
-
-
-def test_the_engine_s_own_updates_share_the_root_route(control: Any) -> None:
-    app = FastAPI()
-
-    @app.post("/update_weights_from_ipc")
-    async def native(body: dict[str, Any]) -> dict[str, Any]:
-        return {"success": True, "message": body["zmq_handles"]["gpu"]}
-
-    own = app.router.routes[-1].app
-    attach(
-        app,
-        lambda: control,
-        control.status_now,
-        keys=["k"],
-        generation=(),
-        native_update=lambda body: AnswerOf(own, body) if "zmq_handles" in body else None,
-    )
-    client = TestClient(app, "http://localhost", client=("127.0.0.1", 1))
-    body = {"zmq_handles": {"gpu": "ipc:///x"}}
-    assert client.post("/update_weights_from_ipc", json=body).status_code == 401
-    client.headers["authorization"] = "Bearer k"
-    assert client.post("/update_weights_from_ipc", json=body).json() == {"success": True, "message": "ipc:///x"}
-    wrong = client.post("/v1/rl_memory/update_weights_from_ipc", json=body)
-    assert wrong.json()["error"]["details"]["got"] == ["zmq_handles"]
-    ours = client.post("/update_weights_from_ipc", json={"endpoints": {"*": "/s"}, "token": "t"})
-    assert ours.json()["status"] == "updated"
-    update = app.openapi()["paths"]["/update_weights_from_ipc"]["post"]
-    assert len(update["requestBody"]["content"]["application/json"]["schema"]["anyOf"]) == 2
