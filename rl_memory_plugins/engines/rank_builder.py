@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
@@ -15,9 +15,25 @@ from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.model_loader import Reload
 from rl_memory_plugins.weights.plan import Loader
 from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
+from rl_memory_plugins.weights.regions import canonical
 
 if TYPE_CHECKING:
     import torch
+
+
+def parameter_blocks(model: torch.nn.Module) -> Iterator[Block]:
+    """The memory of a model's parameters, which a complete update writes again.
+
+    The block of a parameter is its whole storage, with padding. If the storage also holds a buffer, which no update
+    writes, the block is the parameter's own bytes; a parameter with gaps then has no block.
+    """
+    with_buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        if storage.data_ptr() not in with_buffers:
+            yield Block(storage.data_ptr(), storage.nbytes())
+        elif canonical(parameter.shape, parameter.stride())[1] in ((), (1,)):
+            yield Block(parameter.data_ptr(), parameter.nbytes)
 
 
 def build_manager(

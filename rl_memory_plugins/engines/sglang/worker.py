@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -246,5 +246,4 @@ class SglangWorker:
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release
             return self._allocator.blocks(tag)
-        storages = (tensor.untyped_storage() for tensor in self._model.parameters())
-        return [Block(storage.data_ptr(), storage.nbytes()) for storage in storages]
+        return parameter_blocks(self._model)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
@@ -222,10 +222,9 @@ class VllmWorker:
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.WEIGHTS:
-            tensors: Iterable[torch.Tensor] = self.model.parameters()
-        else:
-            tensors = _flatten(self._worker.model_runner.kv_caches)
-        for tensor in tensors:
+            yield from parameter_blocks(self.model)
+            return
+        for tensor in _flatten(self._worker.model_runner.kv_caches):
             storage = tensor.untyped_storage()
             yield Block(storage.data_ptr(), storage.nbytes())
 
