@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rl_memory_plugins.face import Face
+from rl_memory_plugins.engine_api import EngineApi
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.gate import AdmissionGate, posts_to
@@ -15,7 +15,7 @@ from rl_memory_plugins.server.router import PREFIXES, NativeUpdate, build_router
 
 def attach(
     app: Any,
-    engine: Callable[[], Face],
+    engine: Callable[[], EngineApi],
     status: Callable[[], Iterable[EngineStatus]],
     *,
     keys: Iterable[str],

@@ -16,8 +16,8 @@ from fastapi import APIRouter, Request, Response
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.admission import first_refusal, is_sleeping
+from rl_memory_plugins.engine_api import EngineApi
 from rl_memory_plugins.errors import RLMemoryError, as_rl_memory_error
-from rl_memory_plugins.face import Face
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.records import weight_version as version_of
 from rl_memory_plugins.server.answers import Memory, Sleeping, Slept, Updated, Version, Woken
@@ -36,7 +36,7 @@ NativeUpdate = Callable[[dict[str, Any]], "Response | None"]
 
 
 def build_router(
-    engine: Callable[[], Face],
+    engine: Callable[[], EngineApi],
     auth: ControlAuth,
     *,
     prefixes: Sequence[str] = PREFIXES,
@@ -47,7 +47,7 @@ def build_router(
     A transition that has begun runs to its end even if its client goes away.
 
     Args:
-        engine: Gives the face, whose `run` gives coroutines; raises while there is no engine yet.
+        engine: Gives the engine API, whose `run` returns coroutines. Raises while the engine is starting.
         auth: Who may call.
         native_update: The engine's own route at the root that has the path of our update: gives its answer to a
             body that is meant for it.
@@ -55,14 +55,14 @@ def build_router(
 
     async def sleep(request: Request) -> Slept:
         command = operations.sleep(**await read_arguments(request, {"level", "tags", "mode"}))
-        face = engine()
-        return Slept("sleeping", command.level, command.tags, await face.run(face.transition(command)))
+        api = engine()
+        return Slept("sleeping", command.level, command.tags, await api.run(api.transition(command)))
 
     async def wake_up(request: Request) -> Woken:
         given = await read_arguments(request, {"tags"})
-        face = engine()
-        report = await face.run(face.wake_up(**given))
-        asleep = is_sleeping(await face.run(face.status()))
+        api = engine()
+        report = await api.run(api.wake_up(**given))
+        asleep = is_sleeping(await api.run(api.status()))
         return Woken("sleeping" if asleep else "awake", given.get("tags"), report)
 
     async def update_weights_from_ipc(request: Request, native: NativeUpdate | None = None) -> Updated | Response:
@@ -73,9 +73,9 @@ def build_router(
         reject_unknown(request.query_params.keys(), ())  # a token has no place in a URL
         reject_unknown(given, {"endpoints", "token", "weight_version", "mode", "timeout_s"})
         command = operations.update_weights(**given)
-        face = engine()
-        report = await face.run(face.transition(command))
-        engines = await face.run(face.status())
+        api = engine()
+        report = await api.run(api.transition(command))
+        engines = await api.run(api.status())
         return Updated("updated", version_of(engines), _content(engines), report)
 
     async def sleeping(request: Request) -> Sleeping:
@@ -98,12 +98,12 @@ def build_router(
         return Version(version_of(engines), _content(engines))
 
     async def checksums(request: Request) -> Any:
-        face = engine()
-        return await face.run(face.weight_checksums())
+        api = engine()
+        return await api.run(api.weight_checksums())
 
     async def status() -> list[EngineStatus]:
-        face = engine()
-        engines: list[EngineStatus] = await face.run(face.status())
+        api = engine()
+        engines: list[EngineStatus] = await api.run(api.status())
         return engines
 
     router = APIRouter()

@@ -1,4 +1,4 @@
-"""Faults around a real engine's server on a GPU, through its public face: `pytest tests/gpu --engine sglang`.
+"""Faults around a real engine's server on a GPU, through its public API: `pytest tests/gpu --engine sglang`.
 
 The engine's KV cache takes more than half of the GPU: a sleep and a wake move much memory. The small engines of some
 tests stand beside it from the start, idle until they are asked.

@@ -34,7 +34,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         )
         first_weights, other_weights = new_model(FOLDER, 1), new_model(FOLDER, 2)
         SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-        face = engine.tokenizer_manager.rl_memory
+        api = engine.tokenizer_manager.rl_memory
         found = {}
 
         def tokens():
@@ -161,7 +161,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
                 return True
             return False
 
-        found["cancelled"] = engine.loop.run_until_complete(cancelled(face.run(face.sleep(1))))
+        found["cancelled"] = engine.loop.run_until_complete(cancelled(api.run(api.sleep(1))))
         deadline = time.monotonic() + 30
         while not engine.is_sleeping() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -188,11 +188,11 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
                 assert not any(request.done() for request in running)
                 await asyncio.sleep(0.01)
             refused = await asyncio.gather(
-                face.run(face.native_release(None)), return_exceptions=True)
-            await face.run(face.sleep(1, None, "wait"))
+                api.run(api.native_release(None)), return_exceptions=True)
+            await api.run(api.sleep(1, None, "wait"))
             late = await asyncio.gather(
                 engine.async_generate(input_ids=[5], sampling_params=SAMPLING), return_exceptions=True)
-            await face.run(face.wake_up())
+            await api.run(api.wake_up())
             lengths = [len((await request)["output_ids"]) for request in running]
             return [type(refused[0]).__name__, type(late[0]).__name__, lengths]
 

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from rl_memory_plugins.engines.sglang import scheduler
-from rl_memory_plugins.engines.sglang.engine import SglangEngine
+from rl_memory_plugins.engines.sglang.scheduler_hooks import SglangEngine
 from rl_memory_plugins.errors import EngineAsleepError
 
 

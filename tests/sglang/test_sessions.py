@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.sglang.native import _in_agreement
+from rl_memory_plugins.engines.sglang.native_calls import _in_agreement
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights.engine_updates import EngineUpdates

@@ -99,8 +99,8 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         del os.environ["RL_MEMORY"]
 
         import inspect
-        from rl_memory_plugins.engines.sglang import balance
-        original = hooks.table[balance.CHECK]
+        from rl_memory_plugins.engines.sglang import tp_memory_balance
+        original = hooks.table[tp_memory_balance.CHECK]
         launched = []
         from rl_memory_plugins.engines.sglang import install, switch
 

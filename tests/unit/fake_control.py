@@ -1,4 +1,4 @@
-"""An engine's face without an engine."""
+"""An engine API without an engine."""
 
 import asyncio
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rl_memory_plugins.commands import AnyCommand, Checksums, Sleep, UpdateWeights, WakeUp
-from rl_memory_plugins.face import AsyncioFace
+from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.operations import Operation
 from rl_memory_plugins.records import EngineStatus, RankStatus, Reply, Report, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Tag, TagState
@@ -28,7 +28,7 @@ def rank_status(rank: int = 0, content: Content = Content.VALID, **states: TagSt
     )
 
 
-class FakeControl(AsyncioFace):
+class FakeControl(AsyncioApi):
     """Notes every command; `failure` is raised by the next one; transitions wait for `may_finish`."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ import rl_memory_plugins
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import AnyCommand, decode_reply, encode_command
 from rl_memory_plugins.controller import Controller
-from rl_memory_plugins.face import AsyncioFace
+from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.records import Reply
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.router import build_router
@@ -46,7 +46,7 @@ class IdleEngine:
     def show(self, asleep_tags: list[str], weight_version: str) -> None: ...
 
 
-class FaceOf(AsyncioFace):
+class ApiOf(AsyncioApi):
     """Of a controller in this process."""
 
     def __init__(self, controller: Controller) -> None:
@@ -88,7 +88,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`file:function` of each frame of ours that is live when the first tag is released."""
     rank, board = FakeRank(), StatusBoard()
     controller = Controller(LocalRanks([rank.agent]), IdleEngine(), board, update_timeout_s=1)
-    face, ours, release = FaceOf(controller), [], rank.allocator.release
+    api, ours, release = ApiOf(controller), [], rank.allocator.release
 
     def recording(tag: Tag) -> int:
         ours.append(
@@ -102,7 +102,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(rank.allocator, "release", recording)
     app = FastAPI()
-    app.include_router(build_router(lambda: face, ControlAuth()))
+    app.include_router(build_router(lambda: api, ControlAuth()))
 
     async def sleep() -> httpx.Response:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
@@ -124,6 +124,6 @@ def test_the_frames_are_as_many_as_the_page_says(seen: list[str]) -> None:
 
 def test_each_part_of_the_way_is_there_once(seen: list[str]) -> None:
     """So none is counted that is not on the way, and none is missed."""
-    parts = {"server/router.py:sleep", "face.py:transition", "operations.py:transition", "controller.py:execute"}
+    parts = {"server/router.py:sleep", "engine_api.py:transition", "operations.py:transition", "controller.py:execute"}
     assert {part: seen.count(part) for part in parts} == dict.fromkeys(parts, 1)
     assert seen.count("memory/manager.py:commit_sleep") == 1

@@ -13,7 +13,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.core import _native_collective_rpc
-from rl_memory_plugins.engines.vllm.engine import VllmEngine
+from rl_memory_plugins.engines.vllm.core_hooks import VllmEngine
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.tags import PauseMode
 

@@ -605,7 +605,7 @@ def test_outputs_of_pooling_requests_pass_through() -> None:
         "p", PoolingOutput(torch.ones(4)), prompt_token_ids=PROMPT, num_cached_tokens=0, finished=True
     )
 
-    class Face:
+    class EngineApi:
         def status_now(self) -> list[Any]:
             return [EngineStatus(ranks=[])]
 
@@ -613,6 +613,6 @@ def test_outputs_of_pooling_requests_pass_through() -> None:
         yield output
 
     async def collect() -> list[Any]:
-        return [item async for item in _checked_stream(Face(), outputs())]  # type: ignore[arg-type]
+        return [item async for item in _checked_stream(EngineApi(), outputs())]  # type: ignore[arg-type]
 
     assert asyncio.run(collect()) == [output]

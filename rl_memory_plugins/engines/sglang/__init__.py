@@ -8,11 +8,11 @@
 | install.py   | every process           | the composition root: all hooks, and how SGLang starts processes    |
 | worker.py    | each scheduler process  | regions, the rank's agent, the model's loader                       |
 | scheduler.py | each scheduler process  | the controller's ranks and engine, refusal of requests              |
-| native.py    | each scheduler process  | SGLang's own release, resume and weight updates                     |
+| native_calls.py | each scheduler process | SGLang's own release, resume and weight updates                     |
 | client.py    | the tokenizer's process | calls to the schedulers, `Engine`'s methods, SGLang's own calls     |
 | server.py    | the HTTP server         | routes, authentication, the 503 gate                                |
 | messages.py  | every process           | the one request type and its reply                                  |
-| balance.py   | each scheduler process  | the check that tensor-parallel ranks see the same free memory       |
+| tp_memory_balance.py | each scheduler process | the check that tensor-parallel ranks see the same free memory       |
 
 Every tensor-parallel rank has its own scheduler, receives every request, and runs the same controller in step
 with the others: they decide alike because they see the same replies of all ranks.

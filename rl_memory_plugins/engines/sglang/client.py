@@ -11,11 +11,11 @@ from rl_memory_plugins import commands, operations
 from rl_memory_plugins.admission import first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.sglang.native import WRITES, native_level
+from rl_memory_plugins.engine_api import AsyncioApi
+from rl_memory_plugins.engines.sglang.native_calls import WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
 from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
-from rl_memory_plugins.face import AsyncioFace
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import INITIAL_VERSION, Reply, Report
@@ -27,7 +27,7 @@ SESSION = "_weight_update_session_call"  # begins or ends a session; new in 0.5.
 
 
 def install(hooks: Hooks) -> None:
-    hooks.wrap(f"{TOKENIZER}.init_request_dispatcher", _add_face)
+    hooks.wrap(f"{TOKENIZER}.init_request_dispatcher", _add_api)
     hooks.wrap(f"{TOKENIZER}.generate_request", _not_behind_a_pause)
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
     hooks.wrap(f"{TOKENIZER}.resume_memory_occupation", _native_resume)
@@ -60,7 +60,7 @@ class _Call:
             self.done.set_result([self.replies[rank] for rank in sorted(self.replies)])
 
 
-class SglangFace(AsyncioFace):
+class SglangApi(AsyncioApi):
     """The contract over a `TokenizerManager`. Its coroutines run on that manager's event loop."""
 
     def __init__(self, tokenizer: Any, config: RLMemoryConfig) -> None:
@@ -113,8 +113,8 @@ class SglangFace(AsyncioFace):
         return (yield from self.sleep(native_level(self._tokenizer.server_args), tags, "keep"))
 
 
-def face_of(tokenizer: Any) -> SglangFace | None:
-    """The face of a `TokenizerManager`; `None` if its engine is not enabled."""
+def api_of(tokenizer: Any) -> SglangApi | None:
+    """The `SglangApi` of a `TokenizerManager`; `None` if its engine is not enabled."""
     return getattr(tokenizer, "rl_memory", None)
 
 
@@ -127,7 +127,7 @@ def _is_health_check(rid: Any) -> bool:
 # -- hooks on the tokenizer manager -------------------------------------------------------------------------
 
 
-def _add_face(original: Callable[..., Any]) -> Callable[..., Any]:
+def _add_api(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_request_dispatcher(self: Any) -> Any:
         result = original(self)
         config = config_of(self.server_args)
@@ -136,7 +136,7 @@ def _add_face(original: Callable[..., Any]) -> Callable[..., Any]:
 
             from rl_memory_plugins.engines.sglang.messages import RLMemoryReqOutput
 
-            self.rl_memory = SglangFace(self, config)
+            self.rl_memory = SglangApi(self, config)
             if given_version(self.server_args) is None:
                 self._update_weight_version_if_provided(INITIAL_VERSION)
             self._result_dispatcher += TypeBasedDispatcher([(RLMemoryReqOutput, self.rl_memory.on_reply)])
@@ -154,11 +154,11 @@ def _not_behind_a_pause(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def generate_request(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        face = face_of(self)
-        if face is not None and self.is_pause:
+        api = api_of(self)
+        if api is not None and self.is_pause:
             if _is_health_check(obj.rid):
-                return _ask_schedulers(face)
-            refusal = first_refusal(face.status_now())
+                return _ask_schedulers(api)
+            refusal = first_refusal(api.status_now())
             if refusal is not None:
                 return _refuse(refusal)
         return original(self, obj, *args, **kwargs)
@@ -175,17 +175,17 @@ async def _refuse(refusal: EngineAsleepError) -> AsyncIterator[Any]:
     yield  # makes this function a generator
 
 
-async def _ask_schedulers(face: SglangFace) -> AsyncIterator[Any]:
+async def _ask_schedulers(api: SglangApi) -> AsyncIterator[Any]:
     """Yield a reply of the schedulers in place of a health check's outputs: any reply shows that they live."""
-    yield await face.run(operations.hello())
+    yield await api.run(operations.hello())
 
 
 def _native_release(original: Callable[..., Any]) -> Callable[..., Any]:
     async def release_memory_occupation(self: Any, obj: Any, request: Any = None) -> Any:
-        face = face_of(self)
-        if face is None:
+        api = api_of(self)
+        if api is None:
             return await original(self, obj, request)
-        await face.run(face.native_release(obj.tags or None))
+        await api.run(api.native_release(obj.tags or None))
         return None
 
     return release_memory_occupation
@@ -193,10 +193,10 @@ def _native_release(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
     async def resume_memory_occupation(self: Any, obj: Any, request: Any = None) -> Any:
-        face = face_of(self)
-        if face is None:
+        api = api_of(self)
+        if api is None:
             return await original(self, obj, request)
-        await face.run(face.wake_up(obj.tags or None))
+        await api.run(api.wake_up(obj.tags or None))
         return None
 
     return resume_memory_occupation
@@ -225,10 +225,10 @@ def _not_behind_kept_requests(original: Callable[..., Any]) -> Callable[..., Any
     """
 
     async def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = face_of(self)
-        if face is None or first_refusal(face.status_now()) is None:
+        api = api_of(self)
+        if api is None or first_refusal(api.status_now()) is None:
             return await original(self, *args, **kwargs)
-        async with face.native_updates:
+        async with api.native_updates:
             return await original(_Paused(self), *args, **kwargs)
 
     return update
@@ -237,20 +237,20 @@ def _not_behind_kept_requests(original: Callable[..., Any]) -> Callable[..., Any
 # -- hooks on Engine ----------------------------------------------------------------------------------------
 
 
-def _required_face(engine: Any) -> SglangFace:
-    face = face_of(engine.tokenizer_manager)
-    if face is None:
+def _required_api(engine: Any) -> SglangApi:
+    api = api_of(engine.tokenizer_manager)
+    if api is None:
         raise UnsupportedError("this engine was started without rl_memory")
-    return face
+    return api
 
 
 def _engine_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = _required_face(self)
-        return self.loop.run_until_complete(face.run(getattr(face, name)(*args, **kwargs)))
+        api = _required_api(self)
+        return self.loop.run_until_complete(api.run(getattr(api, name)(*args, **kwargs)))
 
     method.__name__ = name
-    method.__doc__ = getattr(SglangFace, name).__doc__
+    method.__doc__ = getattr(SglangApi, name).__doc__
     return method
 
 
@@ -269,14 +269,14 @@ def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse calls that run the model while the engine is closed."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = face_of(self.tokenizer_manager)
-        if face is None:
+        api = api_of(self.tokenizer_manager)
+        if api is None:
             return original(self, *args, **kwargs)
-        refuse_if_closed(face.status_now())
+        refuse_if_closed(api.status_now())
         try:
             return original(self, *args, **kwargs)
         except Exception as error:
-            _raise_refusal(face, error)
+            _raise_refusal(api, error)
             raise
 
     return call
@@ -284,32 +284,32 @@ def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gated_async(original: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = face_of(self.tokenizer_manager)
-        if face is None:
+        api = api_of(self.tokenizer_manager)
+        if api is None:
             return await original(self, *args, **kwargs)
-        refuse_if_closed(face.status_now())
+        refuse_if_closed(api.status_now())
         try:
             outputs = await original(self, *args, **kwargs)
         except Exception as error:
-            _raise_refusal(face, error)
+            _raise_refusal(api, error)
             raise
-        return _checked(face, outputs) if hasattr(outputs, "__aiter__") else outputs
+        return _checked(api, outputs) if hasattr(outputs, "__aiter__") else outputs
 
     return call
 
 
-async def _checked(face: SglangFace, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _checked(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
     try:
         async for output in outputs:
             yield output
     except Exception as error:
-        _raise_refusal(face, error)
+        _raise_refusal(api, error)
         raise
 
 
-def _raise_refusal(face: SglangFace, error: Exception) -> None:
+def _raise_refusal(api: SglangApi, error: Exception) -> None:
     """Raise the typed refusal of a closed engine. SGLang reports it as an HTTP exception with the same message."""
     if getattr(error, "status_code", None) == EngineAsleepError.status:
-        refusal = first_refusal(face.status_now())
+        refusal = first_refusal(api.status_now())
         if refusal is not None:
             raise refusal from error

@@ -14,9 +14,9 @@ from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.sglang import worker
-from rl_memory_plugins.engines.sglang.engine import RankedGroup, SglangEngine, originals
 from rl_memory_plugins.engines.sglang.modes import refuse_modes
 from rl_memory_plugins.engines.sglang.options import config_of
+from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine, originals
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks

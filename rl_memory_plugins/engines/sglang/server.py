@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rl_memory_plugins.engines.sglang.client import SglangFace, face_of
+from rl_memory_plugins.engines.sglang.client import SglangApi, api_of
 from rl_memory_plugins.hooking import Hooks
 
 HTTP = "sglang.srt.entrypoints.http_server"
@@ -42,17 +42,17 @@ def install(hooks: Hooks) -> None:
 
 def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
     def setup_and_run(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        face = face_of(tokenizer_manager)
-        if face is not None:
+        api = api_of(tokenizer_manager)
+        if api is not None:
             from sglang.srt.entrypoints.http_server import app
 
-            attach(app, face, server_args)
+            attach(app, api, server_args)
         return original(server_args, tokenizer_manager, *args, **kwargs)
 
     return setup_and_run
 
 
-def attach(app: Any, face: SglangFace, server_args: Any) -> None:
+def attach(app: Any, api: SglangApi, server_args: Any) -> None:
     """Put the control routes in front of SGLang's own, and the gate around the app."""
     from sglang.srt.utils.auth import AuthLevel
 
@@ -62,19 +62,19 @@ def attach(app: Any, face: SglangFace, server_args: Any) -> None:
     # and without keys admits local clients only.
     keys = [server_args.admin_api_key or server_args.api_key or ""]
     routes = attach_routes(
-        app, lambda: face, face.status_now, keys=keys, generation=GENERATION, native_update=_native_update(app)
+        app, lambda: api, api.status_now, keys=keys, generation=GENERATION, native_update=_native_update(app)
     )
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
-    app.router.lifespan_context = _knowing(face, app.router.lifespan_context)
+    app.router.lifespan_context = _knowing(api, app.router.lifespan_context)
 
 
-def _knowing(face: SglangFace, lifespan: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _knowing(api: SglangApi, lifespan: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Before the first request the schedulers tell where their status is shown."""
 
     @asynccontextmanager
     async def started(app: Any) -> AsyncIterator[Any]:
-        await face.run(face.status())
+        await api.run(api.status())
         async with lifespan(app) as state:
             yield state
 

@@ -12,6 +12,7 @@ from typing import Any
 from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engine_api import AsyncioApi, EngineApi
 from rl_memory_plugins.engines.vllm.core import (
     REFUSED,
     notice_loads,
@@ -21,7 +22,6 @@ from rl_memory_plugins.engines.vllm.core import (
 )
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
-from rl_memory_plugins.face import AsyncioFace, Face
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import Reply, Report
@@ -33,7 +33,7 @@ ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 CORES = "vllm.v1.engine.core_client:MPClient"
 
-#: The engines' own methods, and those added to them, with the operation of the face that each runs.
+#: The engines' own methods, and those added to them, with the operation of the engine API that each runs.
 NATIVE = {"sleep": "native_sleep", "wake_up": "native_wake_up", "is_sleeping": "is_sleeping"}
 METHODS = {
     "memory_status": "memory_status",
@@ -45,9 +45,9 @@ METHODS = {
 
 
 def install(hooks: Hooks) -> None:
-    for engine, make in ((SYNC, SyncFace), (ASYNC, AsyncFace)):
+    for engine, make in ((SYNC, SyncApi), (ASYNC, AsyncApi)):
         for name, operation in NATIVE.items():
-            hooks.wrap(f"{engine}.{name}", _led_to(make, operation))
+            hooks.wrap(f"{engine}.{name}", _redirect_to(make, operation))
     hooks.wrap(f"{SYNC}.add_request", _gated_add)
     hooks.wrap(f"{SYNC}.step", _noticing_step)
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
@@ -57,13 +57,13 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{LLM}.sleep", _llm_native("sleep"))
     hooks.wrap(f"{LLM}.wake_up", _llm_native("wake_up"))
     hooks.wrap(f"{CORES}.shutdown", _ends_calls)
-    _add_methods(hooks.require(SYNC), SyncFace, of=lambda engine: engine)
-    _add_methods(hooks.require(LLM), SyncFace, of=lambda llm: llm.llm_engine)
-    _add_methods(hooks.require(ASYNC), AsyncFace, of=lambda engine: engine)
+    _add_methods(hooks.require(SYNC), SyncApi, of=lambda engine: engine)
+    _add_methods(hooks.require(LLM), SyncApi, of=lambda llm: llm.llm_engine)
+    _add_methods(hooks.require(ASYNC), AsyncApi, of=lambda engine: engine)
     hooks.require(LLM).is_sleeping = lambda llm: llm.llm_engine.is_sleeping()
 
 
-class VllmFace(Face):
+class VllmApi(EngineApi):
     """The contract, and vLLM's own calls of the same names."""
 
     def __init__(self, engine: Any, *transport: Any) -> None:
@@ -93,7 +93,7 @@ class VllmFace(Face):
         return not (yield from self.is_sleeping())
 
 
-class SyncFace(VllmFace):
+class SyncApi(VllmApi):
     """Over a blocking engine (`LLM`, `LLMEngine`)."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
@@ -120,7 +120,7 @@ class SyncFace(VllmFace):
         return [decode_reply(self._engine.engine_core.call_utility("rl_memory_call", payload))]
 
 
-class AsyncFace(VllmFace, AsyncioFace):
+class AsyncApi(VllmApi, AsyncioApi):
     """Over `AsyncLLM`."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
@@ -167,26 +167,26 @@ def _record_sleep(engine: Any, asleep: int, level: int) -> None:
         engine.logger_manager.record_sleep_state(asleep, level)
 
 
-def face_of(engine: Any, make: type[SyncFace] | type[AsyncFace]) -> Any:
-    """The engine's face, made at first use; `None` if the engine is not enabled."""
-    face = engine.__dict__.get("rl_memory")
-    if face is None:
+def api_of(engine: Any, make: type[SyncApi] | type[AsyncApi]) -> Any:
+    """The engine's API, made at first use; `None` if the engine is not enabled."""
+    api = engine.__dict__.get("rl_memory")
+    if api is None:
         config = config_of(engine.vllm_config)
         if config is None:
             return None
-        face = engine.rl_memory = make(engine, config)
-    return face
+        api = engine.rl_memory = make(engine, config)
+    return api
 
 
-def _led_to(make: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Redirect a method of the engine to an operation of its face, if the engine is enabled."""
+def _redirect_to(make: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Redirect a method of the engine to an operation of its API, if the engine is enabled."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            face = face_of(self, make)
-            if face is None:
+            api = api_of(self, make)
+            if api is None:
                 return original(self, *args, **kwargs)
-            return face.run(getattr(face, name)(*args, **kwargs))
+            return api.run(getattr(api, name)(*args, **kwargs))
 
         return method
 
@@ -198,7 +198,7 @@ def _llm_native(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            enabled = face_of(self.llm_engine, SyncFace) is not None
+            enabled = api_of(self.llm_engine, SyncApi) is not None
             return getattr(self.llm_engine, name)(*args, **kwargs) if enabled else original(self, *args, **kwargs)
 
         return method
@@ -210,10 +210,10 @@ def _add_methods(owner: type, make: Any, of: Callable[[Any], Any]) -> None:
     for name, operation in METHODS.items():
 
         def method(self: Any, *args: Any, _operation: str = operation, **kwargs: Any) -> Any:
-            face = face_of(of(self), make)
-            if face is None:
+            api = api_of(of(self), make)
+            if api is None:
                 raise UnsupportedError("this engine was started without rl_memory")
-            return face.run(getattr(face, _operation)(*args, **kwargs))
+            return api.run(getattr(api, _operation)(*args, **kwargs))
 
         method.__name__ = name
         method.__doc__ = getattr(make, operation).__doc__
@@ -224,9 +224,9 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse to resume while any engine is closed: engines that step together would wait for it."""
 
     async def resume_generation(self: Any) -> None:
-        face = face_of(self, AsyncFace)
-        if face is not None:
-            refuse_resume(admission.first_refusal(await face.run(face.status())))
+        api = api_of(self, AsyncApi)
+        if api is not None:
+            refuse_resume(admission.first_refusal(await api.run(api.status())))
         await original(self)
 
     return resume_generation
@@ -234,10 +234,10 @@ def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gated_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = face_of(self, SyncFace)
-        if face is not None:
+        api = api_of(self, SyncApi)
+        if api is not None:
             try:
-                refuse_if_closed(face.run(face.status()))
+                refuse_if_closed(api.run(api.status()))
             except EngineAsleepError:
                 if _has_images(self):  # this side counts those of the request among what the core has
                     self.reset_mm_cache()
@@ -251,9 +251,9 @@ def _noticing_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A request that runs must not go on with keys and values of former weights."""
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = face_of(self, SyncFace)
-        if face is not None:
-            face.notice_loads()
+        api = api_of(self, SyncApi)
+        if api is not None:
+            api.notice_loads()
         return original(self, *args, **kwargs)
 
     return step
@@ -272,14 +272,14 @@ def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse `generate` and `encode` before anything is queued. The check costs nothing per token."""
 
     def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        face = face_of(self, AsyncFace)
-        if face is None:
+        api = api_of(self, AsyncApi)
+        if api is None:
             return original(self, *args, **kwargs)  # type: ignore[no-any-return]
         outputs = original(self, *args, **kwargs)
         prompt = args[0] if args else kwargs.get("prompt")
         if isinstance(prompt, AsyncGenerator):
             outputs = _ending_when_aborted(outputs)
-        return _checked_stream(face, outputs, sent_on=_has_images(self))
+        return _checked_stream(api, outputs, sent_on=_has_images(self))
 
     return stream
 
@@ -296,7 +296,7 @@ async def _ending_when_aborted(outputs: AsyncGenerator[Any, None]) -> AsyncGener
 
 
 async def _checked_stream(
-    face: AsyncFace, outputs: AsyncGenerator[Any, None], *, sent_on: bool = False
+    api: AsyncApi, outputs: AsyncGenerator[Any, None], *, sent_on: bool = False
 ) -> AsyncIterator[Any]:
     """Refuse the request if the engine is closed, or has closed before the request had an answer.
 
@@ -304,7 +304,7 @@ async def _checked_stream(
         sent_on: Let the core refuse the request; see `_has_images`.
     """
     if not sent_on:
-        refuse_if_closed(face.status_now() or await face.status_at_first())
+        refuse_if_closed(api.status_now() or await api.status_at_first())
     try:
         async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
             async for output in outputs:
@@ -316,7 +316,7 @@ async def _checked_stream(
         unanswered = error if isinstance(error, _Unanswered) else error.__cause__
         if not isinstance(unanswered, _Unanswered):
             raise
-        reason = unanswered.reason or await _reason(face)
+        reason = unanswered.reason or await _reason(api)
     else:
         return
     refusal = EngineAsleepError(
@@ -328,9 +328,9 @@ async def _checked_stream(
     raise refusal
 
 
-async def _reason(face: AsyncFace) -> str:
+async def _reason(api: AsyncApi) -> str:
     """Why the engine is closed; `paused` if it has opened again since it ended the request."""
-    refusal = admission.first_refusal(face.status_now() or await face.run(face.status()))
+    refusal = admission.first_refusal(api.status_now() or await api.run(api.status()))
     return "paused" if refusal is None else str(refusal.details["reason"])
 
 

@@ -14,7 +14,7 @@ from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
 from rl_memory_plugins.engines.vllm import external
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
-from rl_memory_plugins.engines.vllm.engine import VllmEngine, VllmRanks, reset_caches, settle, worker_here
+from rl_memory_plugins.engines.vllm.core_hooks import VllmEngine, VllmRanks, reset_caches, settle, worker_here
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks

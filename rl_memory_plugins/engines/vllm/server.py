@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from rl_memory_plugins.engines.vllm.client import AsyncFace, face_of
+from rl_memory_plugins.engines.vllm.client import AsyncApi, api_of
 from rl_memory_plugins.engines.vllm.options import may_serve
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -68,7 +68,7 @@ class RLMemoryEndpoints:
     required_tasks = None
 
     def __init__(self) -> None:
-        self._face: AsyncFace | None = None  # the engine exists only after the routes do
+        self._api: AsyncApi | None = None  # the engine exists only after the routes do
         self._plain = False  # it exists, and is not enabled
 
     def attach_router(self, app: Any) -> None:
@@ -80,21 +80,21 @@ class RLMemoryEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is not None:
-            face: AsyncFace | None = face_of(engine_client, AsyncFace)
-            self._plain = face is None
-            if face is not None:
-                await face.run(face.status())
-                self._face = face
+            api: AsyncApi | None = api_of(engine_client, AsyncApi)
+            self._plain = api is None
+            if api is not None:
+                await api.run(api.status())
+                self._api = api
 
     def _status(self) -> list[EngineStatus]:
         return [] if self._plain else self._ready().status_now()
 
-    def _ready(self) -> AsyncFace:
+    def _ready(self) -> AsyncApi:
         if self._plain:
             raise UnsupportedError("this engine was started without rl_memory")
-        if self._face is None:
+        if self._api is None:
             raise EngineAsleepError("the server is still starting", reason="starting", retry_after_s=1)
-        return self._face
+        return self._api
 
 
 def _keys(args: Any) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from fake_control import rank_status
 
 from rl_memory_plugins.engines.vllm import client
-from rl_memory_plugins.engines.vllm.client import SyncFace, _checked_stream, _ending_when_aborted
+from rl_memory_plugins.engines.vllm.client import SyncApi, _checked_stream, _ending_when_aborted
 from rl_memory_plugins.engines.vllm.core import REFUSED
 from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.records import EngineStatus
@@ -68,8 +68,8 @@ def engine_of(model_is_multimodal):
 
 @pytest.mark.parametrize("with_images", [True, False])
 def test_a_refused_llm_forgets_images_that_the_core_never_got(monkeypatch, with_images):
-    face = SimpleNamespace(status=lambda: None, run=lambda operation: [ASLEEP])
-    monkeypatch.setattr(client, "face_of", lambda engine, make: face if make is SyncFace else None)
+    api = SimpleNamespace(status=lambda: None, run=lambda operation: [ASLEEP])
+    monkeypatch.setattr(client, "api_of", lambda engine, make: api if make is SyncApi else None)
     engine = engine_of(with_images)
     add = client._gated_add(lambda *args: pytest.fail("it was added"))
     with pytest.raises(EngineAsleepError):
@@ -79,14 +79,14 @@ def test_a_refused_llm_forgets_images_that_the_core_never_got(monkeypatch, with_
 
 def test_a_request_that_may_hold_images_is_refused_by_the_core():
     """It has got them then, as this side's half of the cache says."""
-    face = SimpleNamespace(status_now=lambda: [ASLEEP])
+    api = SimpleNamespace(status_now=lambda: [ASLEEP])
 
     async def ask(sent_on, *outputs):
         async def stream():
             for one in outputs:
                 yield one
 
-        return [one async for one in _checked_stream(face, stream(), sent_on=sent_on)]
+        return [one async for one in _checked_stream(api, stream(), sent_on=sent_on)]
 
     with pytest.raises(EngineAsleepError) as caught:
         asyncio.run(ask(True, output(REFUSED + "asleep")))

@@ -1,7 +1,8 @@
-"""All that a client may ask of an engine, as operations without I/O.
+"""The calls that a client can make to an engine, as operations without I/O.
 
-An adapter makes one face for each client object of its engine and adds its engine's own words. It gives `run`, which
-drives an operation over its transport; over an asyncio transport `AsyncioFace` does, and the adapter gives `_call`.
+An adapter derives an `EngineApi` for each client object of its engine and adds the engine's own calls. A blocking
+transport implements `run`, which drives an operation. An asyncio transport derives from `AsyncioApi` and implements
+`_call`.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply, Report
 
 ANSWER_S = 0.25
-"""How long a question waits for an engine on another host, whose status is old. An idle engine takes a millisecond."""
+"""How long a status request waits for an engine on another host. An idle engine answers in a millisecond."""
 
 
-class Face(ABC):
-    """The contract over all data-parallel engines behind one client object; each method is an operation.
+class EngineApi(ABC):
+    """The contract over all data-parallel engines of one client object. Each method is an operation.
 
-    The methods for Python callers check what they are given and build the command; `transition` runs one.
+    The methods for Python callers check their arguments and build a command; `transition` runs the command.
     """
 
-    _asks_meanwhile = False  # engines whose status is old, so that nobody waits for their answers
+    _asks_meanwhile = False  # in the background, engines whose status is old, so that no caller waits for them
 
     def __init__(self) -> None:
         self._boards: Boards | None = None
-        self._transitions: list[str] = []  # of this client, under way
+        self._transitions: list[str] = []  # the transitions of this client that are under way
 
     @abstractmethod
     def run(self, operation: Operation) -> Any:
         """The operation's result; over an asyncio transport, a coroutine of it."""
 
     def status(self) -> Operation:
-        """Every engine's status. Only a client that has never asked waits for a transition.
+        """The status of every engine. Only the first request of a client may wait for a transition.
 
-        An engine on this host shows its status on its board. One on another host tells it. What it told is marked
-        as busy while a transition of this client is under way, and where it is old and the engine does not answer.
+        An engine on this host publishes its status on its board. An engine on another host sends its status. That status
+        counts as busy while a transition of this client is under way, and if it is old and the engine does not answer.
         """
         known = self.status_now()
         if known:
@@ -51,7 +52,7 @@ class Face(ABC):
         return (yield from self._ask()).read()
 
     def status_now(self) -> list[EngineStatus]:
-        """The status, for code that cannot wait; empty where it is not known, and then the engines refuse."""
+        """The status, for code that cannot wait; empty if it is not known. The engines themselves refuse requests then."""
         return self._known()
 
     def _known(self) -> list[EngineStatus]:
@@ -92,7 +93,7 @@ class Face(ABC):
         return merge_engines((yield from operations.checksums()))
 
     def transition(self, command: Transition) -> Operation:
-        """Run a command that `operations` built; gives its report."""
+        """Run a command that `operations` has built. Returns its report."""
         engines = yield from self.status()
         operations.refuse_during_update(engines)
         failure: RLMemoryError | None = None
@@ -106,7 +107,7 @@ class Face(ABC):
             self._transitions.remove(name)
             if self._boards is not None:
                 self._boards.expire()
-        engines = yield from self._status_afterwards()
+        engines = yield from self._status_after()
         # Also after a failure: several engines resume together or not at all.
         if len(engines) > 1 and admission.first_refusal(engines) is None:
             yield from operations.resume(lift_pause=isinstance(command, WakeUp))
@@ -114,11 +115,9 @@ class Face(ABC):
             raise failure
         return report
 
-    def _status_afterwards(self) -> Operation:
-        """The status after a transition, for which engines on other hosts are asked again.
-
-        Not while another transition of this client is under way: the answer would wait for its end.
-        """
+    def _status_after(self) -> Operation:
+        """The status after a transition. Engines on other hosts are asked again, unless another transition of this client
+        is under way: their answers would wait for its end."""
         return self._known() or (yield from self._ask()).read()
 
     def _ask(self) -> Operation:
@@ -126,8 +125,8 @@ class Face(ABC):
         return boards
 
 
-class AsyncioFace(Face):
-    """A face over an asyncio transport.
+class AsyncioApi(EngineApi):
+    """An engine API over an asyncio transport.
 
     Args:
         drain_timeout_s: How long a transition waits for running requests.
@@ -153,7 +152,7 @@ class AsyncioFace(Face):
         return await operations.run_within(operation, self._call, self._drain_timeout_s, self._turns)
 
     def status_now(self) -> list[EngineStatus]:
-        """See `Face.status_now`; where it is old, the engines are asked meanwhile, for those who come next."""
+        """See `EngineApi.status_now`; where it is old, the engines are asked meanwhile, for those who come next."""
         known = self._known()
         if not known and self._boards is not None:
             self._renew()

@@ -1,4 +1,4 @@
-"""The face over engines that only answer: what it asks, and when it asks again."""
+"""The engine API over engines that only answer: what it asks, and when it asks again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fake_control import rank_status
 
 from rl_memory_plugins import admission, board, commands, operations
 from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.engine_api import ANSWER_S, AsyncioApi, EngineApi
 from rl_memory_plugins.errors import HostMemoryError, InvalidRequestError, RLMemoryError, StateConflictError
-from rl_memory_plugins.face import ANSWER_S, AsyncioFace, Face
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply
 from rl_memory_plugins.tags import TagState
@@ -75,7 +75,7 @@ class SlowEngine(Engine):
             return self.answer(command)
 
 
-class RemoteFace(AsyncioFace):
+class RemoteApi(AsyncioApi):
     def __init__(self, engine: SlowEngine) -> None:
         super().__init__(drain_timeout_s=60)
         self.engine = engine
@@ -89,7 +89,7 @@ class RemoteFace(AsyncioFace):
             return [Reply(0, error=error.to_record())]
 
 
-class LocalFace(Face):
+class LocalApi(EngineApi):
     def __init__(self, *engines: Engine) -> None:
         super().__init__()
         self.engines = engines
@@ -121,65 +121,65 @@ def engine() -> Iterator[Engine]:
 
 
 def test_the_status_is_read_from_the_board_after_one_question(engine: Engine) -> None:
-    face = LocalFace(engine)
-    assert face.status_now() == []  # nobody has asked yet
-    assert face.run(face.memory_status()) == [engine.status()] == face.status_now()
-    assert not face.run(face.is_sleeping())
-    face.run(face.sleep(1, ["weights"]))
-    assert face.run(face.is_sleeping())
-    assert face.run(face.weight_version()) == "v0"
-    face.run(face.wake_up())
-    assert not face.run(face.is_sleeping())
-    assert face.names() == ["Hello", "Sleep", "WakeUp"]
+    api = LocalApi(engine)
+    assert api.status_now() == []  # nobody has asked yet
+    assert api.run(api.memory_status()) == [engine.status()] == api.status_now()
+    assert not api.run(api.is_sleeping())
+    api.run(api.sleep(1, ["weights"]))
+    assert api.run(api.is_sleeping())
+    assert api.run(api.weight_version()) == "v0"
+    api.run(api.wake_up())
+    assert not api.run(api.is_sleeping())
+    assert api.names() == ["Hello", "Sleep", "WakeUp"]
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["boards", "told"])
 def test_several_engines_resume_together_or_not_at_all(local: bool) -> None:
     engines = [Engine(rank, local=local) for rank in range(2)]
-    face = LocalFace(*engines)
-    face.run(face.sleep(1))
-    assert "Resume" not in face.names()
-    face.run(face.wake_up())
-    assert face.asked[-1] == commands.Resume(lift_pause=True)
+    api = LocalApi(*engines)
+    api.run(api.sleep(1))
+    assert "Resume" not in api.names()
+    api.run(api.wake_up())
+    assert api.asked[-1] == commands.Resume(lift_pause=True)
     engines[1].fails = True
-    asked = len(face.asked)
+    asked = len(api.asked)
     with pytest.raises(HostMemoryError):
-        face.run(face.sleep(1))
-    assert [type(command) for command in face.asked[asked:] if not isinstance(command, commands.Hello)] == [
+        api.run(api.sleep(1))
+    assert [type(command) for command in api.asked[asked:] if not isinstance(command, commands.Hello)] == [
         commands.Sleep,
         commands.Decide,
         commands.Resume,
     ]
     engines[1].asleep = ["weights"]  # where only one of them changed
     engines[1].publish()
-    asked = len(face.asked)
+    asked = len(api.asked)
     with pytest.raises(HostMemoryError):
-        face.run(face.sleep(1))
-    assert commands.Resume not in [type(command) for command in face.asked[asked:]]
+        api.run(api.sleep(1))
+    assert commands.Resume not in [type(command) for command in api.asked[asked:]]
     for engine in engines:
         if engine.board is not None:
             engine.board.close()
 
 
 def test_a_board_on_another_host_is_asked_for_again_after_a_transition() -> None:
-    face = LocalFace(Engine(local=False))
-    assert not face.run(face.is_sleeping())
-    face.run(face.sleep(1))
-    assert face.status_now()[0].asleep_tags()
-    assert face.run(face.is_sleeping())
-    assert face.names() == ["Hello", "Sleep", "Hello"]
+    api = LocalApi(Engine(local=False))
+    assert not api.run(api.is_sleeping())
+    api.run(api.sleep(1))
+    assert api.status_now()[0].asleep_tags()
+    assert api.run(api.is_sleeping())
+    assert api.names() == ["Hello", "Sleep", "Hello"]
 
 
 def test_what_was_told_by_another_host_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server of the same engines may have changed it."""
     engine = Engine(local=False)
-    face = LocalFace(engine)
-    assert not face.run(face.is_sleeping())
+    api = LocalApi(engine)
+    assert not api.run(api.is_sleeping())
     engine.asleep = ["weights"]
-    assert not face.run(face.is_sleeping())
+    assert not api.run(api.is_sleeping())
     monkeypatch.setattr(board, "TOLD_S", -1.0)
-    assert face.status_now() == []
-    assert face.run(face.is_sleeping())
+    assert api.status_now() == []
+    assert api.run(api.is_sleeping())
 
 
 async def at_once(awaitable: Any) -> Any:
@@ -202,26 +202,26 @@ def test_an_engine_on_another_host_is_known_to_be_busy_while_this_client_s_trans
 
     async def main() -> None:
         engine = SlowEngine()
-        face = RemoteFace(engine)
-        await face.run(face.status())
+        api = RemoteApi(engine)
+        await api.run(api.status())
         engine.lasts = asyncio.Event()
         operation = (
-            face.update_weights_from_ipc({"*": "/s"}, "t") if begin == "update_weights" else getattr(face, begin)()
+            api.update_weights_from_ipc({"*": "/s"}, "t") if begin == "update_weights" else getattr(api, begin)()
         )
-        running = asyncio.ensure_future(face.run(operation))
-        await until(lambda: len(face.asked) == 2)
+        running = asyncio.ensure_future(api.run(operation))
+        await until(lambda: len(api.asked) == 2)
         await asyncio.sleep(0.05)  # what it told is old by now
         start = time.monotonic()
-        assert admission.first_refusal(face.status_now()) is not None, "a request is refused at once"
-        assert [engine.busy for engine in await face.run(face.memory_status())] == [begin]
+        assert admission.first_refusal(api.status_now()) is not None, "a request is refused at once"
+        assert [engine.busy for engine in await api.run(api.memory_status())] == [begin]
         if begin == "update_weights":
             with pytest.raises(StateConflictError):
-                await face.run(face.sleep())
+                await api.run(api.sleep())
         assert time.monotonic() - start < ANSWER_S
         engine.lasts.set()
         await running
-        assert bool(admission.first_refusal(face.status_now())) is (begin == "sleep")
-        assert face.asked[1:] == [face.asked[1], "Hello"]
+        assert bool(admission.first_refusal(api.status_now())) is (begin == "sleep")
+        assert api.asked[1:] == [api.asked[1], "Hello"]
 
     asyncio.run(main())
 
@@ -232,20 +232,20 @@ def test_the_status_of_an_engine_that_does_not_answer_is_given_without_it(monkey
 
     async def main() -> None:
         engine = SlowEngine()
-        face = RemoteFace(engine)
-        await face.run(face.status())
+        api = RemoteApi(engine)
+        await api.run(api.status())
         await engine.busy.acquire()
         await asyncio.sleep(0.05)
         for _ in range(3):
-            assert face.status_now() == [], "a request is left to the engine's own gate"
-            [status] = await at_once(face.run(face.memory_status()))
+            assert api.status_now() == [], "a request is left to the engine's own gate"
+            [status] = await at_once(api.run(api.memory_status()))
             assert status.busy == UNANSWERED
             assert "does not answer" in str(admission.first_refusal([status]))
-        assert face.asked == ["Hello", "Hello"], "it is asked once at a time"
+        assert api.asked == ["Hello", "Hello"], "it is asked once at a time"
         engine.asleep = ["weights"]
         engine.busy.release()
-        await until(lambda: face.status_now() != [])
-        assert face.status_now()[0].asleep_tags() == ["weights"]
+        await until(lambda: api.status_now() != [])
+        assert api.status_now()[0].asleep_tags() == ["weights"]
 
     asyncio.run(main())
 
@@ -255,13 +255,13 @@ def test_an_old_status_is_asked_for_again_and_seldom_waited_for(monkeypatch: pyt
 
     async def main() -> None:
         engine = SlowEngine()
-        face = RemoteFace(engine)
-        assert face.status_now() == []
-        assert await face.status_at_first() == [engine.status()]
+        api = RemoteApi(engine)
+        assert api.status_now() == []
+        assert await api.status_at_first() == [engine.status()]
         engine.asleep = ["weights"]
         await asyncio.sleep(0.06)
-        assert await face.status_at_first() == []
-        assert await face.run(face.is_sleeping())
+        assert await api.status_at_first() == []
+        assert await api.run(api.is_sleeping())
 
     asyncio.run(main())
 
@@ -270,41 +270,41 @@ def test_an_engine_that_is_gone_is_an_error_and_not_a_status(monkeypatch: pytest
     monkeypatch.setattr(board, "TOLD_S", -1.0)
 
     async def main() -> None:
-        face = RemoteFace(SlowEngine())
-        await face.run(face.status())
+        api = RemoteApi(SlowEngine())
+        await api.run(api.status())
 
         async def broken(command: commands.AnyCommand) -> Any:
             raise ConnectionError("it is gone")
 
-        face.engine.answer_in_turn = broken  # type: ignore[method-assign]
+        api.engine.answer_in_turn = broken  # type: ignore[method-assign]
         for _ in range(2):
             with pytest.raises(ConnectionError):
-                await face.run(face.status())
+                await api.run(api.status())
 
     asyncio.run(main())
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_asked(engine: Engine) -> None:
-    face = LocalFace(engine)
-    for wrong in (face.sleep(9), face.wake_up(["bogus"]), face.update_weights_from_ipc({}, "t")):
+    api = LocalApi(engine)
+    for wrong in (api.sleep(9), api.wake_up(["bogus"]), api.update_weights_from_ipc({}, "t")):
         with pytest.raises(InvalidRequestError):
-            face.run(wrong)
-    assert face.asked == []
+            api.run(wrong)
+    assert api.asked == []
 
 
 def test_an_update_names_no_time_unless_its_caller_does(engine: Engine) -> None:
-    face = LocalFace(engine)
-    face.run(face.update_weights_from_ipc({"*": "/s"}, "t"))
-    face.run(face.update_weights_from_ipc({"*": "/s"}, "t", timeout_s=3, weight_version="v"))
-    assert [command.timeout_s for command in face.asked[1:]] == [None, 3]
+    api = LocalApi(engine)
+    api.run(api.update_weights_from_ipc({"*": "/s"}, "t"))
+    api.run(api.update_weights_from_ipc({"*": "/s"}, "t", timeout_s=3, weight_version="v"))
+    assert [command.timeout_s for command in api.asked[1:]] == [None, 3]
 
 
 def test_checksums_cover_every_engine() -> None:
     engines = [Engine(0), Engine(1)]
     for engine, value in zip(engines, ("aa", "bb"), strict=True):
         engine.checksums = [{"layout": "engine", "parameters": {"same": "11", "own": value}}]
-    face = LocalFace(*engines)
-    found = face.run(face.weight_checksums())
+    api = LocalApi(*engines)
+    found = api.run(api.weight_checksums())
     assert found.tensors == {"same@0": "11"}
     assert found.differing == ["own@0"]
     assert [one.tensors["own@0"] for one in found.engines] == ["aa", "bb"]

@@ -14,8 +14,8 @@ from typing import Any
 from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.coordination import raise_engine_failures
-from rl_memory_plugins.engines.sglang.engine import forget_embeddings
 from rl_memory_plugins.engines.sglang.modes import STORED
+from rl_memory_plugins.engines.sglang.scheduler_hooks import forget_embeddings
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.tags import Tag
@@ -64,8 +64,8 @@ def install(hooks: Hooks) -> None:
         hooks.wrap(f"{SCHEDULER}.{ATTACHES}", _attaching)
     for name in READS:
         hooks.wrap(f"{UPDATER}.{name}", _reading(name))
-    hooks.wrap(f"{UPDATER}.release_memory_occupation", _led_to("ReleaseMemoryOccupationReqOutput", _sleep))
-    hooks.wrap(f"{UPDATER}.resume_memory_occupation", _led_to("ResumeMemoryOccupationReqOutput", _wake_up))
+    hooks.wrap(f"{UPDATER}.release_memory_occupation", _redirect_to("ReleaseMemoryOccupationReqOutput", _sleep))
+    hooks.wrap(f"{UPDATER}.resume_memory_occupation", _redirect_to("ResumeMemoryOccupationReqOutput", _wake_up))
 
 
 def _refusal(added: Any) -> RLMemoryError | None:
@@ -313,7 +313,7 @@ def _obey(added: Any, command: AnyCommand) -> None:
     added.controller.obey(command).add_done_callback(log)
 
 
-def _led_to(output: str, command: Callable[[Any, Any], AnyCommand]) -> Callable[..., Any]:
+def _redirect_to(output: str, command: Callable[[Any, Any], AnyCommand]) -> Callable[..., Any]:
     """Redirect SGLang's release or resume to the state machine.
 
     Args:
