@@ -41,7 +41,7 @@ class EngineApi(ABC):
     def status(self) -> Operation:
         """The status of every engine. Only the first request of a client may wait for a transition.
 
-        An engine on this host publishes its status on its board. An engine on another host sends its status. That status
+        An engine on this host publishes its status on its board. An engine on another host sends its status, which
         counts as busy while a transition of this client is under way, and if it is old and the engine does not answer.
         """
         known = self.status_now()
@@ -52,7 +52,7 @@ class EngineApi(ABC):
         return (yield from self._ask()).read()
 
     def status_now(self) -> list[EngineStatus]:
-        """The status, for code that cannot wait; empty if it is not known. The engines themselves refuse requests then."""
+        """The status, for code that cannot wait; empty if it is not known. The engines refuse requests then."""
         return self._known()
 
     def _known(self) -> list[EngineStatus]:
@@ -116,8 +116,8 @@ class EngineApi(ABC):
         return report
 
     def _status_after(self) -> Operation:
-        """The status after a transition. Engines on other hosts are asked again, unless another transition of this client
-        is under way: their answers would wait for its end."""
+        """The status after a transition. Engines on other hosts are asked again, unless another transition of this
+        client is under way: their answers would wait for its end."""
         return self._known() or (yield from self._ask()).read()
 
     def _ask(self) -> Operation:

@@ -51,7 +51,7 @@ class FakeControl(AsyncioApi):
             return self.engines
         return [EngineStatus([rank_status(**dict.fromkeys(self.asleep, TagState.PRESERVED))], "v7")]
 
-    def _status_afterwards(self) -> Operation:
+    def _status_after(self) -> Operation:
         return (yield from self.status())
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
