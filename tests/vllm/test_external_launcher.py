@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,19 @@ def make(folder: Path, faults: Path) -> Any:
     from rl_memory_plugins.vllm import LLM
 
     external.JOIN_TIMEOUT_S = JOIN_S
+    name_shared_memory_by_port()
     options = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "external_launcher", "seed": 0}
     return LLM(**engine_options(folder, **options), rl_memory={"poison": True, "fault_dir": str(faults)})
+
+
+def name_shared_memory_by_port() -> None:
+    """On CPUs vLLM names the memory that its ranks share by the port of their rendezvous. `env://` has none, and all
+    launchers of a machine would share one name."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    original = ExecutorWithExternalLauncher._distributed_args
+    rendezvous = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (rendezvous, *original(self)[1:])
 
 
 class Ranks:
@@ -66,6 +78,8 @@ def started(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     finally:
         for child in children:
             child.stop()
+        for left in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
+            left.unlink()
 
 
 @pytest.fixture
