@@ -38,6 +38,7 @@ ERRORS = {
     504: "Running requests did not end within `drain_timeout_s`; nothing was released (`DrainTimeoutError`).",
     507: "Device or host memory does not suffice; nothing was changed (`DeviceMemoryError`, `HostMemoryError`).",
 }
+_BODY_WINS = " Where query and body name a parameter, the body wins."
 _READS = (401, 403, 500, 503)
 
 _TAG = {"type": "string", "enum": [tag.value for tag in PUBLIC_TAGS]}
@@ -228,8 +229,7 @@ def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
         "tags": ["rl_memory"],
         "operationId": f"rl_memory_{route.name}{where}",
         "summary": route.summary,
-        "description": f"{route.summary}."
-        + (" Where query and body name a parameter, the body wins." * bool(route.query)),
+        "description": f"{route.summary}.{_BODY_WINS if route.query else ''}",
         "parameters": [
             {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
         ],
