@@ -6,6 +6,7 @@ their own, and answer errors in a shape of their own. Schemas of answers are mad
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from rl_memory_plugins.tags import PUBLIC_TAGS, Level, PauseMode
 from rl_memory_plugins.timing import LONGEST_S
 
 Json = dict[str, Any]
+
+_METHODS = frozenset({"get", "put", "post", "delete", "options", "head", "patch", "trace"})
 
 SECURITY = "rl_memory_key"
 
@@ -35,6 +38,7 @@ ERRORS = {
     504: "Running requests did not end within `drain_timeout_s`; nothing was released (`DrainTimeoutError`).",
     507: "Device or host memory does not suffice; nothing was changed (`DeviceMemoryError`, `HostMemoryError`).",
 }
+_BODY_WINS = " Where query and body name a parameter, the body wins."
 _READS = (401, 403, 500, 503)
 
 _TAG = {"type": "string", "enum": [tag.value for tag in PUBLIC_TAGS]}
@@ -225,8 +229,7 @@ def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
         "tags": ["rl_memory"],
         "operationId": f"rl_memory_{route.name}{where}",
         "summary": route.summary,
-        "description": f"{route.summary}."
-        + (" Where query and body name a parameter, the body wins." * bool(route.query)),
+        "description": f"{route.summary}.{_BODY_WINS if route.query else ''}",
         "parameters": [
             {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
         ],
@@ -275,17 +278,33 @@ def _named(values: Json) -> Json:
 def described(openapi: Callable[[], Json], ours: Json) -> Callable[[], Json]:
     """An app's `openapi` that describes our routes too, in the place of those that ours hide.
 
+    No operation id is there twice. FastAPI gives one id to all methods of a route, and warns of it.
+
     Args:
         openapi: The app's own.
         ours: What `specification` gives.
     """
 
     def with_ours() -> Json:
-        schema = openapi()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Duplicate Operation ID")
+            schema = openapi()
         for path, operations in ours["paths"].items():
             schema.setdefault("paths", {}).setdefault(path, {}).update(operations)
         for kind, named in ours["components"].items():
             schema.setdefault("components", {}).setdefault(kind, {}).update(named)
+        _make_distinct(schema)
         return schema
 
     return with_ours
+
+
+def _make_distinct(schema: Json) -> None:
+    """Put the method behind an operation id that another method of the same path has too."""
+    seen: set[str] = set()
+    for operations in schema["paths"].values():
+        for method, operation in operations.items():
+            if method in _METHODS and "operationId" in operation:
+                if operation["operationId"] in seen:
+                    operation["operationId"] += f"_by_{method}"
+                seen.add(operation["operationId"])

@@ -289,6 +289,15 @@ def test_an_update_through_a_group_that_does_not_exist(server: Server, first_tok
     assert server.generate(PROMPT) == first_tokens
 
 
+@pytest.mark.parametrize("body", [{"zmq_handles": 5}, {"zmq_handles": {"gpu": None}}, {"zmq_handles": {}, "x": [1]}])
+def test_an_update_by_ipc_whose_body_is_wrong(server: Server, first_tokens: list[int], body: dict[str, Any]) -> None:
+    """SGLang's route checks its bodies, also behind ours of the same path."""
+    response = post(server, "/update_weights_from_ipc", **body)
+    assert response.status_code == 400, response.text
+    assert "rl_memory_error" not in response.text
+    assert server.generate(PROMPT) == first_tokens
+
+
 def test_sessions_and_checks_while_asleep(server: Server) -> None:
     """Stock: all read or process unmapped weights."""
     assert post(server, RELEASE, tags=["weights"]).status_code == 200

@@ -25,7 +25,7 @@ def serve(engine_config, **arguments):
     plugin.attach_router(app)
     engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=engine_config))
     asyncio.run(plugin.init_state(engine, app.state, app.state.args))
-    return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
+    return TestClient(app, "http://localhost", client=("127.0.0.1", 50000))
 
 
 @pytest.fixture(autouse=True)
