@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.trace import takes_shape_only
-from rl_memory_plugins.weights.written import tensors_in, written_by
+from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
 
 STEP = "process_weights_after_loading"
 """What both engines call the step, of a layer or of its `quant_method`."""

@@ -16,8 +16,8 @@ import torch
 
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.splitmix import GOLDEN, MIX_1, finalise, shifted, signed
+from rl_memory_plugins.weights.coverage import canonical, row_major
 from rl_memory_plugins.weights.plan import LoadPlan
-from rl_memory_plugins.weights.regions import canonical, row_major
 from rl_memory_plugins.weights.trace import CopyStep
 
 CHUNK_ELEMENTS = 1 << 22

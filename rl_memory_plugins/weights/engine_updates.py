@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights.regions import Coverage
-from rl_memory_plugins.weights.written import Written, recording
+from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.write_recorder import Written, recording
 
 if TYPE_CHECKING:
     import torch

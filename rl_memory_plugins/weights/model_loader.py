@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
-from rl_memory_plugins.weights.regions import Coverage
 from rl_memory_plugins.weights.replay import Replays
-from rl_memory_plugins.weights.written import Written, recording
+from rl_memory_plugins.weights.write_recorder import Written, recording
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ import torch
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.ranges import merge
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.pools import inline, intercepted
-from rl_memory_plugins.weights.regions import Coverage
 from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]

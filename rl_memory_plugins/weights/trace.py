@@ -14,9 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.regions import Coverage
-from rl_memory_plugins.weights.written import overwritten_by, tensors_in, written_by
+from rl_memory_plugins.weights.write_recorder import overwritten_by, tensors_in, written_by
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, cuda_ipc, push, routes, wire
+from rl_memory_plugins.weights import buffers, cuda_ipc, push_weights, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _Bounce
 from rl_memory_plugins.weights.host_copy import HostCopier
@@ -708,9 +708,9 @@ def test_another_thread_works_on_this_gpu_and_stream(monkeypatch):
 
 def test_the_engines_call_works_on_this_gpu(monkeypatch):
     wrapped = []
-    monkeypatch.setattr(push, "on_this_gpu", lambda run: wrapped.append(run) or run)
+    monkeypatch.setattr(push_weights, "on_this_gpu", lambda run: wrapped.append(run) or run)
     with pytest.raises(StateConflictError):
-        push.push_weights(fail_busy, checkpoint(1))
+        push_weights.push_weights(fail_busy, checkpoint(1))
     assert len(wrapped) == 1
 
 

@@ -26,7 +26,7 @@ from rl_memory_plugins.errors import (
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.listener import Listener
-from rl_memory_plugins.weights.push import push_weights
+from rl_memory_plugins.weights.push_weights import push_weights
 from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import ModuleSource, TensorSource
 

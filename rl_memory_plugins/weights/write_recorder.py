@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.pools import Call, Submit, intercepted
-from rl_memory_plugins.weights.regions import Coverage
 
 aten = torch.ops.aten
 
