@@ -16,7 +16,7 @@ from integration.models import SHAPES, checkpoint_shapes
 from rl_memory_plugins.trainer import ModelSource, Offloader
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
-from rl_memory_plugins.weights.push_weights import push_weights
+from rl_memory_plugins.weights.push import push_weights
 
 MiB = 1 << 20
 SEED, OTHER_SEED = 1, 2

@@ -103,11 +103,11 @@ class EngineClient:
         Args:
             tensors: A module, a mapping of names to tensors, or a `weights.source.TensorSource`.
             receivers: The devices to serve; all of the engine's where not given.
-            **options: As for `weights.push_weights.push_weights`.
+            **options: As for `weights.push.push_weights`.
 
         Returns: the sender's report, with the engine's under `engine`.
         """
-        from rl_memory_plugins.weights.push_weights import push_weights
+        from rl_memory_plugins.weights.push import push_weights
 
         return push_weights(
             self.post_update, tensors, receivers=self.devices() if receivers is None else receivers, **options

@@ -22,7 +22,7 @@ from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import ModelSource
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
-from rl_memory_plugins.weights.push_weights import specificity
+from rl_memory_plugins.weights.push import specificity
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource
 
@@ -58,7 +58,7 @@ def push_from_all(
         engines: Those that this process controls, as for `RolloutHandoff`: each engine is given to one process.
         tensors: What to send, the same on every process.
         peers: The trainer's processes; this one alone where not given.
-        partial, weight_version, mode, timeout_s: As for `weights.push_weights.push_weights`, the same everywhere.
+        partial, weight_version, mode, timeout_s: As for `weights.push.push_weights`, the same everywhere.
         **options: Of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
     Returns: this process's part of the sender's report (`receivers` is empty where it did not send), and under

@@ -11,7 +11,7 @@ import pytest
 from integration.engines.base import Server
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.weights.push_weights import push_weights
+from rl_memory_plugins.weights.push import push_weights
 from tests.conformance.conftest import PROMPT, Weights, greedy
 from tests.conformance.trainers import BUCKET_BYTES, push, start_trainer_that_dies
 

@@ -14,7 +14,7 @@ import torch
 from integration.engines.base import REPOSITORY, Server
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.push_weights import push_weights
+from rl_memory_plugins.weights.push import push_weights
 from rl_memory_plugins.weights.source import ModuleSource
 
 BUCKET_BYTES = 8 << 20  # small, so that an update has many buckets

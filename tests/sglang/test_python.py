@@ -24,7 +24,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         torch.multiprocessing.set_sharing_strategy("file_system")
         from integration.models import new_model
         from rl_memory_plugins.sglang import Engine
-        from rl_memory_plugins.weights.push_weights import push_weights
+        from rl_memory_plugins.weights.push import push_weights
 
         engine = Engine(
             model_path=FOLDER, dtype="float32", device="cpu", attention_backend="torch_native",

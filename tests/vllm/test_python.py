@@ -23,7 +23,7 @@ from rl_memory_plugins import (
 )
 from rl_memory_plugins.trainer import AsyncRolloutHandoff, ModelSource, Offloader
 from rl_memory_plugins.weights.checksums import tensor_checksum
-from rl_memory_plugins.weights.push_weights import push_weights
+from rl_memory_plugins.weights.push import push_weights
 from rl_memory_plugins.weights.sender import WeightSender
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment, greedy

@@ -21,7 +21,7 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, cuda_ipc, push_weights, routes, wire
+from rl_memory_plugins.weights import buffers, cuda_ipc, push, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _Bounce
 from rl_memory_plugins.weights.host_copy import HostCopier
@@ -315,7 +315,7 @@ def test_a_transport_that_is_asked_for_is_used_or_nothing_is(gpus):
     assert [one["transport"] for one in error.details["tried"]] == ["cuda_ipc"]
     assert isinstance(thread.error, UnsupportedError)
     error, _ = send([rank], OneByOne(checkpoint(2)), transport="cuda_direct")
-    assert isinstance(error, UnsupportedError) and "one by one" in str(error)
+    assert isinstance(error, UnsupportedError) and "one at a time" in str(error)
     rank.model.assert_unchanged(before)
     assert rank.manager.content is Content.VALID and not gpu.memory
 
@@ -708,9 +708,9 @@ def test_another_thread_works_on_this_gpu_and_stream(monkeypatch):
 
 def test_the_engines_call_works_on_this_gpu(monkeypatch):
     wrapped = []
-    monkeypatch.setattr(push_weights, "on_this_gpu", lambda run: wrapped.append(run) or run)
+    monkeypatch.setattr(push, "on_this_gpu", lambda run: wrapped.append(run) or run)
     with pytest.raises(StateConflictError):
-        push_weights.push_weights(fail_busy, checkpoint(1))
+        push.push_weights(fail_busy, checkpoint(1))
     assert len(wrapped) == 1
 
 
