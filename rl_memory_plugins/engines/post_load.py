@@ -100,7 +100,7 @@ class PostLoad:
             yield
             for (layer, own), first in self._first.items():
                 now = self._now.get((layer, own))
-                if own:  # it finds its own layout, and may write in place
+                if own:  # the step finds the layout that it left, and may write in place
                     first = first - {NEW_LAYOUT}
                 optional = partial or (hasattr(type(layer), STEP) and not own)
                 if (now is None and optional) or (now is not None and first <= now):
@@ -129,7 +129,7 @@ class PostLoad:
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if reads.keeping:
                 self._keeping.add(layer)
-            if found or self._now is not self._first:  # at a second load, record also that it ran
+            if found or self._now is not self._first:  # at a later load, also record that the step ran
                 self._now.setdefault((layer, owner is not None), set()).update(found)
             if found and self._now is self._first:  # graphs are captured after the first load
                 kept = [*self._derived.get(layer, ()), *reads.storages]
@@ -165,7 +165,7 @@ def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Derivations:
-    """Records the operators that read weights while this context is active.
+    """Records how operators use weights while this context is active.
 
     Attributes:
         operators: The operators that derived tensors from weights, or wrote weights.

@@ -45,10 +45,10 @@ class EngineUpdates:
         self._undo = undo
         self._written = Coverage()  # since the weights became stale, by calls that succeeded
         self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
-        self._recorded = Written()  # by the call under way, or the last one
+        self._recorded = Written()  # by the current call, or the last one
         self._is_open = False  # an update of several calls has begun
         self._before = Content.VALID  # the content at its begin
-        self._wrote = False  # one of its calls has written
+        self._wrote = False  # a call of the open update has written
 
     # -- one call ---------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def push_weights(
             failures.clear()  # breaks a reference cycle of the errors and this frame
     if not answers:
         raise WeightUpdateError(
-            f"the engine has received all weights but did not answer within {wait_s:g} s", reason="stalled"
+            f"the engine has loaded all weights but did not answer within {wait_s:g} s", reason="stalled"
         )
     return {**report, "engine": answers[0]}
 

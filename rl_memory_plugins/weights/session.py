@@ -153,7 +153,7 @@ class Session:
                 break
             if not 0 <= message.slot < manifest.slots:
                 raise WeightUpdateError(
-                    f"the trainer announced slot {message.slot}, but has only {manifest.slots} slots"
+                    f"the trainer announced slot {message.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
             if self._next == 0 and self._came == 0:
                 manager.begin_writing()

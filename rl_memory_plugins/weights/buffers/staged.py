@@ -138,7 +138,7 @@ class _Bounce:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Begin a copy. `source` must not change before the next `flush`."""
-        if self._stream not in (None, stream):  # the event of a buffer is recorded on one stream and must cover both
+        if self._stream not in (None, stream):  # a buffer's event is recorded on one stream, and must cover both
             stream.wait_stream(self._stream)
         self._stream = stream
         source = source.reshape(-1).view(torch.uint8)
