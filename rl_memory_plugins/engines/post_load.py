@@ -1,8 +1,8 @@
-"""What an engine does to a model's weights after it has loaded them: quantising, packing, absorbing.
+"""The post-load steps of an engine, which transform weights after loading (quantise, pack, absorb).
 
-A layer that was transformed so does not hold what a checkpoint holds, and a copy into it would be garbage. Which
-layers are transformed is not looked up in a list of methods, it is seen: while a post-load step runs, every
-operator that makes something of the layer's parameters is noted, and whether the parameters are others afterwards.
+A transformed layer does not hold the checkpoint's tensors: a copy of a checkpoint's tensor into it would corrupt it.
+This module detects transformed layers by observation, not by a list of methods. While a post-load step runs, it records
+the operators that derive tensors from the layer's parameters, and whether the step replaces the parameters.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.trace import takes_shape_only
-from rl_memory_plugins.weights.written import tensors_in, written_by
+from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
 
 STEP = "process_weights_after_loading"
-"""What both engines call the step, of a layer or of its `quant_method`."""
+"""The name of the step in both engines, on a layer or on its `quant_method`."""
 
 NEW_LAYOUT = "other parameters"
-"""Noted beside the operators where the step left other tensors than it found."""
+"""Recorded among the operators if the step has replaced parameters of the layer."""
 
 _ATTRIBUTE = "_rl_memory_post_load"
 
 
 class PostLoad:
-    """The post-load steps of one model, from its first load on.
+    """Observes the post-load steps of one model.
 
     Attributes:
-        model: Its layers are watched; `watch` must be called before its weights are loaded.
+        model: The model. Call `watch` before its weights are loaded.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._first: dict[tuple[torch.nn.Module, bool], set[str]] = {}  # what each step did at the first load
+        # The operators of the first load, by layer and whether the step is the layer's own.
+        self._first: dict[tuple[torch.nn.Module, bool], set[str]] = {}
         self._now = self._first
         self._derived: dict[torch.nn.Module, list[StorageWeakRef]] = {}
         self._keeping: set[torch.nn.Module] = set()
 
     def watch(self) -> None:
-        """Wrap the steps of all layers, where that is not done yet: engines exchange quantisation methods."""
+        """Wrap the steps that are not wrapped yet. Engines replace quantisation methods between loads."""
         for layer in self.model.modules():
             for owner in (layer, getattr(layer, "quant_method", None)):
                 step = getattr(owner, STEP, None)
@@ -54,12 +55,12 @@ class PostLoad:
                     setattr(owner, STEP, self._watched(step, layer if owner is layer else None))
 
     def transformed(self) -> dict[str, str]:
-        """The layers whose steps transformed weights at the first load, and what for: their quantisation methods."""
+        """The layers whose weights were transformed at the first load, with their quantisation methods."""
         names = self._names()
         return {names.get(layer, type(layer).__name__): _method_of(layer) for layer, _ in self._first}
 
     def hidden(self) -> dict[str, str]:
-        """Those of them that keep something made of weights where nothing can exchange it: in no module's tensors."""
+        """The transformed layers that keep derived tensors outside all modules, where a reload cannot replace them."""
         held = {
             StorageWeakRef(tensor.untyped_storage())
             for layer in self.model.modules()
@@ -73,7 +74,7 @@ class PostLoad:
         }
 
     def kept_elsewhere(self) -> dict[str, str]:
-        """Those whose kernels hold weights in memory of their own, which nothing can release or compare."""
+        """The layers whose kernels keep weights in memory of their own, which cannot be released or compared."""
         names = self._names()
         return {names.get(layer, type(layer).__name__): _method_of(layer) for layer in self._keeping}
 
@@ -82,13 +83,16 @@ class PostLoad:
 
     @contextmanager
     def repeating(self, *, partial: bool) -> Iterator[None]:
-        """The body loads weights again. Each step must do what it did at the first load.
+        """The body loads weights again. Each step must repeat the operators of the first load.
 
-        Engines skip steps that have run already; what then lies in the layer is not what its kernel expects.
+        Engines may skip a step that has run before. The layer then holds weights in a form that its kernel cannot read.
+
+        Args:
+            partial: The update may omit layers. Their steps need not run.
 
         Raises:
-            WeightUpdateError: a step did less, or did not run. That is right where `partial` leaves a layer out, and
-                for a `quant_method` of attention: its scales stay unless new ones come.
+            WeightUpdateError: a step ran fewer operators, or did not run. A step of attention's `quant_method` need not
+                run: the scales stay unless the update has new ones.
         """
         self.watch()
         self._now = {}
@@ -96,7 +100,7 @@ class PostLoad:
             yield
             for (layer, own), first in self._first.items():
                 now = self._now.get((layer, own))
-                if own:  # it finds the layer as it left it, and may write in place
+                if own:  # the step finds the layout that it left, and may write in place
                     first = first - {NEW_LAYOUT}
                 optional = partial or (hasattr(type(layer), STEP) and not own)
                 if (now is None and optional) or (now is not None and first <= now):
@@ -113,7 +117,7 @@ class PostLoad:
             self._now = self._first
 
     def _watched(self, step: Callable[..., Any], owner: torch.nn.Module | None) -> Callable[..., Any]:
-        """The step of a layer, or without `owner` of a method, which may be a module too and is given the layer."""
+        """Wrap a step of the layer `owner`; or, without `owner`, of a method whose first argument is the layer."""
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +129,7 @@ class PostLoad:
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if reads.keeping:
                 self._keeping.add(layer)
-            if found or self._now is not self._first:  # of a second load, that it ran at all counts
+            if found or self._now is not self._first:  # at a later load, also record that the step ran
                 self._now.setdefault((layer, owner is not None), set()).update(found)
             if found and self._now is self._first:  # graphs are captured after the first load
                 kept = [*self._derived.get(layer, ()), *reads.storages]
@@ -137,36 +141,36 @@ class PostLoad:
 
 
 def attach(model: torch.nn.Module) -> None:
-    """Watch a model that has just been made."""
+    """Watch a new model. Call this before its weights are loaded."""
     post_load = PostLoad(model)
     post_load.watch()
     setattr(model, _ATTRIBUTE, post_load)
 
 
 def of(model: torch.nn.Module) -> PostLoad | None:
-    """A model's watch, if it had one from the start."""
+    """The `PostLoad` of a model; `None` if the model is not watched."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def transformed_in(model: torch.nn.Module) -> int:
-    """How many of a model's post-load steps were seen to transform weights; 0 where nobody watches them."""
+    """The number of a model's post-load steps that have transformed weights; 0 if the model is not watched."""
     watch = of(model)
     return 0 if watch is None else len(watch._first)
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's own tensors: parameters, buffers and plain attributes."""
+    """The tensors of a layer by attribute name: parameters, buffers and plain attributes. Excludes submodules."""
     own: Mapping[str, Any] = {**vars(layer), **layer._buffers, **layer._parameters}
     return {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
 
 
 class _Derivations:
-    """What happens to weights while it is entered.
+    """Records how operators use weights while this context is active.
 
     Attributes:
-        operators: Those that made something of weights, or changed them.
-        keeping: Those among them that gave nothing back, so that what they made is where nobody can see it.
-        storages: The memory of what was made.
+        operators: The operators that derived tensors from weights, or wrote weights.
+        keeping: The operators among them without a result: they keep derived tensors where nothing can find them.
+        storages: The memory of derived tensors.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
@@ -200,7 +204,7 @@ class _Derivations:
 
 
 class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
-    """Every operator that goes through the dispatcher."""
+    """Records the operators that go through the dispatcher."""
 
     def __init__(self, derivations: _Derivations) -> None:
         super().__init__()
@@ -213,7 +217,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
 
 
 class _Calls(TorchFunctionMode):  # type: ignore[misc]
-    """Calls of engines' own operators: those that are registered for all devices at once bypass dispatch modes."""
+    """Records engines' own operators: those that are registered for all devices at once bypass dispatch modes."""
 
     def __init__(self, derivations: _Derivations) -> None:
         super().__init__()

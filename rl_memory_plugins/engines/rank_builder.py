@@ -12,10 +12,10 @@ from rl_memory_plugins.memory.backup import HostArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.coverage import canonical
 from rl_memory_plugins.weights.model_loader import Reload
 from rl_memory_plugins.weights.plan import Loader
 from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
-from rl_memory_plugins.weights.regions import canonical
 
 if TYPE_CHECKING:
     import torch

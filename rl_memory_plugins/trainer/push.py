@@ -1,4 +1,4 @@
-"""A whole weight update from one trainer process in one call: the sender, and the engine that is told of it."""
+"""A weight update in one call: the request to the engine, and the sender that serves it."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def push_weights(
     transport: str = "auto",
     keep_mapped: bool = False,
 ) -> dict[str, Any]:
-    """Update an engine's weights: the whole exchange in one call.
+    """Update the weights of an engine.
 
     Args:
-        post: Sends the body that it is given to `/update_weights_from_ipc` and returns the answer; it raises
-            where the answer is an error (this package's client raises the typed one).
-        tensors: A module or a mapping, which is sent as a `ModelSource`, or a source. Tensors of a module or mapping
-            that are sharded over several processes are refused: see `OwnSource`.
+        post: Posts a body to `/update_weights_from_ipc` and returns the answer. Must raise if the answer is an error
+            (the client of this package raises typed errors).
+        tensors: A source; or a module or mapping, which is sent as a `ModelSource`. Tensors of a module or mapping that
+            are sharded over several processes are refused: see `OwnSource`.
         partial: See `WeightSender.send`.
         receivers: The devices of all ranks, or their number.
-        weight_version: The engine's version of the weights after the update.
-        mode: What happens to running requests meanwhile.
-        timeout_s: The longest silence of either side. Where not given, `DEFAULT_TIMEOUT_S` on this side, and on the
-            engine's its option `update_timeout_s`.
-        transport: How the bytes travel; see `WeightSender` for this and `keep_mapped`.
+        weight_version: The version of the weights after the update.
+        mode: How the engine treats running requests during the update: a `PauseMode`.
+        bucket_bytes, slots, directory, transport, keep_mapped: As for `WeightSender`.
+        timeout_s: The longest silence of either side, in seconds. Default: `DEFAULT_TIMEOUT_S` for this side, and the
+            option `update_timeout_s` for the engine.
 
-    Returns: the sender's report, with the engine's answer under `"engine"`.
+    Returns: the report of the sender, with the answer of the engine under `"engine"`.
 
     Raises:
-        RLMemoryError: the more specific one, where both sides fail.
+        RLMemoryError: the update failed. If both sides fail, the more specific error.
     """
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     sender = WeightSender(
@@ -83,7 +83,7 @@ def push_weights(
     thread = threading.Thread(target=on_this_gpu(call), name="rl-memory-update-weights", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # no more threads
+    except RuntimeError as error:  # this process cannot start more threads
         sender.close()
         raise wire.as_update_error(error) from None
     report: dict[str, Any] = {}
@@ -96,14 +96,19 @@ def push_weights(
         try:
             raise max(failures, key=specificity)
         finally:
-            failures.clear()  # or they and this frame keep each other
+            failures.clear()  # breaks a reference cycle of the errors and this frame
     if not answers:
-        raise WeightUpdateError(f"the engine has the weights but did not answer within {wait_s:g} s", reason="stalled")
+        raise WeightUpdateError(
+            f"the engine has loaded all weights but did not answer within {wait_s:g} s", reason="stalled"
+        )
     return {**report, "engine": answers[0]}
 
 
 def specificity(error: Exception) -> int:
-    """The sender's `ManifestError` covers all ranks; a `WeightUpdateError` may only say that a peer left."""
+    """How precisely an error names the cause: the highest is raised if both sides of an update fail.
+
+    The sender's `ManifestError` covers all ranks. A `WeightUpdateError` may only say that the peer disconnected.
+    """
     if isinstance(error, ManifestError):
         return 3 if any("ranks" in mismatch for mismatch in error.details.get("mismatches", ())) else 2
     if isinstance(error, WeightUpdateError):

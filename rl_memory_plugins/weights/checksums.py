@@ -1,8 +1,8 @@
-"""Checksums of weights that come out the same at the trainer and at the ranks that hold parts of them.
+"""Checksums of weights that are equal at the trainer and at the ranks that hold parts of the weights.
 
-A tensor's checksum is the sum, modulo 2**64, over its elements of a 64-bit mix of the element's bits and its
-row-major index. So it depends on every element's place, and the sums of disjoint regions add up to the whole:
-a rank sums the region of the checkpoint's tensor that it holds, whatever its own layout.
+The checksum of a tensor is a sum over its elements, modulo 2**64. Each term is a 64-bit mix of the element's bits and
+its row-major index, so the checksum depends on the position of every element. The checksums of disjoint regions add up
+to that of the tensor: a rank sums the region that it holds, in any layout.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ import torch
 
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.splitmix import GOLDEN, MIX_1, finalise, shifted, signed
+from rl_memory_plugins.weights.coverage import canonical, row_major
 from rl_memory_plugins.weights.plan import LoadPlan
-from rl_memory_plugins.weights.regions import canonical, row_major
 from rl_memory_plugins.weights.trace import CopyStep
 
 CHUNK_ELEMENTS = 1 << 22
-"""Elements mixed at once; about five int64 temporaries of this size exist meanwhile."""
+"""Elements mixed at a time. About five int64 temporaries of this size exist meanwhile."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 64) - 1
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    """The checksum of a whole tensor: 16 hexadecimal digits, the same on any device and for any strides."""
+    """The checksum of a whole tensor: 16 hexadecimal digits. It does not depend on the device or the strides."""
     return _hex(region_checksum(tensor, tensor.shape, row_major(tensor.shape), 0))
 
 
 def region_checksum(view: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> int:
-    """The part of a tensor's checksum that belongs to the elements in `view`.
+    """The part of a tensor's checksum that the elements in `view` contribute.
 
-    `size`, `stride` and `offset` say which elements of the whole tensor they are, in elements of its row-major
-    form; `view` has the shape `size`.
+    Args:
+        view: The elements, of shape `size`.
+        size, stride, offset: The position of the elements in the whole tensor, in elements of its row-major form.
     """
     bits = view.detach().reshape(tuple(size)) if view.dim() == 0 else view.detach()
     if bits.numel() == 0:
@@ -62,7 +63,7 @@ def _sum(bits: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tens
 
 
 def _mix(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 over both."""
+    """A 64-bit hash of each value and its index, with the finaliser of splitmix64."""
     mixed = index * signed(GOLDEN) + signed(0xD1B54A32D192ED03)
     return finalise((mixed ^ shifted(mixed, 29)) + values * signed(MIX_1))
 
@@ -74,8 +75,9 @@ def _hex(value: int) -> str:
 def plan_checksums(plan: LoadPlan) -> dict[str, Any]:
     """This rank's share of the checkpoint's checksums, read from the memory that the plan writes.
 
-    Per name, a list of `[offset, size, stride, partial sum]`; merge the ranks' with `merge_checksums`.
-    Names that are opaque, cast, or written only in part from distinct elements have none: see `"opaque"`.
+    `"regions"` has, for each name, a list of `[offset, size, stride, partial sum]`; `merge_checksums` adds up those of
+    all ranks. `"opaque"` lists the names without a checksum: the plan does not replay them, casts them, or copies one
+    element to several places.
     """
     regions: dict[str, list[Any]] = {}
     opaque = sorted(plan.opaque)
@@ -107,10 +109,13 @@ def _repeats(copy: CopyStep) -> bool:
 
 
 class Checksums(msgspec.Struct, frozen=True):
-    """The checksums of an engine, over all its ranks.
+    """The checksums of one engine, merged over all its ranks.
 
-    `tensors` maps names to checksums: the checkpoint's names where `layout` is `"checkpoint"`, else the
-    engine's own as `name@rank`. `partial` are names of which no rank, or not all of the tensor, was found.
+    Attributes:
+        layout: `"checkpoint"` after a complete update of which a plan replayed tensors, else `"engine"`.
+        tensors: Checksums by name: the checkpoint's names, or in the layout `"engine"` the engine's own as `name@rank`.
+        partial: Names of tensors of which the ranks hold only a part, or nothing.
+        opaque: Names of tensors that the ranks do not hold as the checkpoint does.
     """
 
     layout: str
@@ -120,11 +125,14 @@ class Checksums(msgspec.Struct, frozen=True):
 
 
 class ReplicaChecksums(Checksums, frozen=True):
-    """The checksums of several data-parallel engines: what all of them say together, and each for itself.
+    """The checksums of several data-parallel engines, merged and for each engine.
 
-    `tensors` holds what the engines agree on, so it equals the trainer's only where every replica does; names that
-    engines hold with different bytes are in `differing`. Where experts are spread over the engines, each engine's
-    `partial` names those it has not, and together they are whole.
+    `tensors` equals the trainer's checksums only if every replica does. If the engines share the experts, `tensors` has
+    them too, and the `partial` of each engine names the experts that this engine lacks.
+
+    Attributes:
+        differing: Names of tensors whose bytes differ between engines. `tensors` does not have them.
+        engines: The checksums of each engine, in the order of engines.
     """
 
     differing: list[str] = []
@@ -132,12 +140,15 @@ class ReplicaChecksums(Checksums, frozen=True):
 
 
 def merge_engines(engines: Sequence[Sequence[dict[str, Any]]]) -> Checksums:
-    """The checksums of all data-parallel engines, from each one's ranks' `checksums()`, in the order of engines.
+    """Merge the checksums of all data-parallel engines.
+
+    Args:
+        engines: The results of `checksums()` on the ranks of each engine, in the order of engines and of ranks.
 
     Returns: `ReplicaChecksums` if there are several engines.
 
     Raises:
-        EngineFaultError: as `merge_checksums`, within one engine or between them.
+        EngineFaultError: ranks of one engine differ (see `merge_checksums`), or engines differ in layout or manifest.
     """
     each = [merge_checksums(ranks) for ranks in engines]
     if len(each) == 1:
@@ -154,10 +165,10 @@ def merge_engines(engines: Sequence[Sequence[dict[str, Any]]]) -> Checksums:
 
 
 def merge_checksums(ranks: Sequence[dict[str, Any]]) -> Checksums:
-    """Add up what one engine's ranks' `checksums()` returned, in the order of ranks.
+    """Merge the results of `checksums()` on the ranks of one engine, in the order of ranks.
 
     Raises:
-        EngineFaultError: ranks that hold the same region hold different bytes, or do not have one manifest.
+        EngineFaultError: the ranks differ in layout, in manifest, or in the bytes of a region that several hold.
     """
     if ranks and all(rank["layout"] == "engine" for rank in ranks):
         return Checksums(
@@ -167,17 +178,17 @@ def merge_checksums(ranks: Sequence[dict[str, Any]]) -> Checksums:
     merged, differing = _merge(ranks)
     for name, number in differing.items():
         raise EngineFaultError(
-            f"rank {number} holds other bytes of {name} than the ranks before it", name=name, rank=number
+            f"rank {number} and a rank before it hold different bytes of {name}", name=name, rank=number
         )
     return merged
 
 
 def _merge(ranks: Sequence[dict[str, Any]]) -> tuple[Checksums, dict[str, int]]:
-    """The sums over all ranks' distinct regions; and by name, the first rank with other bytes than one before it."""
+    """The checksums over all ranks' distinct regions; by name, the first rank that differs from an earlier one."""
     if any(rank["layout"] != "checkpoint" for rank in ranks):
-        raise EngineFaultError("some ranks have taken an update that others have not")
+        raise EngineFaultError("some ranks have received a complete update and others have not")
     if len({rank["digest"] for rank in ranks}) > 1:
-        raise EngineFaultError("the ranks' latest updates had different manifests")
+        raise EngineFaultError("the latest complete updates of the ranks had different manifests")
     opaque = sorted({name for rank in ranks for name in rank["opaque"]})
     numel: dict[str, int] = ranks[0]["numel"] if ranks else {}
     tensors: dict[str, str] = {}
@@ -197,7 +208,7 @@ def _merge(ranks: Sequence[dict[str, Any]]) -> tuple[Checksums, dict[str, int]]:
 
 
 def _distinct_regions(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[dict[tuple[Any, ...], int], int | None]:
-    """The sum of each region of a tensor, and the first rank with other bytes of one than a rank before it."""
+    """The sum of each region of a tensor, and the first rank whose sum differs from that of an earlier rank."""
     regions: dict[tuple[Any, ...], int] = {}
     other: int | None = None
     for number, rank in enumerate(ranks):

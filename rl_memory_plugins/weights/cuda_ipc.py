@@ -1,8 +1,8 @@
-"""Memory of one process that another one reads or writes on the same GPU: 64-byte handles of the CUDA driver.
+"""CUDA IPC: GPU memory of one process that another process on the same GPU opens.
 
-Such a handle exports a whole allocation of cuMemAlloc, which cudaMalloc and torch's caching allocator rest on.
-Memory mapped through virtual memory management (torch's expandable segments, pausable regions) and memory of
-cudaMallocAsync have none. The driver is called through ctypes: a trainer needs nothing but torch installed.
+A 64-byte handle of the CUDA driver exports a whole allocation of cuMemAlloc. cudaMalloc and torch's caching allocator
+use cuMemAlloc. Memory from virtual memory management (torch's expandable segments, pausable regions) and from
+cudaMallocAsync has no such handle. This module calls the driver through ctypes: a trainer needs only torch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _NONCE = secrets.token_hex(8)
 
 
 def process_id() -> str:
-    """Tells this process from all others, in whatever PID namespace they are."""
+    """An identifier of this process that is unique across PID namespaces."""
     return f"{os.getpid()}-{_NONCE}"
 
 
 class Allocation(NamedTuple):
-    """One allocation of the process that made it.
+    """One GPU allocation, as its owner describes it. `handle` has 64 bytes.
 
-    `serial` tells it from a later one at the same address, which may have the same handle.
+    `serial` distinguishes it from a later allocation at the same address, which may have the same handle.
     """
 
     handle: bytes
@@ -54,10 +54,10 @@ class Allocation(NamedTuple):
 
 
 def allocations_of(description: dict[str, Any]) -> list[Allocation]:
-    """Those that a trainer's buffer names.
+    """The allocations in the description of a trainer's buffer.
 
     Raises:
-        WeightUpdateError: what it names are no CUDA IPC handles.
+        WeightUpdateError: a handle has the wrong type or size, or an allocation is empty.
     """
     allocations = [Allocation(*one) for one in description["allocations"]]
     if any(not isinstance(one.handle, bytes) or len(one.handle) != 64 or one.nbytes < 1 for one in allocations):
@@ -66,24 +66,24 @@ def allocations_of(description: dict[str, Any]) -> list[Allocation]:
 
 
 class Gpu(Protocol):
-    """What this module needs of a GPU; tests bring their own."""
+    """The operations on a GPU that weight updates need. Tests have their own implementation."""
 
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
     def free_bytes(self) -> int:
-        """What torch can still allocate here."""
+        """Bytes that torch can still allocate on this GPU."""
 
     def find(self, address: int) -> Allocation | None:
-        """The allocation that holds the address; None if it cannot be exported."""
+        """The allocation that contains the address; `None` if CUDA IPC cannot export it."""
 
     def open(self, handle: bytes) -> int:
-        """The address, in this process, of another process's allocation."""
+        """Map another process's allocation. Returns its address in this process."""
 
     def bytes_from(self, address: int) -> int:
-        """Bytes from an address of this process to the end of its allocation, which may be another process's.
+        """Bytes from an address to the end of its allocation, which may be another process's.
 
         Raises:
-            UnsupportedError: it lies in none.
+            UnsupportedError: no allocation contains the address.
         """
 
     def close(self, address: int) -> None: ...
@@ -100,20 +100,23 @@ class _Handle(ctypes.Structure):
 
 
 class CudaGpu:
-    """A GPU of this process, by the driver. Its methods may be called by any thread.
+    """A GPU of this process, through the driver. Any thread may call the methods.
 
     Args:
-        index: torch's ordinal.
+        index: The GPU's ordinal in torch.
+
+    Raises:
+        UnsupportedError: the CUDA driver cannot be loaded, or refuses a call.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._found: dict[int, Allocation] = {}  # by serial, of which the driver never uses one twice
+        self._found: dict[int, Allocation] = {}  # by serial; the driver never reuses a serial
         try:
             self._api = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise UnsupportedError(f"there is no CUDA driver: {error}") from None
-        torch.cuda.synchronize(index)  # the primary context exists from here on
+            raise UnsupportedError(f"the CUDA driver cannot be loaded: {error}") from None
+        torch.cuda.synchronize(index)  # creates the primary context
         device = ctypes.c_int()
         self._context = ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), index)
@@ -176,7 +179,7 @@ class CudaGpu:
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def register(self, address: int, nbytes: int) -> None:
-        # not the runtime's function, whose failure would surface again in torch's next check for errors
+        # not cudaHostRegister: torch's next error check would raise its failure again
         with self._current():
             self._call(
                 "cuMemHostRegister_v2",
@@ -214,20 +217,20 @@ class CudaGpu:
         if code == _OUT_OF_MEMORY and needed_bytes:
             free = int(torch.cuda.mem_get_info(self.index)[0])
             raise DeviceMemoryError(
-                f"no {needed_bytes} bytes of GPU memory for staging weights",
+                f"cannot allocate {needed_bytes} bytes of GPU memory to stage weights",
                 needed_bytes=needed_bytes,
                 free_bytes=free,
                 margin_bytes=0,
             )
-        raise UnsupportedError(f"{name} answered {error} ({code})", cuda_error=error)
+        raise UnsupportedError(f"{name} failed with {error} ({code})", cuda_error=error)
 
 
 def local_gpus(*, initialise: bool = False) -> dict[str, int]:
-    """The GPUs that this process sees: their names (`CudaDevice.name`) and torch's ordinals.
+    """The GPUs that this process sees: torch's ordinal by name (`CudaDevice.name`).
 
     Args:
-        initialise: Whether CUDA may be initialised for this, which takes GPU memory. None are seen otherwise
-            unless the process uses CUDA already.
+        initialise: Allow this call to initialise CUDA, which takes GPU memory. Otherwise the result is empty unless the
+            process uses CUDA already.
     """
     if torch.version.cuda is None or not (torch.cuda.is_initialized() or initialise):
         return {}
@@ -240,10 +243,10 @@ def _open_gpu(index: int) -> CudaGpu:
 
 
 def local_gpu(name: str) -> Gpu:
-    """A GPU by its name, wherever it stands in this process's order.
+    """The GPU with this name. Its ordinal may differ between processes.
 
     Raises:
-        UnsupportedError: this process does not see it.
+        UnsupportedError: this process does not see the GPU.
     """
     index = local_gpus(initialise=torch.cuda.is_available()).get(name)
     if index is None:
@@ -252,11 +255,10 @@ def local_gpu(name: str) -> Gpu:
 
 
 class Mappings:
-    """Allocations of another process, opened in this one; each handle once.
+    """Allocations of another process that are open in this process, each handle once.
 
-    What is open may be kept from one update to the next, as long as the trainer holds the connection that it
-    was kept with: memory that its owner frees or dies with stays in use while anybody has it open. Not for use
-    by two sessions at a time.
+    `keep` leaves them open between updates until the trainer closes a connection: an open allocation stays in use even
+    if its owner frees it or exits. Two sessions must not use one object at the same time.
     """
 
     def __init__(self) -> None:
@@ -268,20 +270,22 @@ class Mappings:
         return len(self._open)
 
     def open(self, gpu: Gpu, process: str, allocations: Sequence[Allocation]) -> list[torch.Tensor]:
-        """The allocations' bytes, for one that stayed open the same tensor; closes whatever else was open.
+        """Open these allocations and close all others.
+
+        Returns: the bytes of each (uint8, one dimension). An allocation that was open already gives the same tensor.
 
         Raises:
-            UnsupportedError: the driver denies it. Nothing is open then.
+            UnsupportedError: the driver refuses. Nothing is open then.
             WeightUpdateError: an allocation has fewer bytes than the trainer says. Nothing is open then.
         """
-        if process == process_id():  # a handle cannot be opened by the process that exported it
+        if process == process_id():  # CUDA does not open a handle in the process that exported it
             self.close()
             for one in allocations:
                 _require_bytes(gpu, one.address, one)
             return [gpu.view(one.address, one.nbytes) for one in allocations]
         keys = [(process, *one) for one in allocations]
         with self._lock:
-            self._lease = None  # until `keep`, the allocations are this session's
+            self._lease = None  # the end of an earlier lease must not close this session's allocations
             try:
                 self._close(self._open.keys() - set(keys))
                 for key, one in zip(keys, allocations, strict=True):
@@ -293,7 +297,7 @@ class Mappings:
             return [self._open[key][1] for key in keys]
 
     def keep(self, connection: Connection) -> None:
-        """Leave open what is open until the trainer closes the connection, which is ours from here on."""
+        """Leave the allocations open until the trainer closes `connection`, which this object owns from now on."""
         with self._lock:
             self._lease = connection
         threading.Thread(target=self._close_after, args=(connection,), name="rl-memory-mappings", daemon=True).start()
@@ -311,7 +315,7 @@ class Mappings:
             if self._lease is connection:
                 self._lease = None
                 self._close(set(self._open))
-        connection.close()  # which tells the trainer that its memory is its own again
+        connection.close()  # tells the trainer that its memory is no longer open here
 
     def _close(self, keys: set[tuple[Any, ...]]) -> None:
         for gpu in {id(self._open[key][0]): self._open[key][0] for key in keys}.values():
@@ -332,11 +336,11 @@ def _opened(gpu: Gpu, allocation: Allocation) -> torch.Tensor:
 
 
 def _require_bytes(gpu: Gpu, address: int, allocation: Allocation) -> None:
-    """The trainer's word for a size is not enough: reading on behind the end is a fault that no process survives."""
+    """Check the size that the trainer states: a read beyond the end of an allocation would kill this process."""
     found = gpu.bytes_from(address)
     if allocation.nbytes > found:
         raise WeightUpdateError(
-            f"the trainer offers {allocation.nbytes} bytes of an allocation that has {found}",
+            f"the trainer offered {allocation.nbytes} bytes of an allocation that has only {found}",
             reason="wrong size",
             nbytes=allocation.nbytes,
             got=found,
@@ -348,10 +352,10 @@ _turns = threading.Lock()
 
 @contextmanager
 def _taking_turns() -> Iterator[None]:
-    """For a background thread that calls the driver many times: each call gives the interpreter away.
+    """Shorten Python's switch interval while a background thread makes many driver calls.
 
-    A thread that spins, such as SGLang's idle scheduler, gives it back after Python's switch interval, 5 ms each time:
-    800 allocations took 12 s to close.
+    Each call releases the GIL. A thread that spins, such as SGLang's idle scheduler, then holds the GIL for one switch
+    interval, 5 ms by default: 800 allocations took 12 s to close.
     """
     with _turns:
         former = sys.getswitchinterval()
@@ -363,7 +367,7 @@ def _taking_turns() -> Iterator[None]:
 
 
 class _Leases:
-    """The trainer's ends of the connections with which receivers keep its memory open."""
+    """The trainer's ends of the connections on which receivers keep its memory open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -383,7 +387,7 @@ class _Leases:
             connection.finish()
         for receiver, connection in connections.items():
             connection.await_end(timeout_s)
-            with self._lock:  # not before: whoever tries again must wait for those that have not answered
+            with self._lock:  # only now: if this call times out, the next call must wait for this receiver again
                 if self._connections.get(receiver) is connection:
                     del self._connections[receiver]
             connection.close()
@@ -393,25 +397,28 @@ leases = _Leases()
 
 
 def release_mapped(timeout_s: float = 10.0) -> None:
-    """Have all engines close what they keep open of this process's memory (`keep_mapped`).
+    """Make all engines close the memory of this process that `keep_mapped` has left open.
 
-    To be called before such memory is freed, moved or paused: it stays in use otherwise.
+    Call this before the tensors are freed, moved or paused: otherwise their memory stays in use.
+
+    Args:
+        timeout_s: The longest wait for each engine, in seconds.
 
     Raises:
-        WeightUpdateError: an engine did not do so in time. The next call waits for it again.
+        WeightUpdateError: an engine did not close the memory in time. The next call waits for that engine again.
     """
     leases.release(timeout_s)
 
 
 def require_device(description: dict[str, Any], device: str) -> None:
-    """Refuse memory of another GPU than the receiver's own.
+    """Check that a buffer is on the receiver's own GPU.
 
     Raises:
-        WeightUpdateError: with both names in its details.
+        WeightUpdateError: the buffer is on another device. The details name both devices.
     """
     if description.get("device") != device:
         raise WeightUpdateError(
-            f"the trainer offers memory of {description.get('device')} to a receiver on {device}",
+            f"the trainer offered memory on {description.get('device')} to a receiver on {device}",
             reason="wrong device",
             device=device,
             got=description.get("device"),

@@ -1,11 +1,11 @@
-"""Weight updates that this package does not carry: by the engine's own calls, or by a trainer through its loader.
+"""Weight updates outside this package: through the engine's own calls, or by a trainer through the engine's loader.
 
-No manifest announces such an update, so its writes are watched. The update is complete once every byte of every
-parameter has been written since the weights became stale. The content is valid again then, as after an update of ours.
-The return value of a loader does not count: a loader names a fused parameter after the first of its parts.
+Such an update has no manifest, so this module records its writes. The update is complete once every byte of every
+parameter has been written since the weights became stale. The content is then valid, as after the package's updates.
+The return value of a loader does not count: a loader reports a fused parameter after the first of its parts.
 
-Several calls may form one update with a begin and an end. The content is `updating` from the begin to the end. Weights
-that were valid at the begin are valid again at the end.
+Several calls may form one update with a begin and an end. The content is `updating` in between. Weights that were valid
+at the begin are valid again at the end.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING
 
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights.regions import Coverage
-from rl_memory_plugins.weights.written import Written, recording
+from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.write_recorder import Written, recording
 
 if TYPE_CHECKING:
     import torch
 
 
 class EngineUpdates:
-    """Decides what the weights of one rank are worth, from the writes into its parameters.
+    """Sets the content of one rank's weights from the writes into its parameters.
 
     A rank that decides alone uses `watch`. Ranks that must agree first use `record`, and then `settle` or `fail`.
 
     Args:
         manager: The manager of the rank.
         parameters: Gives the parameters that a complete update must cover.
-        undo: Restores the layers that the engine has taken apart for a load that breaks off.
+        undo: Restores the layers that the engine has changed for a load that failed.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class EngineUpdates:
         self._parameters = parameters
         self._undo = undo
         self._written = Coverage()  # since the weights became stale, by calls that succeeded
-        self._epoch = manager.epoch  # at the last call; another one means that something else has changed the weights
-        self._recorded = Written()  # by the call under way, or the last one
+        self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
+        self._recorded = Written()  # by the current call, or the last one
         self._is_open = False  # an update of several calls has begun
         self._before = Content.VALID  # the content at its begin
-        self._wrote = False  # one of its calls has written
+        self._wrote = False  # a call of the open update has written
 
     # -- one call ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """The body loads weights. A load that has written everything before it failed is complete.
+        """The body loads weights. A load that fails after it has written every parameter is complete.
 
         Raises:
             StateConflictError: the weights are asleep.
@@ -91,7 +91,7 @@ class EngineUpdates:
         return any(touched.fraction(tensor) > 0 for tensor in self._parameters())
 
     def settle(self) -> None:
-        """The recorded call is over, and succeeded on every rank."""
+        """Account for the recorded call, which has succeeded on every rank."""
         recorded, self._recorded = self._recorded, Written()
         self._forget_outdated()
         self._written.extend(recorded.anew)
@@ -107,7 +107,7 @@ class EngineUpdates:
             self._written = Coverage()
 
     def fail(self) -> None:
-        """The content of the weights is undefined: a call failed on some rank after some rank had written."""
+        """Mark the content as undefined: a call failed on some rank after some rank had written."""
         self._recorded, self._written = Written(), Coverage()
         self.manager.tear()
         self._epoch = self.manager.epoch
@@ -120,7 +120,7 @@ class EngineUpdates:
         return self._is_open
 
     def begin(self) -> None:
-        """The calls from here on are one update.
+        """Begin an update of several calls.
 
         Raises:
             StateConflictError: the weights are asleep.
@@ -132,14 +132,16 @@ class EngineUpdates:
         self._is_open, self._before, self._wrote = True, before, False
 
     def assume_written(self) -> None:
-        """A call of the open update writes where nothing can be recorded, for example by NCCL or in another thread."""
+        """Note that a call of the open update writes unrecorded, for example by NCCL or in another thread."""
         self._wrote = True
 
     def end(self, *, complete: bool = False) -> bool:
-        """The update ended well on every rank. Returns whether that has changed what the weights are worth.
+        """End an update that has succeeded on every rank.
 
         Args:
-            complete: It has written every parameter, also where nothing was recorded.
+            complete: The update has written every parameter, even if this was not recorded.
+
+        Returns: whether the content changed: `False` if no update was open, or it had failed.
         """
         was_open, self._is_open = self._is_open, False
         if not was_open or self.manager.content is not Content.UPDATING:  # torn or discarded meanwhile
@@ -149,7 +151,7 @@ class EngineUpdates:
         return True
 
     def break_off(self) -> None:
-        """The update will not be ended. Does nothing where none is open."""
+        """End an update that has failed. Does nothing but `undo` if no update is open."""
         self._undo()
         was_open, self._is_open = self._is_open, False
         if was_open and self.manager.content is Content.UPDATING:
@@ -168,7 +170,7 @@ class EngineUpdates:
     # -- completeness -----------------------------------------------------------------------------------------
 
     def _forget_outdated(self) -> None:
-        if self._epoch != self.manager.epoch:  # discarded or updated by other means since the last call
+        if self._epoch != self.manager.epoch:  # something else has discarded or updated the weights since
             self._written = Coverage()
 
     def _covers(self, written: Coverage) -> bool:

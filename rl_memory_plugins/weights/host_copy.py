@@ -1,4 +1,4 @@
-"""Copies between host memory that are faster than one core, whatever OMP_NUM_THREADS a trainer runs with."""
+"""Host-to-host copies with several threads, independent of the trainer's OMP_NUM_THREADS."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 _SINGLE = 2 << 20
-"""Up to so many bytes one thread is faster than several."""
+"""Up to this many bytes, one thread is faster than several."""
 
 
 class HostCopier:
-    """Copies with several threads, which start when they are needed first."""
+    """Copies with several threads. The first large `run` starts them."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
@@ -26,22 +26,22 @@ class HostCopier:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Have the next `run` copy the bytes of one contiguous CPU tensor to another.
+        """Add a copy between contiguous CPU tensors of equal size to the next `run`.
 
         Raises:
-            WeightUpdateError: one has no memory: it is a DTensor or another wrapper, or is offloaded.
+            WeightUpdateError: a tensor has no memory: it is offloaded, a DTensor, or another tensor subclass.
         """
         for tensor in (destination, source):
-            # An address that is not more than the offset in the storage: that of the storage is 0.
+            # The address of a storage without memory is 0, and that of its tensor is the offset in the storage.
             if tensor.nbytes and tensor.data_ptr() <= tensor.storage_offset() * tensor.element_size():
                 raise WeightUpdateError(
-                    f"a {type(tensor).__name__} of {tensor.dtype} {list(tensor.shape)} has no memory that can be "
-                    "copied: it is sharded, another wrapper, or offloaded"
+                    f"a {type(tensor).__name__} of {tensor.dtype} {list(tensor.shape)} has no memory to copy: "
+                    "it is offloaded, sharded, or another tensor subclass"
                 )
         self._pending.append((destination, source))
 
     def run(self) -> None:
-        """Do all copies that were added; the threads get equal shares of the bytes."""
+        """Run all added copies. Each thread gets an equal share of the bytes."""
         ranges = [(to.data_ptr(), source.data_ptr(), source.nbytes) for to, source in self._pending]
         total = sum(nbytes for _, _, nbytes in ranges)
         if total <= _SINGLE or self._threads == 1:
@@ -61,11 +61,11 @@ class HostCopier:
 
 def _move(ranges: Sequence[tuple[int, int, int]]) -> None:
     for to, origin, nbytes in ranges:
-        ctypes.memmove(to, origin, nbytes)  # which releases the GIL
+        ctypes.memmove(to, origin, nbytes)  # releases the GIL
 
 
 def _shares(ranges: Sequence[tuple[int, int, int]], share: int) -> Iterator[list[tuple[int, int, int]]]:
-    """The ranges, cut so that each list has `share` bytes, and the last one the rest."""
+    """Cut the ranges into lists of `share` bytes each. The last list has the rest."""
     found: list[tuple[int, int, int]] = []
     room = share
     for to, origin, nbytes in ranges:

@@ -1,4 +1,4 @@
-"""The trainer's socket of one update: who may connect, who is here, and what they say."""
+"""The trainer's socket for one update: it authenticates receivers and collects their messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rl_memory_plugins.weights import wire
 
 
 class ConnectedRank:
-    """A rank that has introduced itself, and the slots it has not acknowledged."""
+    """A rank whose `Hello` was accepted, and the slots that it has not acknowledged."""
 
     def __init__(self, connection: wire.Connection, hello: wire.Hello) -> None:
         self.connection = connection
         self.rank = hello.rank
         self.device = hello.device
         self.unacknowledged: list[int] = []
-        self.candidate_transports: list[str] = []  # not refused yet, the best first
+        self.candidate_transports: list[str] = []  # the remaining ones, best first
         self.refused: list[dict[str, str]] = []
         connection.peer = f"rank {hello.rank} on {hello.device}"
         connection.details = {"rank": hello.rank, "device": hello.device}
@@ -36,13 +36,13 @@ class Listener:
     """A Unix socket in a new private directory.
 
     Args:
-        receivers: The devices that will connect, or their number.
-        timeout_s: How long to wait for a rank at any one point.
-        directory: Where the private directory is made.
-        token: What ranks must show.
+        receivers: The devices of all receivers, or their number.
+        timeout_s: The longest wait for a rank at any point, in seconds.
+        directory: The parent of the private directory; by default the directory for temporary files.
+        token: The secret that ranks must show; by default a new one.
 
     Raises:
-        InvalidRequestError: no socket can be made in `directory`.
+        InvalidRequestError: no socket can be created in `directory`.
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class Listener:
             self.close()
             where = str(self._directory or directory or "the directory for temporary files")
             raise InvalidRequestError(
-                f"no socket can be made in {where}: {error}", field="directory", got=where
+                f"cannot create a socket in {where}: {error}", field="directory", got=where
             ) from None
         names = ["*"] if self._awaited is None else self._awaited
         self.endpoints: dict[str, str] = dict.fromkeys(names, path)
 
     def close(self) -> None:
-        """Leave nothing behind. May be called more than once."""
+        """Close all connections and remove the socket. May be called more than once."""
         for rank in self.ranks:
             rank.connection.close()
         self.ranks = []
         self._listener.close()
         self._wake.close()
         self._wakeable.close()
-        self._cancelled = None  # its traceback may lead back here
+        self._cancelled = None  # its traceback may refer to this object
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def cancel(self, error: RLMemoryError) -> None:
-        """Make a wait in another thread raise `error`."""
+        """Make the current or next wait in another thread raise `error`."""
         self._cancelled = error
         try:
             self._wake.send(b"x")
@@ -97,7 +97,11 @@ class Listener:
             self._cancelled = None
 
     def connect(self) -> None:
-        """Wait until all receivers have introduced themselves; turn others away."""
+        """Wait until all receivers have connected. Turns other processes away.
+
+        Raises:
+            WeightUpdateError: not all receivers have connected within `timeout_s`.
+        """
         deadline = wire.Deadline(self.timeout_s)
         strangers: list[wire.Connection] = []
         try:
@@ -130,21 +134,21 @@ class Listener:
             hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
             if hello.protocol != wire.PROTOCOL:
                 raise WeightUpdateError(
-                    f"the trainer speaks protocol {wire.PROTOCOL}, the engine {hello.protocol}: install the "
+                    f"the trainer uses protocol {wire.PROTOCOL} and the engine {hello.protocol}: install the "
                     "same version of rl_memory_plugins on both sides",
                     reason="protocol",
                 )
             if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
-                raise AuthenticationError("the token is not this update's")
+                raise AuthenticationError("the token does not belong to this update")
             awaited = self._still_awaited()
             if awaited is not None and hello.device not in awaited:
                 raise WeightUpdateError(
-                    f"device {hello.device} is not awaited, or is here already",
+                    f"no receiver is expected on device {hello.device}, or it has already connected",
                     device=hello.device,
                     awaited=awaited,
                 )
             if len(self.ranks) == self._count:
-                raise WeightUpdateError(f"all {self._count} receivers are here already", device=hello.device)
+                raise WeightUpdateError(f"all {self._count} receivers have already connected", device=hello.device)
         except RLMemoryError as error:
             connection.fail(error)
             connection.close()
@@ -164,7 +168,12 @@ class Listener:
             rank.connection.send(message, self.timeout_s, fds)
 
     def gather(self, ranks: Sequence[ConnectedRank], *types: type[wire.M]) -> list[tuple[ConnectedRank, wire.M]]:
-        """One message from each; the failure of any ends the wait for all."""
+        """Receive one message from each rank. The failure of one rank ends the wait for all.
+
+        Raises:
+            WeightUpdateError: a rank stalled, disconnected, or sent another message.
+            RLMemoryError: the error of a rank, or that of `cancel`.
+        """
         waiting = {rank.connection: rank for rank in ranks}
         messages: dict[int, wire.M] = {}
         deadline = wire.Deadline(self.timeout_s)
@@ -181,17 +190,17 @@ class Listener:
         return [(rank, messages[id(rank)]) for rank in ranks]
 
     def _select(self, waiting: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Those that can be read; empty when the time is over.
+        """The sockets and connections that can be read; empty after `timeout_s`.
 
         Raises:
-            RLMemoryError: the one given to `cancel`.
+            RLMemoryError: the error of `cancel`.
         """
-        poll = select.poll()  # not select(), which ends at descriptor 1023
+        poll = select.poll()  # select() cannot watch descriptors above 1023
         by_fd = {one.fileno(): one for one in (self._wakeable, *waiting)}
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
         ready = [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
-        # What receivers have said comes first: it is closer to the cause than the error given to `cancel`.
+        # Messages of receivers come first: they are closer to the cause than the error of `cancel`.
         if ready == [self._wakeable]:
             raise self._cancelled or WeightUpdateError("the update was cancelled")
         return [one for one in ready if one is not self._wakeable]

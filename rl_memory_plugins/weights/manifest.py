@@ -1,4 +1,4 @@
-"""What a trainer is going to send: the tensors, in order, and the buckets they travel in. Imports no torch."""
+"""The manifest of an update: the tensors in order, and the buckets that carry them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import msgspec
 from rl_memory_plugins.errors import ManifestError
 
 ALIGNMENT = 256
-"""Byte alignment of a tensor within a bucket: enough for every dtype and for vectorised copies."""
+"""Alignment of a tensor within a bucket, in bytes: suits every dtype and vectorised copies."""
 
 MIN_PART = 1 << 20
-"""Fewer bytes of a tensor are not put into what is left of a bucket."""
+"""The smallest part of a tensor, in bytes, that fills the rest of a bucket."""
 
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
@@ -37,10 +37,11 @@ ITEMSIZE: dict[str, int] = {
     "int64": 8,
     "float64": 8,
 }
-"""The dtypes that can be sent, under torch's names, and the bytes of one element."""
+"""Bytes per element of each dtype that can be sent, by torch's name."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # thousands would set off collections
+# gc=False: thousands of tracked objects would trigger the garbage collector
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: str
     dtype: str  # torch's name without the prefix, e.g. "bfloat16"
     shape: tuple[int, ...]
@@ -55,25 +56,28 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # tho
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of one index of the first dimension; of the whole where there is none."""
+        """Bytes of one row of the first dimension; of the whole tensor if it has no rows."""
         return self.nbytes // self.shape[0] if self.shape and self.shape[0] else self.nbytes
 
 
 class BucketEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a tensor or some rows of it lie: in a slot, or without staging in one of the trainer's allocations."""
+    """The place of a tensor, or of some of its rows: in a slot, or without staging in an allocation of the trainer."""
 
     index: int  # into `Manifest.tensors`
     offset: int  # bytes from the start of the slot or allocation
     nbytes: int
-    allocation: int = 0  # without staging, into the allocations of the offer
-    start: int = 0  # bytes of the tensor that came in earlier buckets; whole rows of its first dimension
+    allocation: int = 0  # without staging: index into the allocations of the offer
+    start: int = 0  # bytes of the tensor in earlier buckets; whole rows of the first dimension
 
 
 class Mismatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One reason why a manifest does not fit.
+    """One reason why a manifest does not fit the model.
 
-    `kind`: `duplicate`, `dtype`, `shape`, `unknown`, `missing` (then `name` is the engine's own), or `loader`
-    for an error of the engine's loader that is none of these.
+    Attributes:
+        kind: `duplicate`, `dtype`, `shape`, `unknown`, `missing`, or `loader` for any other error of the loader.
+        name: The name of the tensor; with `missing`, the engine's name of the parameter.
+        message: The reason, as text for a person.
+        ranks: The ranks that report it; empty if no rank was asked.
     """
 
     kind: str
@@ -83,10 +87,10 @@ class Mismatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """All tensors of one update in the order in which they will be sent, each exactly once.
+    """The tensors of one update in the order of transfer, each exactly once.
 
-    A *partial* update changes some of the weights and needs the others to be valid; a complete one must cover
-    every parameter.
+    A *partial* update changes some weights, and needs the others to be valid. A complete update must cover every
+    parameter.
     """
 
     tensors: list[TensorSpec]
@@ -95,11 +99,11 @@ class Manifest(msgspec.Struct, frozen=True):
     partial: bool = False
 
     def digest(self) -> str:
-        """Names what a load plan depends on: the tensors and `partial`, not how they are bucketed."""
+        """A hash of the fields that a load plan depends on: `tensors` and `partial`."""
         return hashlib.sha256(msgspec.msgpack.encode((self.tensors, self.partial))).hexdigest()
 
     def mismatches(self) -> list[Mismatch]:
-        """What is wrong with the manifest whatever the model."""
+        """The mismatches that do not depend on the model."""
         found = []
         seen: set[str] = set()
         for spec in self.tensors:
@@ -115,16 +119,16 @@ class Manifest(msgspec.Struct, frozen=True):
     def buckets(self, *, split: bool = True) -> list[list[BucketEntry]]:
         """Cut the tensors into buckets of at most `bucket_bytes`, in order.
 
-        A tensor that does not fit into what is left of a bucket is continued in the next one, unless the part
-        would be small. A single row, and without `split` a tensor, that is larger than a bucket gets a bucket
-        of its own.
+        A tensor that does not fit into the rest of a bucket continues in the next bucket. It starts in the next bucket
+        if its first part would be small. A row that is larger than a bucket gets a bucket of its own. Without `split`,
+        tensors are not cut into rows.
         """
         buckets: list[list[BucketEntry]] = []
         smallest = max(min(MIN_PART, self.bucket_bytes // 4), 1)
         end = 0
         for index, spec in enumerate(self.tensors):
             nbytes, offset = spec.nbytes, align(end)
-            if buckets and offset + nbytes <= self.bucket_bytes:  # nearly all, where there are thousands
+            if buckets and offset + nbytes <= self.bucket_bytes:  # the common case with thousands of tensors
                 buckets[-1].append(BucketEntry(index, offset, nbytes))
                 end = offset + nbytes
                 continue
@@ -145,7 +149,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return buckets
 
     def slot_bytes(self) -> int:
-        """Bytes that hold any one bucket."""
+        """The size of the largest bucket, in bytes, rounded up to `ALIGNMENT`."""
         needed = max((bucket[-1].offset + bucket[-1].nbytes for bucket in self.buckets()), default=0)
         return align(max(needed, 1))
 
@@ -155,14 +159,14 @@ def align(nbytes: int) -> int:
 
 
 def manifest_error(mismatches: Sequence[Mismatch], unused: Iterable[str] = (), **details: Any) -> ManifestError:
-    """One error that lists everything; `unused` are names that the model's loader ignored."""
+    """One error for all mismatches. `unused` are names that the model's loader ignored."""
     unused = list(unused)
     lines = [f"{m.name}: {m.kind}: {m.message}" for m in mismatches[:5]]
     if len(mismatches) > len(lines):
         lines.append(f"and {len(mismatches) - len(lines)} more")
     return ManifestError(
         f"the manifest does not fit the model in {len(mismatches)} places: " + "; ".join(lines),
-        mismatches=msgspec.json.decode(msgspec.json.encode(mismatches)),  # as it will look to any client
+        mismatches=msgspec.json.decode(msgspec.json.encode(mismatches)),  # in the form that clients see
         unused=unused,
         **details,
     )

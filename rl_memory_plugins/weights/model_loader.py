@@ -1,4 +1,4 @@
-"""How one model takes tensors: plans by manifest, and the engine's own loader for what they cannot replay."""
+"""How one model loads tensors: by a plan for each manifest, and by the engine's own loader for opaque tensors."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
-from rl_memory_plugins.weights.regions import Coverage
 from rl_memory_plugins.weights.replay import Replays
-from rl_memory_plugins.weights.written import Written, recording
+from rl_memory_plugins.weights.write_recorder import Written, recording
 
 if TYPE_CHECKING:
     import torch
 
 MAX_PLANS = 4
-"""Plans kept, one for each manifest that a trainer alternates between (complete, LoRA, …)."""
+"""The number of plans to keep. A trainer may alternate between manifests (complete, LoRA, …)."""
 
 
 class Reload(Protocol):
-    """An engine's own way to load weights that it transforms after loading (quantised, packed, absorbed ones).
+    """Loads weights through the engine's own reload, which transforms them after loading (quantises, packs, absorbs).
 
     Attributes:
-        why: Why replaying copies would be wrong, for a person.
+        why: Why a plan cannot replay copies, as text for a person.
     """
 
     why: str
 
     def checkpoint_layout(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Give the model's parameters the shapes and loaders that they had before the transformation.
+        """Give the model's parameters the shapes and loaders that they had before the transformation, without memory.
 
-        There is no memory behind them. Names them as `"layer.parameter"`; at the end the model is as it was.
+        The context yields the parameters as `"layer.parameter"`. At its exit the model is unchanged.
         """
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
-        """Load and transform; it may keep the tensors until it returns. Every address stays.
+        """Load and transform the weights at the same addresses. It may keep the tensors until it returns.
 
         Raises:
-            WeightUpdateError: what the engine did is not what it did at its first load.
+            WeightUpdateError: the engine did not repeat the steps of its first load.
         """
 
 
 class ModelLoader:
-    """Plans of one model, kept as long as they hold. Arguments are those of `WeightReceiver`.
+    """Keeps the valid plans of one model. The arguments are those of `WeightReceiver`.
 
     Attributes:
-        complete: The plan of the latest complete update, if it replayed anything and the model is still as it was.
-        replays: What the latest update did, bucket by bucket.
+        complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
+        replays: The buckets of the latest update.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class ModelLoader:
         self.replays = Replays()
 
     def plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
-        """The plan for a manifest: from the cache, or traced now. Touches no weights.
+        """The plan for a manifest, from the cache or from a new trace. Writes no weights.
 
         Args:
-            expected: What `drop_outdated` returned in this session.
+            expected: The result of `drop_outdated` in this session.
 
         Raises:
-            ManifestError: the tensors do not fit.
-            UnsupportedError: the engine has transformed weights and cannot do it again.
+            ManifestError: the tensors do not fit the model.
+            UnsupportedError: the engine has transformed weights and cannot repeat that.
         """
         digest = manifest.digest()
         if digest in self._plans:
@@ -103,11 +103,11 @@ class ModelLoader:
         while len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         self._plans[digest] = plan
-        self.drop_outdated()  # the loader may have made new tensors, traced or not
+        self.drop_outdated()  # the loader may have made new tensors even in a trace
         return plan
 
     def refusal(self) -> UnsupportedError | None:
-        """Why no update can ever reach the model's weights, or `None` if updates can."""
+        """Why the model's weights can never be updated; `None` if they can."""
         try:
             self._reload()
         except UnsupportedError as error:
@@ -115,10 +115,10 @@ class ModelLoader:
         return None
 
     def load_opaque(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give the tensors to the engine's own loader, if the plan has any that only it can load.
+        """Load the opaque tensors of the plan through the engine's own loader. Does nothing if there are none.
 
         Raises:
-            WeightUpdateError: the tensors do not make up a complete update; only now could that be seen.
+            WeightUpdateError: the update is not complete, which the trace could not see; or the reload failed.
         """
         if not plan.opaque:
             return
@@ -146,11 +146,11 @@ class ModelLoader:
             )
 
     def drop_outdated(self) -> Mapping[str, torch.Tensor]:
-        """Forget plans that write memory which is no longer the model's; they would keep it alive.
+        """Drop all plans if the model's tensors have been replaced: the plans would keep the old memory alive.
 
-        Plans that were made before the engine was seen to transform something go too.
+        Also drops them if the engine has transformed more weights since they were made.
 
-        Returns: the parameters as they are now.
+        Returns: the current parameters.
         """
         expected = self._parameters()
         current = (self._transformed(), signature(expected), signature(self._buffers()))
@@ -162,11 +162,11 @@ class ModelLoader:
         return expected
 
     def note_complete(self, plan: LoadPlan) -> None:
-        """A complete update by this plan has arrived. What is opaque has no checksum by the checkpoint's names."""
+        """A complete update with this plan has arrived. A plan that replays nothing gives no checkpoint checksums."""
         if plan.digest in self._plans:
             self.complete = plan if plan.steps else None
 
 
 def _lies_at(parameter: torch.Tensor | None, address: int) -> bool:
-    """Whether it is where it was; a loader that gives a parameter other memory has made that anew."""
+    """Whether the parameter has kept its memory. New memory counts as written."""
     return parameter is not None and parameter.data_ptr() == address

@@ -1,6 +1,7 @@
-"""The load plan: what each tensor of a manifest does to this rank's memory, found without touching it.
+"""The load plan: the copies and fills that load each tensor of a manifest into this rank's memory.
 
-Making the plan is the validation of the manifest; the plan then loads later updates without the model's loader.
+`trace` makes the plan and validates the manifest, and writes no memory. Later updates replay the plan without the
+model's loader.
 """
 
 from __future__ import annotations
@@ -16,47 +17,47 @@ import torch
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.ranges import merge
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.pools import inline, intercepted
-from rl_memory_plugins.weights.regions import Coverage
 from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]
-"""A destination, and the tensor that is copied or the value that is filled there."""
+"""A destination, and the tensor to copy or the value to fill."""
 
 SMALL_BYTES = 4 << 20
-"""Up to this size copies on a GPU go many to a kernel: one kernel each costs more than the bytes."""
+"""Up to this size, many copies on a GPU share one kernel: a launch for each copy takes longer than the copy."""
 
 _ALONE = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
-"""Dtypes of which `torch._foreach_copy_` refuses tensors on a GPU."""
+"""Dtypes that `torch._foreach_copy_` refuses on a GPU."""
 
 MAX_FAILURES = 64
-"""After so many names in a row that a loader cannot take, it is asked for no more: each costs a call of it, and all of
-a wrong prefix would cost minutes."""
+"""The trace stops after this many failed names in a row. Each costs a call of the loader, and all names with a wrong
+prefix would take minutes."""
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
 
 
 def goes_with_others(source: torch.Tensor, destination: torch.dtype) -> bool:
-    """Whether a copy on a GPU may be one of `torch._foreach_copy_`'s.
+    """Whether `torch._foreach_copy_` may do this copy on a GPU.
 
-    No casts: releases of torch take one kernel for all destinations, that of the first one's dtype, and write wrong
-    bytes to those of another (pytorch/pytorch#173383).
+    It must not cast: some torch releases use the kernel for the first destination's dtype for all destinations, and
+    write wrong bytes to those of another dtype (pytorch/pytorch#173383).
     """
     return source.nbytes <= SMALL_BYTES and source.dtype == destination and destination not in _ALONE
 
 
 class LoadPlan:
-    """Per name of one manifest, how its bytes get to where this rank wants them.
+    """How this rank loads each tensor of one manifest.
 
     Attributes:
-        steps: Copies and fills that `apply` replays; a name may have many (experts, fused layers) or none.
-        opaque: Names that the engine's loader must load itself, and why.
-        unused: Names that this rank's loader ignored, without those it may ignore.
-        unproven: Where the trace broke off for some names: the parameters that others do not cover, with their
+        steps: The copies and fills that `apply` replays, by name. A name may have many (experts, fused layers) or none.
+        opaque: Names that only the engine's loader can load, with the reason.
+        unused: Names that this rank's loader ignored and may not ignore.
+        unproven: Parameters that the trace has not seen covered because it could not follow the loader, with their
             addresses. Only the real load shows whether a complete update writes them.
-        traced: What the trace saw being written, where some are unproven.
+        traced: If parameters are unproven, the memory that the trace has seen written.
     """
 
     def __init__(
@@ -70,19 +71,19 @@ class LoadPlan:
         self.steps = steps
         self.opaque = opaque
         self.unused = unused
-        # Otherwise the order of writes matters.
+        # If steps overlap, the order of writes matters.
         self._disjoint = _are_disjoint(step for of_name in steps.values() for step in of_name)
 
     def apply(self, name: str, source: torch.Tensor) -> None:
-        """Load one tensor that is not opaque. `source` is contiguous and has the manifest's shape and dtype."""
+        """Load a tensor that is not opaque. `source` is contiguous and has the manifest's shape and dtype."""
         self.run(self.writes(name, source, source.storage_offset()))
 
     def writes(self, name: str, memory: torch.Tensor, start: int) -> list[Write]:
-        """What loading one tensor writes, and views of what it copies there.
+        """The writes that load one tensor.
 
         Args:
-            name: Not opaque.
-            memory: Of the tensor's dtype; holds it, contiguous, from element `start` of its storage.
+            name: A name that is not opaque.
+            memory: Has the tensor's dtype. Its storage holds the tensor, contiguous, from element `start` on.
         """
         return [
             (step.destination, memory.as_strided(step.size, step.stride, start + step.offset))
@@ -92,13 +93,13 @@ class LoadPlan:
         ]
 
     def row_writes(self, name: str, memory: torch.Tensor, start: int, first: int, last: int) -> list[Write] | None:
-        """What loading the rows `first` to `last` (exclusive) of the first dimension writes.
+        """The writes that load rows `first` to `last` (exclusive) of a tensor's first dimension.
 
         Args:
-            memory: Holds the rows, contiguous, from element `start` of its storage.
+            memory: Has the tensor's dtype. Its storage holds the rows, contiguous, from element `start` on.
 
-        Returns: None where the name can only be loaded whole: it is opaque, a copy's view mixes rows, or the
-        order of its writes matters.
+        Returns: `None` if the tensor can only be loaded whole: it is opaque, a copy mixes rows, or the order of writes
+        matters.
         """
         steps, shape = self.steps.get(name, ()), self.specs[name].shape
         if name in self.opaque or not self._disjoint or not shape:
@@ -126,17 +127,17 @@ class LoadPlan:
         return writes
 
     def run(self, writes: Iterable[Write]) -> Batch:
-        """Do writes of any number of tensors. Does not wait for the device."""
+        """Run the writes of any number of tensors. Does not wait for the device."""
         batch = Batch(writes, group=self._disjoint)
         batch.run()
         return batch
 
 
 class Batch:
-    """Writes that can be done any number of times, as long as the memory that they name is there.
+    """Writes that can be repeated as long as their sources and destinations are allocated.
 
     Args:
-        group: Small copies on a GPU may be done together, after all others.
+        group: Run small copies on a GPU together, after all other writes.
     """
 
     def __init__(self, writes: Iterable[Write], *, group: bool) -> None:
@@ -152,8 +153,8 @@ class Batch:
                 self._each.append((destination, value))
 
     def run(self) -> None:
-        """Does not wait for the device."""
-        # Inference tensors may be written in inference mode only, and others may be there too.
+        """Run the writes. Does not wait for the device."""
+        # Inference mode can write inference tensors and all others.
         with torch.inference_mode():
             for destination, value in self._each:
                 if isinstance(value, torch.Tensor):
@@ -165,9 +166,9 @@ class Batch:
 
 
 def _row_dimension(step: CopyStep, row: int) -> tuple[int, int, int] | None:
-    """Which dimension of a copy counts rows of `row` elements (-1: it has one only), its first row, and how many.
+    """The dimension of a copy that counts rows of `row` elements (-1: only one row), the first row, and their number.
 
-    None if no dimension alone does.
+    `None` if no single dimension counts rows.
     """
     begin, inside = divmod(step.offset, row) if row else (0, 0)
     found = -1
@@ -182,7 +183,7 @@ def _row_dimension(step: CopyStep, row: int) -> tuple[int, int, int] | None:
 
 
 def _are_disjoint(steps: Iterable[Step]) -> bool:
-    """Whether no two steps write the same memory, as far as their lowest and highest addresses tell."""
+    """Whether the address ranges of all steps are disjoint, each from the lowest to the highest address."""
     ranges = sorted((step.destination.data_ptr(), _end(step.destination)) for step in steps if step.destination.numel())
     return all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
 
@@ -202,22 +203,22 @@ def trace(
     allow_cast: bool = False,
     whole_layers: str = "",
 ) -> LoadPlan:
-    """Run the loader on meta tensors and record what it would do. Writes no real memory.
+    """Run the loader on meta tensors and record its copies and fills. Writes no real memory.
 
     Args:
         load_weights: The model's loader.
-        manifest: What the trainer is going to send.
+        manifest: The manifest of the update.
         expected: The parameters that a complete update must cover, by the engine's name.
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
-        owned: All memory whose replacement is noticed: the model's parameters and buffers. A name whose loading
-            writes other memory is opaque.
-        allow_cast: Take tensors whose dtype is not the engine's; the copy casts.
-        whole_layers: Why the engine reloads whole layers, if it does: each layer of `expected` must be covered
-            or left out, and every name is opaque.
+        owned: The model's parameters and buffers. The caller drops the plan if their memory is replaced. A name whose
+            loading writes other memory is opaque.
+        allow_cast: Accept tensors whose dtype is not the engine's; the copy casts.
+        whole_layers: If the engine reloads whole layers, the reason; else empty. An update must then cover each layer
+            of `expected` completely or not at all, and every name is opaque.
 
     Raises:
-        ManifestError: `details["mismatches"]` lists everything that is wrong, `details["unused"]` the names
-            that the loader ignored.
+        ManifestError: the manifest does not fit. `details["mismatches"]` lists every mismatch, `details["unused"]` the
+            names that the loader ignored.
     """
     problems = manifest.mismatches()
     if problems:
@@ -231,7 +232,11 @@ def trace(
     problems = [*failures.values(), *tracer.wrong_dtype.values()]
     if untried:
         problems.append(
-            Mismatch("loader", untried[0], f"not tried after so many failures, nor {len(untried) - 1} more")
+            Mismatch(
+                "loader",
+                untried[0],
+                f"not tried after {MAX_FAILURES} failures in a row, nor {len(untried) - 1} more names",
+            )
         )
     used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys() | set(untried)
     unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
@@ -253,7 +258,7 @@ def trace(
 
 
 def _leave_to_the_loader(tracer: Tracer, owned: Iterable[torch.Tensor]) -> None:
-    """Make those names opaque that write memory which the model may drop without anybody's notice."""
+    """Make names opaque that write outside `owned`: nobody would notice if the model replaced that memory."""
     storages = (tensor.untyped_storage() for tensor in owned)
     ranges = merge(Block(storage.data_ptr(), storage.nbytes()) for storage in storages)
 
@@ -263,14 +268,14 @@ def _leave_to_the_loader(tracer: Tracer, owned: Iterable[torch.Tensor]) -> None:
 
     for name, destinations in tracer.destinations():
         if not all(is_owned(destination) for destination in destinations):
-            tracer.mark_opaque([name], "its loader writes memory that is no parameter and no buffer of the model")
+            tracer.mark_opaque([name], "the loader writes memory outside the model's parameters and buffers")
 
 
 def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str], bool]:
-    """Feed all names to the loader, going on after each one that it cannot take.
+    """Feed all names to the loader. Skip each name that the loader fails on, and go on.
 
-    Returns: what was wrong by name, the names that were given up (see `MAX_FAILURES`), and whether the loader broke
-    off where it needs real values, so that what it would have written is not known.
+    Returns: the mismatch of each failed name; the names that were not tried (see `MAX_FAILURES`); and whether the
+    loader stopped because it needs real values, so that the trace does not know all its writes.
     """
     failures: dict[str, Mismatch] = {}
     blind = False
@@ -291,7 +296,7 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
         nonlocal blind, in_a_row
         tracer.forget(name)
         if name in tracer.opaque or _needs_values(error):
-            tracer.mark_opaque([name], f"its loader needs values: {error}")
+            tracer.mark_opaque([name], f"the loader needs its values: {error}")
             blind, in_a_row = True, 0
         else:
             in_a_row += 1
@@ -303,10 +308,10 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
         if error is None:
             return failures, [], blind
         name = tracer.current
-        if name is None:  # it failed before it took anything
+        if name is None:  # the loader failed before it read a name
             raise manifest_error([Mismatch("loader", "", f"{type(error).__name__}: {error}")])
         position = rest.index(name)
-        if position > 0:  # was it this one, or one that the loader had put off?
+        if position > 0:  # this name may have failed, or an earlier name that the loader deferred
             in_a_row = 0
             tracer.forget(name)
             error = load([name])
@@ -332,7 +337,7 @@ def _needs_values(error: Exception) -> bool:
 
 
 def _mismatch(name: str, error: Exception) -> Mismatch:
-    """Sort a loader's exception: loaders look names up in dicts and assert shapes."""
+    """The mismatch for a loader's exception. Loaders look up names in dicts and assert shapes."""
     text = f"{type(error).__name__}: {error}"
     says_unknown = any(word in str(error).lower() for word in ("no module", "no parameter", "unexpected", "unknown"))
     if isinstance(error, (KeyError, AttributeError)) or says_unknown:
@@ -352,12 +357,16 @@ def _missing(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Misma
 
 
 def _torn(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Mismatch]:
-    """What is missing of layers that are covered in part."""
+    """The missing parameters of layers that the manifest covers only in part."""
     layers: dict[str, dict[str, float]] = {}
     for name, parameter in expected.items():
         layers.setdefault(name.rpartition(".")[0], {})[name] = tracer.written.fraction(parameter)
     return [
-        Mismatch("missing", name, f"the manifest covers {fraction:.1%} of it, and the engine reloads whole layers")
+        Mismatch(
+            "missing",
+            name,
+            f"the manifest covers {fraction:.1%} of this parameter, but the engine reloads whole layers",
+        )
         for fractions in layers.values()
         if any(fractions.values())
         for name, fraction in fractions.items()
@@ -366,7 +375,7 @@ def _torn(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Mismatch
 
 
 def warm_up() -> None:
-    """Have torch import what the first trace of a process needs: that takes seconds."""
+    """Run a small trace: the first trace of a process makes torch import modules, which takes seconds."""
     memory = torch.zeros(2)
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -377,8 +386,8 @@ def warm_up() -> None:
 
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Identifies the memory that a plan writes, of parameters and buffers; a plan is void once it changes."""
-    with torch._C.DisableTorchFunctionSubclass():  # engines' parameters are subclasses: each look would run Python
+    """Identifies the memory of parameters and buffers. A plan is invalid once the signature changes."""
+    with torch._C.DisableTorchFunctionSubclass():  # engines use subclasses: each attribute would run Python
         return tuple(
             (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
         )

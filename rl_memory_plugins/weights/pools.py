@@ -1,4 +1,4 @@
-"""Thread pools that a loader uses: what it submits is seen, also where several threads of a process load at a time."""
+"""Interception of calls that a loader submits to thread pools. Several threads may load at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 Call = Callable[[], Any]
 Submit = Callable[[Call], "Future[Any]"]
-"""Gives a call to the pool that it was meant for."""
+"""Submits a call to its original pool."""
 
 
 class _Here(threading.local):
@@ -23,14 +23,14 @@ _lock = threading.Lock()
 _users = 0
 _original = ThreadPoolExecutor.submit
 _installed: Any = None
-"""What stands in `ThreadPoolExecutor.submit`, in the place of `_original`, for as long as anybody watches."""
+"""The replacement of `ThreadPoolExecutor.submit`; `None` while no thread intercepts."""
 
 
 @contextmanager
 def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None]:
-    """What this thread submits to any thread pool goes to `instead`.
+    """Call `instead` for each call that this thread submits to any thread pool.
 
-    Others may replace `ThreadPoolExecutor.submit` meanwhile, as instrumentation does: what they put there stays.
+    Instrumentation may replace `ThreadPoolExecutor.submit` meanwhile. Its replacement then stays.
     """
     global _users, _original, _installed
     with _lock:
@@ -53,7 +53,7 @@ def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None
 
 
 def _wrapped(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    """A `submit` that asks `_here` first. It only passes calls on once it is no longer the installed one."""
+    """A `submit` that intercepts calls while it is the installed one, and otherwise passes them on."""
 
     @functools.wraps(original)
     def submit(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -66,7 +66,7 @@ def _wrapped(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]
 
 
 def inline(submit: Submit, call: Call) -> Future[Any]:
-    """Run a call at once and in this thread."""
+    """Run a call now, in this thread, instead of in the pool."""
     done: Future[Any] = Future()
     try:
         done.set_result(call())

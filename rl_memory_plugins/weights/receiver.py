@@ -1,4 +1,4 @@
-"""One rank's end of weight updates."""
+"""The receiving side of weight updates, on one rank."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 
 def is_ignorable(name: str, *, tied: bool = False) -> bool:
-    """Whether engines' loaders skip a checkpoint's name on purpose: what they compute themselves, or have already.
+    """Whether engines' loaders skip a name of the checkpoint on purpose: they compute that tensor, or have it already.
 
     Args:
-        tied: The output layer is the embedding.
+        tied: The output layer shares the weights of the embedding.
     """
     computed = name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
     return computed or (tied and name.startswith("lm_head."))
 
 
 class WeightReceiver:
-    """Takes updates from a trainer into this rank's memory.
+    """Loads updates from a trainer into this rank's memory.
 
     Args:
-        manager: The rank's state machine; told when the first byte is about to be written.
+        manager: The manager of the rank. The receiver calls its `begin_writing` before the first byte is written.
         load_weights: The model's loader. Planning runs it on meta tensors.
         parameters: The parameters that a complete update must cover, by the engine's name.
-        buffers: What else the loader writes and may be replaced, by the engine's name: the model's buffers. What it
-            writes beside these and the parameters is left to the loader in each update.
-        load_opaque: Loads, for real, tensors that the plan cannot replay. Called once for each update that has
-            any, with an iterator over them; it may keep the tensors. The model's loader where it is not given.
-        reload: Gives what loads all tensors in place of both, if the engine has transformed any weights. Asked
-            for each plan, and whenever one has opaque tensors; raises `UnsupportedError` if the engine has and
-            cannot do it again.
-        transformed: How many of the engine's post-load steps were seen to transform weights. Plans are void once
-            that changes.
+        buffers: The model's buffers, by the engine's name. Plans replay only writes into parameters and buffers; the
+            loader does all other writes in each update.
+        load_opaque: Loads the tensors that the plan cannot replay. The receiver calls this once for each update that
+            has such tensors, with an iterator over them; the function may keep the tensors. Default: `load_weights`.
+        reload: Returns the `Reload` that loads all tensors if the engine has transformed weights, else `None`. The
+            receiver calls this for each new plan and for each update with opaque tensors. Raises `UnsupportedError` if
+            the engine has transformed weights and cannot repeat that.
+        transformed: The number of the engine's post-load steps that have transformed weights. A change makes all plans
+            invalid.
         ignorable: Whether the model's loader may ignore a name of the manifest.
-        allow_cast: Take tensors of another dtype than the engine's.
-        check_finite: Refuse tensors that hold a NaN or an infinity.
+        allow_cast: Accept tensors whose dtype is not the engine's.
+        check_finite: Refuse tensors that contain a NaN or an infinity.
     """
 
     def __init__(
@@ -81,17 +81,23 @@ class WeightReceiver:
         )
 
     def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
-        """Take one update from the trainer.
+        """Receive one update from the trainer.
 
-        No wait for the trainer is longer than `timeout_s`. On any error before the first bucket nothing has
-        changed; after it the weights' content is `updating` until the controller's `finish_update`.
+        Before the first bucket an error changes nothing. From the first bucket on the content of the weights is
+        `updating` until the controller's `finish_update`.
+
+        Args:
+            endpoints: The trainer's socket for each device; `"*"` stands for all devices.
+            token: The token of the update.
+            timeout_s: The longest wait for the trainer at any point, in seconds.
 
         Returns: bytes, tensors (replayed and opaque), transport (`buffers.TRANSPORTS`), and seconds by step.
 
         Raises:
-            ManifestError: the tensors do not fit; lists every mismatch.
-            StateConflictError: a partial update of weights that are not valid, or the weights are asleep.
-            WeightUpdateError: the trainer stalled, is gone, or gave up; or the engine's loader failed.
+            InvalidRequestError: `endpoints` has no socket for this device.
+            ManifestError: the tensors do not fit the model; the details list every mismatch.
+            StateConflictError: the weights are asleep, or the update is partial and the weights are not valid.
+            WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
         """
         self._manager.require_writable()
         session = Session(self._manager, self._model, self._mappings, timeout_s, check_finite=self._check_finite)
@@ -102,7 +108,7 @@ class WeightReceiver:
         except Exception as error:
             known = wire.as_update_error(error, rank=self._manager.rank)
             connection.fail(known)
-            # Whoever keeps the error must not keep the trainer's memory through the frames of its traceback.
+            # The frames of the traceback must not keep the trainer's memory alive as long as the error.
             traceback.clear_frames(error.__traceback__)
             if known is error:
                 raise
@@ -114,16 +120,16 @@ class WeightReceiver:
                 self._mappings.keep(session.lease)
 
     def capabilities(self) -> Capabilities:
-        """Whether an update can ever reach the weights."""
+        """Whether this model's weights can be updated."""
         refusal = self._model.refusal()
         return Capabilities() if refusal is None else fixed_by(refusal)
 
     def warm_up(self) -> None:
-        """Prepare the first update in the background."""
+        """Import in the background what the first update needs."""
         threading.Thread(target=warm_up, name="rl-memory-warm-up", daemon=True).start()
 
     def close(self) -> None:
-        """Close what is still open of a trainer's memory."""
+        """Close all memory of a trainer that is still open."""
         self._mappings.close()
 
     def _connect(self, endpoints: dict[str, str], timeout_s: float) -> wire.Connection:
@@ -131,7 +137,7 @@ class WeightReceiver:
         path = endpoints.get(device, endpoints.get("*"))
         if path is None:
             raise InvalidRequestError(
-                f"no endpoint for device {device}", field="endpoints", device=device, got=sorted(endpoints)
+                f"endpoints has no socket for device {device}", field="endpoints", device=device, got=sorted(endpoints)
             )
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -140,7 +146,7 @@ class WeightReceiver:
         except OSError as error:
             sock.close()
             raise WeightUpdateError(
-                f"the trainer's socket {path} cannot be reached: {error}",
+                f"cannot connect to the trainer's socket {path}: {error}",
                 reason="unreachable",
                 endpoint=path,
                 rank=self._manager.rank,
@@ -148,9 +154,9 @@ class WeightReceiver:
         return wire.Connection(sock, "the trainer", rank=self._manager.rank)
 
     def checksums(self) -> dict[str, Any]:
-        """Of the weights as they are: by the checkpoint's names after a complete update, else by the engine's.
+        """Checksums of the current weights. Merge those of all ranks with `checksums.merge_checksums`.
 
-        Merge the ranks' with `checksums.merge_checksums`.
+        After a complete update of which a plan replayed tensors they have the checkpoint's names, else the engine's.
         """
         expected = self._model.drop_outdated()
         self._manager.device.synchronize()

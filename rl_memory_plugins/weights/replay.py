@@ -1,6 +1,6 @@
-"""Buckets of kept memory that come again: what they did last time is done again, with no look at each tensor.
+"""Buckets that repeat between updates from the same memory: the receiver repeats their copies without new checks.
 
-With thousands of tensors the host's part of an update otherwise takes longer than the copies on the GPU.
+With thousands of tensors, the host's work for each tensor takes longer than the copies on the GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """A bucket that was checked, and whose tensors were loaded."""
+    """A bucket that was checked and loaded."""
 
     entries: list[BucketEntry]
     batch: Batch
@@ -24,7 +24,7 @@ class Known(NamedTuple):
 
 
 class Replays:
-    """The buckets of the latest update from memory that its trainer keeps for the next one."""
+    """The buckets of the latest update whose trainer keeps its memory (`keep_mapped`)."""
 
     def __init__(self) -> None:
         self._plan: LoadPlan | None = None
@@ -38,12 +38,12 @@ class Replays:
             self._plan, self._memory, self._known = plan, list(memory), {}
 
     def find(self, entries: list[BucketEntry]) -> Known | None:
-        """The same bucket of an earlier update."""
+        """The earlier bucket with exactly these entries; `None` if there was none."""
         known = self._known.get(entries[0].index) if entries else None
         return known if known is not None and known.entries == entries else None
 
     def keep(self, entries: list[BucketEntry], batch: Batch) -> None:
-        """Note what a bucket of whole tensors did, none of which the engine's loader had to load."""
+        """Store the copies of a bucket. It must hold whole tensors only, and none for the engine's loader."""
         self._known[entries[0].index] = Known(entries, batch, sum(entry.nbytes for entry in entries))
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""How the bytes travel to each rank: the transports that may serve it, and the buffers of those that do."""
+"""The choice of a transport for each rank, and the buffers of the chosen transports."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from rl_memory_plugins.weights.listener import ConnectedRank
 
 HOST_BUCKET_BYTES = 128 << 20
-"""At most so much to a bucket in host memory: making and page-locking pages takes longer than copying."""
+"""The largest bucket in host memory. Larger ones cost more: page faults and page-locking take longer than the copy."""
 
 DIRECT_BUCKET_BYTES = 1 << 30
-"""Where nothing is staged, a bucket is only what is announced and acknowledged at a time."""
+"""The bucket size without staging. Such a bucket uses no memory: it is only the unit of announcement."""
 
 MIN_STAGED_BUCKET_BYTES = 32 << 20
-"""Where memory for larger buckets on a GPU is missing; with smaller ones host memory is as fast."""
+"""The smallest bucket on a GPU that lacks memory for larger ones. Below this size host memory is as fast."""
 
 MIN_MEAN_ALLOCATION = 16 << 20
-"""With fewer bytes to an allocation, staging takes less time than to open and close all of them for one update."""
+"""With fewer mean bytes per allocation, staging takes less time than opening and closing all allocations."""
 
 
 class Route:
-    """One buffer, and the ranks that it serves."""
+    """A buffer, and the ranks that read it."""
 
     def __init__(self, transport: str, buffer: StagingBuffer) -> None:
         self.transport = transport
@@ -44,8 +44,8 @@ class Routes:
 
     Args:
         transport: One of `buffers.TRANSPORTS`, or `auto`.
-        keep_mapped: Of `WeightSender`.
-        resident: The tensors, if they all exist before they are sent.
+        keep_mapped: As for `WeightSender`.
+        resident: The tensors, if all of them exist before the update.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class Routes:
         self._keep_mapped = keep_mapped
         self._resident = resident
         self._gpus = cuda_ipc.local_gpus(initialise=transport == "cuda_ipc")
-        self._home = _home(resident, self._gpus)  # the GPU on which all tensors lie
+        self._home = _home(resident, self._gpus)  # the GPU that holds all tensors
         self._routes: dict[tuple[str, str], Route] = {}
 
     def candidate_transports(self, device: str) -> list[str]:
         return candidate_transports(self._transport, device, self._gpus, self._home)
 
     def assign(self, rank: ConnectedRank) -> Route:
-        """The best route that may still serve the rank: one that is there, or a new one.
+        """Assign the rank to the route of its best remaining transport. Creates the route if needed.
 
         Raises:
-            UnsupportedError: there is none.
-            OutOfMemoryError: there is no memory for the last one.
+            UnsupportedError: no transport works.
+            OutOfMemoryError: the memory for the last remaining transport cannot be allocated.
         """
         error: RLMemoryError | None = None
         while rank.candidate_transports:
@@ -85,7 +85,7 @@ class Routes:
         if isinstance(error, OutOfMemoryError):
             raise error
         raise UnsupportedError(
-            f"no transport to {rank.connection.peer}: "
+            f"no transport works for {rank.connection.peer}: "
             + "; ".join(f"{refusal['transport']}: {refusal['reason']}" for refusal in rank.refused),
             device=rank.device,
             tried=rank.refused,
@@ -95,9 +95,9 @@ class Routes:
         stable = self._resident is not None
         if transport == "cuda_direct":
             if self._resident is None:
-                raise UnsupportedError("the source makes its tensors one by one")
+                raise UnsupportedError("the source creates its tensors one at a time")
             if self._home != device:
-                raise UnsupportedError(f"not all tensors lie on {device}")
+                raise UnsupportedError(f"not all tensors are on {device}")
             mean = 0 if self._keep_mapped or self._transport == transport else MIN_MEAN_ALLOCATION
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if transport == "cuda_ipc":
@@ -106,10 +106,10 @@ class Routes:
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
-        """Buckets as `_share` says; of half the size, and so on, where there is no room for them.
+        """Allocate slots of the size that `_share` gives. While memory is short, halve the size.
 
-        Where the tensors are made one by one, there must be room for the largest and what it is made of too: without
-        it the source would fail after the first bytes have been written.
+        A source that creates tensors one at a time also needs memory for the largest tensor and its inputs. Without
+        that memory the source would fail after the engine has written the first bytes.
         """
         needed = 0 if stable else 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
         cut = _with_buckets(self._manifest, _share(self._manifest))
@@ -130,7 +130,7 @@ class Routes:
             cut = smaller
 
     def refuse(self, rank: ConnectedRank, reason: str) -> None:
-        """Drop the best transport that is left for the rank, and the rank from its route."""
+        """Give up the rank's best remaining transport, and remove the rank from its route."""
         transport = rank.candidate_transports.pop(0)
         for route in self._routes.values():
             if rank in route.ranks:
@@ -141,7 +141,7 @@ class Routes:
         return [route for route in self._routes.values() if route.ranks]
 
     def buckets(self) -> list[list[BucketEntry]]:
-        """The cut that the buffers of all routes have room for."""
+        """The buckets, cut to fit the buffers of all routes."""
         transports = {route.transport for route in self.in_use()}
         if transports == {"cuda_direct"}:
             nbytes = max(self._manifest.bucket_bytes, DIRECT_BUCKET_BYTES)
@@ -150,7 +150,7 @@ class Routes:
         return (self._manifest if roomy else _with_buckets(self._manifest, HOST_BUCKET_BYTES)).buckets()
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # each is closed, whatever another one raises
+        with contextlib.ExitStack() as closing:  # close each buffer even if another one raises
             for route in self._routes.values():
                 closing.callback(route.buffer.close)
 
@@ -159,10 +159,10 @@ def candidate_transports(wanted: str, device: str, local: Collection[str], home:
     """The transports to try for a rank, the best first.
 
     Args:
-        wanted: One of them, or `auto`.
-        device: The rank's.
+        wanted: A transport, or `auto`.
+        device: The rank's device.
         local: The GPUs that this process can use.
-        home: The one of them on which all tensors lie, if they do.
+        home: The GPU that holds all tensors; `None` if they are spread or on the host.
     """
     if wanted != "auto":
         return [wanted]
@@ -183,12 +183,12 @@ def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> s
 
 
 def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:
-    """With buckets of at most `nbytes`."""
+    """The manifest with buckets of at most `nbytes`."""
     return msgspec.structs.replace(manifest, bucket_bytes=min(manifest.bucket_bytes, nbytes))
 
 
 def _halved(manifest: Manifest) -> Manifest | None:
-    """With buckets of half the size; None where that is too small, or where a row needs more."""
+    """The manifest with buckets of half the size; `None` if that is too small, or a row needs more."""
     slot_bytes = manifest.slot_bytes()
     smaller = _with_buckets(manifest, slot_bytes // 2)
     if smaller.bucket_bytes < MIN_STAGED_BUCKET_BYTES or smaller.slot_bytes() >= slot_bytes:
@@ -201,14 +201,14 @@ def _allocated(device: str, manifest: Manifest, stable: bool) -> CudaStaging:
     try:
         return CudaStaging(device, slot_bytes, slots, stable=stable)
     except OutOfMemoryError:
-        torch.cuda.empty_cache()  # the memory may be free, and kept by this process's own torch
+        torch.cuda.empty_cache()  # torch may hold the memory in this process's cache
         return CudaStaging(device, slot_bytes, slots, stable=stable)
 
 
 def _share(manifest: Manifest) -> int:
-    """Bytes of a bucket of which each slot takes two: one is packed while another is loaded.
+    """The bucket size, in bytes, at which each slot is filled twice: packing then overlaps loading.
 
-    Where they would be too small to be worth a turn, they are larger, but all slots never more than the tensors.
+    The size is at least `MIN_STAGED_BUCKET_BYTES`, but all slots together are never larger than all tensors.
     """
     total = sum(align(spec.nbytes) for spec in manifest.tensors)
     wanted = max(-(-total // (2 * manifest.slots)), MIN_STAGED_BUCKET_BYTES)

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight update: the steps of one session. Needs torch, and no engine."""
+"""The trainer's side of one weight update. Needs torch, and no engine."""
 
 from __future__ import annotations
 
@@ -31,31 +31,32 @@ DEFAULT_TIMEOUT_S = 60.0
 class WeightSender:
     """Serves one update to the ranks of an engine on this host.
 
-    Make it, tell the engine `endpoints` and `token` (`POST /update_weights_from_ipc`) from another thread, and
-    call `send`. `push_weights` does all three.
+    Create a sender, post its `endpoints` and `token` to the engine (`POST /update_weights_from_ipc`) from another
+    thread, and call `send`. `push_weights` does all of this.
+
+    The sender makes a staging buffer on each GPU that this process sees and a receiver uses. Other receivers share a
+    buffer in host memory.
 
     Args:
-        receivers: The devices that will connect (`RankStatus.device`), or their number.
-        bucket_bytes: Bytes of one bucket at most, unless one row of a tensor is larger; `slots` of them exist at a
-            time. A GPU is fastest with large ones, since the two processes take turns on it. Smaller ones are
-            taken where the memory does not suffice.
-        timeout_s: How long to wait for a receiver at any one point.
-        directory: Where the private directory for the socket is made; the engine must see it under the same
-            path, which must be short (a socket's path has at most 107 bytes).
-        token: What receivers must show; several senders of one update share it.
-        settle_unused: Several senders of one update agree here, once each has heard all its receivers: it is given
-            the names that none of them uses, and gives those that no receiver of any sender uses.
-        transport: One of `buffers.TRANSPORTS`, or `auto`: for each receiver the first of them that works. What
-            needs CUDA is tried only if this process uses CUDA already.
-        keep_mapped: The tensors stay where they are until the next update or `cuda_ipc.release_mapped`, so that
-            receivers may leave them open: opening takes longer than copying. Call `release_mapped` before they
-            are freed, moved or paused, or else their memory stays in use.
-
-    A receiver on a GPU that this process sees is served from a staging buffer on that GPU, one for each GPU;
-    other receivers share one in host memory.
+        receivers: The devices of all receivers (`RankStatus.device`), or their number.
+        bucket_bytes: The largest bucket, in bytes; a single row of a tensor may exceed it. Large buckets are fastest on
+            a GPU, because the two processes take turns there. If memory is short, the sender uses smaller ones.
+        slots: The number of buckets that exist at a time.
+        timeout_s: The longest wait for a receiver at any point, in seconds.
+        directory: The parent of the private directory for the socket. The engine must see it under the same path, which
+            must be short: the path of a socket has at most 107 bytes.
+        token: The secret that receivers must show. Several senders of one update share it.
+        settle_unused: For several senders of one update. The sender calls it with the names that none of its receivers
+            uses. It returns those that no receiver of any sender uses.
+        transport: One of `buffers.TRANSPORTS`; or `auto`: for each receiver, the first transport that works. `auto`
+            tries CUDA only if this process uses CUDA already.
+        keep_mapped: Receivers leave the tensors' memory open until the next update or `cuda_ipc.release_mapped`, as
+            opening takes longer than copying. Call `release_mapped` before the tensors are freed, moved or paused:
+            otherwise their memory stays in use.
 
     Raises:
-        InvalidRequestError: no receivers, no such transport, or no socket in `directory`.
+        InvalidRequestError: an argument is out of range, `transport` is unknown, or no socket can be created in
+            `directory`.
     """
 
     def __init__(
@@ -73,23 +74,25 @@ class WeightSender:
     ) -> None:
         if transport not in ("auto", *TRANSPORTS):
             raise InvalidRequestError(
-                f"there is no transport {transport!r}",
+                f"unknown transport {transport!r}",
                 field="transport",
                 got=transport,
                 allowed=["auto", *TRANSPORTS],
             )
         count = receivers if isinstance(receivers, int) else len(receivers)
         if count < 1 or slots < 1 or bucket_bytes < 1:
-            raise InvalidRequestError("an update needs at least one receiver, one slot and one byte a bucket")
+            raise InvalidRequestError(
+                "an update needs at least one receiver, one slot, and buckets of at least one byte"
+            )
         if not 0 < timeout_s <= LONGEST_S:
-            raise InvalidRequestError(f"timeout_s must be positive, and at most {LONGEST_S:g}", field="timeout_s")
+            raise InvalidRequestError(f"timeout_s must be positive and at most {LONGEST_S:g}", field="timeout_s")
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._bucket_bytes = bucket_bytes
         self._slots = slots
         self._timeout_s = timeout_s
         self._settle_unused = settle_unused
-        self._current: Any = None  # the tensor of which parts are still to be packed
+        self._current: Any = None  # the tensor that is packed in parts
         self._listener = Listener(receivers, timeout_s, directory, token)
         self.endpoints = self._listener.endpoints
         self.token = self._listener.token
@@ -107,27 +110,29 @@ class WeightSender:
         self._listener.close()
 
     def cancel(self, error: RLMemoryError) -> None:
-        """Make a `send` that waits in another thread raise `error` and abort at all receivers."""
+        """Make a `send` that waits in another thread abort the update at all receivers and raise `error`."""
         self._listener.cancel(error)
 
     def send(self, source: TensorSource, *, partial: bool = False) -> dict[str, Any]:
-        """Send one update to all receivers; returns when all of them have it, and closes the sender.
+        """Send one update. Returns when all receivers have loaded it, and closes the sender.
 
-        Where it fails, the iterator that the source gave is closed too.
+        A failed update also closes the iterator of the source.
 
         Args:
             source: The tensors to send.
-            partial: The update changes some weights only, and the others are valid.
+            partial: The update covers only some of the weights. The other weights must be valid.
 
-        Returns: bytes, tensors, buckets, `staging_bytes` (of this process, on all devices together), seconds by
-        step, `transport` (the slowest of those in use), `fallbacks` (device, transport, and why it was not used),
-        and the receivers' reports.
+        Returns: bytes, tensors, buckets, `staging_bytes` (of this process, over all devices), seconds by step,
+        `transport` (the slowest in use), `fallbacks` (device, transport, and the reason why it was not used), and the
+        reports of the receivers.
 
         Raises:
-            ManifestError: the tensors do not fit; mismatches of all ranks are merged. Nothing was changed.
-            WeightUpdateError: a receiver stalled, is gone, or failed; or the source broke off.
-            UnsupportedError: a receiver cannot be served by the transport that was asked for.
-            RLMemoryError: whatever else a receiver reported.
+            ManifestError: the tensors do not fit the model. The error lists the mismatches of all ranks. No weights
+                have changed.
+            WeightUpdateError: a receiver stalled, disconnected or failed; or the source failed.
+            UnsupportedError: the requested transport does not work for a receiver.
+            OutOfMemoryError: the memory for staging cannot be allocated.
+            RLMemoryError: a receiver reported another error.
         """
         seconds: dict[str, float] = {}
         routes: Routes | None = None
@@ -168,7 +173,7 @@ class WeightSender:
             if routes is not None:
                 with contextlib.suppress(Exception):  # the first error is the cause
                     routes.close()
-            # Whoever keeps the error must not keep tensors through the frames of its traceback.
+            # The frames of the traceback must not keep tensors alive as long as the error.
             self._current = routes = resident = None
             traceback.clear_frames(error.__traceback__)
             close_iterator(given)
@@ -177,7 +182,7 @@ class WeightSender:
                     raise
                 raise known from error
             finally:
-                del known  # or it and this frame keep each other
+                del known  # breaks a reference cycle of the error and this frame
         finally:
             self.close()
 
@@ -186,9 +191,9 @@ class WeightSender:
     def _offer(
         self, manifest: Manifest, routes: Routes, seconds: dict[str, float]
     ) -> tuple[list[tuple[ConnectedRank, wire.Answer]], list[list[BucketEntry]]]:
-        """Find a route for each rank, and have all check the manifest.
+        """Find a route for each rank, and let all ranks check the manifest.
 
-        Returns: what each says of it, and the cut for the routes that were found.
+        Returns: the answer of each rank, and the buckets for the routes.
         """
         for rank in self._listener.ranks:
             rank.candidate_transports = routes.candidate_transports(rank.device)
@@ -200,7 +205,7 @@ class WeightSender:
                 with timed(seconds, "open"):
                     description, fds = routes.assign(rank).buffer.export()
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
-            buckets = routes.buckets()  # while they check
+            buckets = routes.buckets()  # overlaps with the ranks' checks
             with timed(seconds, "validate"):
                 got = self._listener.gather(waiting, wire.Answer, wire.Unopened)
             waiting = []
@@ -213,7 +218,7 @@ class WeightSender:
         return answers, buckets
 
     def _judge(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> None:
-        """Raise what all ranks together have against the manifest."""
+        """Raise one error with the mismatches of all ranks, if there are any."""
         merged: dict[Mismatch, list[int]] = {}
         ignored_by: dict[str, int] = {}
         for rank, answer in answers:
@@ -222,7 +227,7 @@ class WeightSender:
             for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
                 merged.setdefault(mismatch, []).append(rank.rank)
         mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
-        # With pipeline or expert parallelism a name may be another rank's; one that no rank uses is an error.
+        # With pipeline or expert parallelism, one rank may not use a name. It is an error if no rank does.
         unknown = [name for name, count in ignored_by.items() if count == len(self._listener.ranks)]
         if not mismatches:
             unknown = self._settle_unused(unknown)
@@ -244,7 +249,7 @@ class WeightSender:
         tensors: Iterator[tuple[str, torch.Tensor]],
         seconds: dict[str, float],
     ) -> None:
-        """Pack buckets and announce them; while one is being loaded the next is packed."""
+        """Pack and announce the buckets. Packing overlaps with the loading of earlier buckets."""
         for number, entries in enumerate(buckets):
             slot = number % self._slots
             with timed(seconds, "wait"):
@@ -256,13 +261,13 @@ class WeightSender:
                     rank.unacknowledged.append(slot)
                     rank.connection.send(wire.Bucket(slot, places), self._timeout_s)
         for extra, _ in tensors:
-            raise WeightUpdateError(f"the source gives {extra}, which its specs do not list", name=extra)
+            raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(seconds, "wait"):
             for slot in range(self._slots):
                 self._await_slot(slot)
 
     def _await_slot(self, slot: int) -> None:
-        """Wait until no receiver reads the slot any more."""
+        """Wait until all receivers have acknowledged the slot."""
         while True:
             holding = [rank for rank in self._listener.ranks if slot in rank.unacknowledged]
             if not holding:
@@ -282,7 +287,7 @@ class WeightSender:
         routes: list[Route],
         tensors: Iterator[tuple[str, torch.Tensor]],
     ) -> dict[Route, list[BucketEntry]]:
-        """Put the next tensors into all buffers; where each route's receivers find them."""
+        """Put the tensors of a bucket into all buffers. Returns their places for the receivers of each route."""
         placed: dict[Route, list[BucketEntry]] = {route: [] for route in routes}
         for entry in entries:
             spec = manifest.tensors[entry.index]
@@ -300,7 +305,7 @@ class WeightSender:
         return placed
 
     def _hold_leases(self, routes: list[Route]) -> None:
-        """Keep the connections by which receivers know that this process still has its memory."""
+        """Keep open the connections to receivers that leave this process's memory open."""
         if not self._keep_mapped:
             return
         for route in routes:
@@ -311,7 +316,7 @@ class WeightSender:
 
 
 def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-    """Have a source's generator give back at once what it holds; its own failure is not the cause of anything."""
+    """Close a source's generator now, so that it releases its tensors. Ignores errors: another error is the cause."""
     close = getattr(tensors, "close", None)
     if close is not None:
         with contextlib.suppress(Exception):
@@ -321,10 +326,10 @@ def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
 def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
     name, tensor = next(tensors, ("", None))
     if tensor is None:
-        raise WeightUpdateError(f"the source ended before {spec.name}", name=spec.name)
+        raise WeightUpdateError(f"the source ended before it yielded {spec.name}", name=spec.name)
     if name != spec.name or tensor.shape != spec.shape or name_of(tensor.dtype) != spec.dtype:
         raise WeightUpdateError(
-            f"the source gives {name} {tensor.dtype} {list(tensor.shape)} where its specs say {spec.name} "
+            f"the source yielded {name} {tensor.dtype} {list(tensor.shape)}, but its specs list {spec.name} "
             f"{spec.dtype} {list(spec.shape)}",
             name=spec.name,
         )

@@ -1,4 +1,4 @@
-"""One weight update, as one rank receives it: the state that ends with it."""
+"""One weight update on one rank, and the state that ends with it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ from rl_memory_plugins.weights.replay import Replays
 
 
 class Session:
-    """Arguments are those of `WeightReceiver`, and what outlives the update: the model's plans, the open mappings.
+    """Receives one update.
+
+    Args:
+        manager: As for `WeightReceiver`.
+        model: The plans of the model, which outlive the update.
+        mappings: The open allocations of the trainer, which may outlive the update.
+        timeout_s: The longest wait for the trainer at any point, in seconds.
+        check_finite: As for `WeightReceiver`.
 
     Attributes:
-        lease: After an update from memory that the trainer keeps for the next one: the connection to keep too.
+        lease: The connection to keep after an update whose trainer keeps its memory for the next one; else `None`.
     """
 
     def __init__(
@@ -44,9 +51,9 @@ class Session:
         self._timeout_s = timeout_s
         self._check_finite = check_finite
         self._seconds: dict[str, float] = {}
-        self._next = 0  # index of the tensor that must come next
-        self._came = 0  # bytes of it that have come
-        self._whole: torch.Tensor | None = None  # it, where rows of it cannot be loaded by themselves
+        self._next = 0  # index of the next tensor
+        self._came = 0  # bytes of that tensor that have arrived
+        self._whole: torch.Tensor | None = None  # that tensor, if its rows cannot be loaded separately
         self._bytes = 0
         self._committed = False
         self._transport = ""
@@ -63,7 +70,7 @@ class Session:
         with self.timed("connect"):
             hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank)
             connection.send(hello, timeout_s)
-            expected = self._model.drop_outdated()  # while the trainer prepares its offer
+            expected = self._model.drop_outdated()  # overlaps with the preparation of the offer
             offer, buffer = self._attach(connection)
         self._transport = buffer.transport
         try:
@@ -71,16 +78,18 @@ class Session:
             arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
             self._model.load_opaque(plan, arrivals)
             for name, _ in arrivals:
-                raise WeightUpdateError(f"the engine's loader did not take {name}", name=name, rank=manager.rank)
+                raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)
             if not self._committed:
-                raise WeightUpdateError("the engine's loader hid that the update broke off", rank=manager.rank)
+                raise WeightUpdateError(
+                    "the update broke off, but the engine's loader hid the error", rank=manager.rank
+                )
             with self.timed("load"):
                 manager.device.synchronize()
             self._flat.clear()
             keep = isinstance(buffer, DirectAttached) and buffer.keep
             if not keep:
                 buffer.close()
-            if plan.opaque:  # the engine's loader ran, and may have made new tensors
+            if plan.opaque:  # the engine's loader may have made new tensors
                 self._model.drop_outdated()
             if not plan.partial:
                 self._model.note_complete(plan)
@@ -95,7 +104,7 @@ class Session:
             buffer.close()
 
     def _attach(self, connection: wire.Connection) -> tuple[wire.Offer, AttachedBuffer]:
-        """Take the first of the trainer's buffers that can be opened here."""
+        """Receive offers until this rank can open the buffer."""
         while True:
             offer, fds = connection.receive_with_fds(wire.Offer, timeout_s=self._timeout_s)
             try:
@@ -116,7 +125,7 @@ class Session:
     ) -> LoadPlan:
         if manifest.partial and self._manager.content is not Content.VALID:
             raise StateConflictError(
-                f"a partial update needs valid weights; they are {self._manager.content}",
+                f"a partial update needs valid weights, but the weights are {self._manager.content}",
                 rank=self._manager.rank,
                 content=str(self._manager.content),
             )
@@ -134,7 +143,7 @@ class Session:
     def _arrivals(
         self, connection: wire.Connection, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Take buckets until the commit: replay what the plan knows, yield copies of what is opaque."""
+        """Receive buckets until the commit. Replays planned tensors, and yields copies of opaque tensors."""
         manager = self._manager
         replays = self._replays(plan, buffer)
         while True:
@@ -143,7 +152,9 @@ class Session:
             if not isinstance(message, wire.Bucket):
                 break
             if not 0 <= message.slot < manifest.slots:
-                raise WeightUpdateError(f"the trainer names slot {message.slot} of {manifest.slots}")
+                raise WeightUpdateError(
+                    f"the trainer announced slot {message.slot}; valid slots are 0 to {manifest.slots - 1}"
+                )
             if self._next == 0 and self._came == 0:
                 manager.begin_writing()
             known = replays.find(message.entries) if replays is not None and not self._came else None
@@ -169,7 +180,7 @@ class Session:
                     repeatable = False
                     plan.run(writes)
                     writes.clear()
-                    # the memory is written again while the loader may still hold the tensor
+                    # a copy: the trainer reuses the slot while the loader may still hold the tensor
                     tensor = self._assemble(spec, memory, entry)
                     if tensor is None:
                         continue
@@ -186,24 +197,25 @@ class Session:
         if self._next != len(manifest.tensors):
             missing = [spec.name for spec in manifest.tensors[self._next :]]
             raise WeightUpdateError(
-                f"the trainer committed without sending {len(missing)} tensors, the first being {missing[0]}",
+                f"the trainer committed without sending {len(missing)} tensors; the first is {missing[0]}",
                 missing=missing,
                 rank=self._manager.rank,
             )
         self._committed = True
 
     def _replays(self, plan: LoadPlan, buffer: AttachedBuffer) -> Replays | None:
-        """What this update may share with the latest one: where memory stays open and no tensor is looked into."""
+        """The buckets of the latest update, if this update may repeat them unchecked; else `None`."""
         if not isinstance(buffer, DirectAttached) or not buffer.keep or plan.opaque or self._check_finite:
             return None
         self._model.replays.begin(plan, buffer.allocations)
         return self._model.replays
 
     def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
-        """Check that this is what comes next: a tensor or whole rows of it, inside the slot."""
+        """Check that the entry is the next tensor, or its next whole rows, and lies inside the slot."""
         if entry.index != self._next or entry.index >= len(manifest.tensors) or entry.start != self._came:
             raise WeightUpdateError(
-                f"the trainer sent tensor {entry.index} when {self._next} was due", rank=self._manager.rank
+                f"the trainer sent tensor {entry.index} out of order: tensor {self._next} was next",
+                rank=self._manager.rank,
             )
         spec = manifest.tensors[entry.index]
         nbytes = spec.nbytes
@@ -215,7 +227,7 @@ class Session:
             or entry.offset % ITEMSIZE[spec.dtype]
         ):
             raise WeightUpdateError(
-                f"{spec.name} does not lie in the slot as the trainer says",
+                f"the trainer announced an invalid byte range for {spec.name}",
                 name=spec.name,
                 rank=self._manager.rank,
             )
@@ -227,19 +239,19 @@ class Session:
         return spec
 
     def _writes(self, plan: LoadPlan, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> list[Write] | None:
-        """What to do with an entry; None where only the whole tensor can be loaded, or by the loader only."""
+        """The writes for an entry; `None` if the tensor is opaque or can only be loaded whole."""
         if spec.name in plan.opaque:
             return None
         itemsize = ITEMSIZE[spec.dtype]
         key = (memory.data_ptr(), spec.dtype)
-        if key not in self._flat:  # for thousands of tensors one view each is worth saving
+        if key not in self._flat:  # with thousands of tensors, a view for each takes too long
             whole = memory[: len(memory) // itemsize * itemsize]
             self._flat[key] = whole.view(getattr(torch, spec.dtype))
         flat = self._flat[key]
         writes = self._planned(plan, spec, entry, flat, flat.storage_offset() + entry.offset // itemsize)
         if writes is None or memory.is_cuda or all(_is_plain(*write) for write in writes):
             return writes
-        # The host would gather or cast what it sends; the GPU does that faster.
+        # Copy as is, then cast or gather on the GPU: the host is slower.
         tensor = _tensor(memory, entry, spec).to(writes[0][0].device, non_blocking=True)
         return self._planned(plan, spec, entry, tensor, 0)
 
@@ -253,7 +265,7 @@ class Session:
         return plan.row_writes(spec.name, memory, start, first, first + entry.nbytes // spec.row_nbytes)
 
     def _assemble(self, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> torch.Tensor | None:
-        """A copy of the tensor, once all of it is here."""
+        """A copy of the tensor once all its rows have arrived; `None` before."""
         rows = _tensor(memory, entry, spec)
         if entry.nbytes == spec.nbytes:
             return rows.to(self._device, copy=True)
@@ -280,7 +292,7 @@ class Session:
 
 
 def _tensor(memory: torch.Tensor, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:
-    """The tensor, or those of its rows that the entry is."""
+    """A view of the entry: the tensor, or some of its rows."""
     shape = spec.shape
     if entry.nbytes != spec.nbytes:
         shape = (entry.nbytes // spec.row_nbytes, *shape[1:])
@@ -288,7 +300,7 @@ def _tensor(memory: torch.Tensor, entry: BucketEntry, spec: TensorSpec) -> torch
 
 
 def _is_plain(destination: torch.Tensor, source: Any) -> bool:
-    """Whether this is a fill, a copy within the host's memory, or one that a copy engine does as it is."""
+    """Whether this is a fill, a copy within host memory, or a copy that a GPU's copy engine can do."""
     return (
         not isinstance(source, torch.Tensor)
         or not destination.is_cuda
@@ -301,4 +313,4 @@ def _require_finite(name: str, tensor: torch.Tensor) -> None:
         return
     values = tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
     if not bool(torch.isfinite(values).all()):
-        raise WeightUpdateError(f"{name} holds a NaN or an infinity", name=name, reason="not finite")
+        raise WeightUpdateError(f"{name} contains a NaN or an infinity", name=name, reason="not finite")

@@ -1,8 +1,8 @@
-"""Watching a model's loader without letting it write.
+"""Tracing of a model's loader. The trace writes no real memory.
 
-The loader runs on meta tensors under a dispatch mode. Copies from views of them into real memory are recorded
-and not executed; no other write to real memory is executed either. What a name's loading does beyond such
-copies makes the name *opaque*: only the loader itself can load it.
+The loader runs on meta tensors under a dispatch mode, which records copies from views of these tensors into real memory
+and executes no write to real memory. A name is *opaque* if its loading does anything else than such copies and fills:
+then only the loader can load it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.regions import Coverage
-from rl_memory_plugins.weights.written import overwritten_by, tensors_in, written_by
+from rl_memory_plugins.weights.write_recorder import overwritten_by, tensors_in, written_by
 
 aten = torch.ops.aten
 
@@ -39,16 +39,21 @@ Step = CopyStep | FillStep
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
-    """Records what a loader does with the tensors of `specs` to a model's `memory`.
+    """Records how a loader copies the tensors of `specs` into real memory.
+
+    Args:
+        specs: The tensors of the manifest.
+        memory: The model's parameters.
+        allow_cast: Accept copies that cast.
 
     Attributes:
-        steps: Per name, what loading it does to real memory, in order. Not for opaque names.
-        opaque: Names only the loader can load, and why.
+        steps: For each name that is not opaque, its copies and fills in order.
+        opaque: For each name that only the loader can load, the reason.
         wrong_dtype: Names whose copy would cast; empty with `allow_cast`.
-        written: All real memory that the loader meant to write anew.
-        blind: Whether it meant to write more, and how much depends on values.
-        derives: What the loader computes of the model's own memory, if it does: then no replay is what it does.
-        current: The name that the loader took last.
+        written: The real memory that the loader would overwrite.
+        blind: The loader would write more memory, and values decide which part.
+        derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
+        current: The name that the loader read last.
     """
 
     def __init__(
@@ -68,20 +73,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
         self._sources = {_storage(tensor): name for name, tensor in self._tensors.items()}
-        # Which names' data a storage holds or would hold. Its tensors are kept, so that no id is used twice.
+        # By storage, the names whose data it holds or would hold. `_kept` keeps the tensors, so no id is reused.
         self._taint: dict[int, set[str]] = {storage: {name} for storage, name in self._sources.items()}
         self._kept: list[torch.Tensor] = []
         self._pending: list[tuple[int, FillStep, str | None]] = []
         self._previous: tuple[int, str] | None = None  # storage and name of the copy recorded last
 
     def feed(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The loader's input."""
+        """The loader's input: names and meta tensors."""
         for name in names:
             self.current = name
             yield name, self._tensors[name]
 
     def forget(self, name: str) -> None:
-        """Drop the steps of a name whose loading failed half-way."""
+        """Drop the steps of a name whose loading failed in the middle."""
         self.steps.pop(name, None)
         self._previous = None
 
@@ -90,18 +95,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self.opaque.setdefault(name, why)
 
     def read_value(self, tensor: torch.Tensor) -> Any:
-        """Stands in for a value that the loader asks for; what it does with it is not replayed."""
-        self.refuse("its loader reads values", tensor)
+        """A placeholder for a value that the loader reads. The names of the tensor become opaque."""
+        self.refuse("the loader reads its values", tensor)
         return 1.0 if tensor.is_floating_point() else 1
 
     def destinations(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """The memory that each name's loading writes."""
+        """For each name, the memory that its loading writes."""
         found = [(name, [step.destination for step in steps]) for name, steps in self.steps.items()]
         return [*found, *((name, [fill.destination]) for _, fill, name in self._pending if name is not None)]
 
     def finish(self) -> None:
-        """Settle what was left open; call once, after the loader."""
-        for _, fill, name in self._pending:  # fills of memory that no copy goes to
+        """Assign the remaining fills and drop the steps of opaque names. Call this once, after the loader."""
+        for _, fill, name in self._pending:  # fills of memory without a copy
             if name is not None:
                 self.steps.setdefault(name, []).append(fill)
         self._pending = []
@@ -119,13 +124,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if any(not tensor.is_meta for tensor in written):
             return self._write(func, args, kwargs, written)
         if func is aten._to_copy.default and args[0].is_meta:
-            kwargs["device"] = torch.device("meta")  # moving data to a device changes no value
+            kwargs["device"] = torch.device("meta")  # a move between devices changes no value
             kwargs.pop("pin_memory", None)
         out = func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         known = {_storage(tensor) for tensor in inputs}
         fresh = [tensor for tensor in tensors_in(out) if _storage(tensor) not in known]
-        if not fresh and not written:  # a view; it shares its base's names
+        if not fresh and not written:  # a view, which shares the names of its base
             return out
         if fresh and known & self._memory and not takes_shape_only(func):
             self.derives = self.derives or str(func)
@@ -136,12 +141,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return args[0]
         if written:
             changed = {self._sources[s] for s in map(_storage, written) if s in self._sources}
-            self.mark_opaque(changed, f"its loader changes the tensor by {func}")
+            self.mark_opaque(changed, f"the loader modifies the tensor with {func}")
         self._spread(names, *fresh, *written)
         return out
 
     def _write(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        """A write to real memory: record it if it can be replayed; never do it."""
+        """Record a write to real memory if a plan can replay it. Never execute it."""
         if func is aten.copy_.default:
             self._copy(args[0], args[1])
         elif func is aten._foreach_copy_.default:
@@ -150,7 +155,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         elif func is aten.fill_.Scalar or func is aten.zero_.default:
             self._fill(args[0], args[1] if len(args) > 1 else 0)
         elif any(tensor.numel() for tensor in written):
-            self.refuse(f"its loader runs {func} on the model's memory", *tensors_in((args, kwargs)))
+            self.refuse(f"the loader runs {func} on the model's memory", *tensors_in((args, kwargs)))
             overwritten = overwritten_by(func, args, kwargs)
             self.blind = self.blind or len(overwritten) < len(written)
             for tensor in overwritten:
@@ -166,7 +171,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         storage = _storage(source)
         name = self._sources.get(storage)
         if name is None:
-            self.refuse("its loader computes what it writes", source, destination=destination)
+            self.refuse("the loader computes the values that it writes", source, destination=destination)
         else:
             if source.shape != destination.shape:
                 if source.numel() != destination.numel() and source.dim() > 0:
@@ -176,7 +181,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 source = source.expand(destination.shape)
             if source.dtype != destination.dtype and not self._allow_cast:
                 expected, got = str(destination.dtype)[6:], str(source.dtype)[6:]
-                self.wrong_dtype[name] = Mismatch("dtype", name, f"{got}; the engine's memory is {expected}")
+                self.wrong_dtype[name] = Mismatch("dtype", name, f"the trainer sends {got}, the engine has {expected}")
             self._record_copy(name, destination, source)
         if not destination.is_meta:
             self.written.add(destination)
@@ -193,7 +198,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._previous = (storage, name)
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:
-        """A fill, e.g. of the padding of a vocabulary, belongs to the copy into the same memory beside it."""
+        """Record a fill (e.g. of vocabulary padding) with the name whose copy writes the same storage."""
         if destination.numel() == 0:
             return
         self.written.add(destination)
@@ -227,7 +232,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
 
 class PythonGuard(TorchFunctionMode):  # type: ignore[misc]
-    """Keeps a traced loader from what dispatch does not see: rebinding a parameter's memory, reading values."""
+    """Handles operations that bypass dispatch: a loader that replaces a parameter's `data` or reads values."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -237,7 +242,7 @@ class PythonGuard(TorchFunctionMode):  # type: ignore[misc]
         if func in _READS and args[0].is_meta:
             return _READS[func](self._tracer.read_value(args[0]))
         if func == _SET_DATA and not args[0].is_meta:
-            self._tracer.refuse("its loader replaces a parameter's memory", *tensors_in(args[1:]))
+            self._tracer.refuse("the loader replaces the memory of a parameter", *tensors_in(args[1:]))
             return None
         return func(*args, **(kwargs or {}))
 
@@ -256,7 +261,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def takes_shape_only(func: Any) -> bool:
-    """Whether an operator reads no values: it makes memory like a tensor's."""
+    """Whether an operator reads the shape of its input and no values, like `new_empty` and `zeros_like`."""
     name = func._schema.name.partition("::")[2]
     return bool(name.startswith("new_") or name.endswith("_like"))
 

@@ -1,19 +1,19 @@
 """The messages between a trainer and a receiver, and the connection that carries them.
 
-A Unix stream socket; each message is a 4-byte big-endian length and that many bytes of tagged msgpack. File
-descriptors travel beside a message's first byte. Every wait has a deadline.
+The connection is a Unix stream socket. A message is a 4-byte big-endian length and that many bytes of tagged msgpack.
+File descriptors travel with the first byte of a message. Every wait has a deadline.
 
     receiver                              trainer
     Hello(protocol, device, token)   →
                                      ←    Offer(manifest, buffer) + descriptors
-    Unopened(reason)                 →         … then another Offer, of another kind of buffer
+    Unopened(reason)                 →         … then an Offer of another kind of buffer
     Accept(unused) | Reject(…)       →
                                      ←    Bucket(slot, entries)
-    Ack(slot)                        →         … repeated; a slot is reused after its Ack
+    Ack(slot)                        →         … repeated; the trainer reuses a slot after its Ack
                                      ←    Commit
     Done(report)                     →
 
-Either side may send `Failure` at any time and close.
+Either side may send `Failure` at any time and close the connection.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Hello(Message, frozen=True):
 
 class Offer(Message, frozen=True):
     manifest: Manifest
-    buffer: dict[str, Any]  # what `buffers.attach` needs
+    buffer: dict[str, Any]  # for `buffers.attach`
 
 
 class Answer(Message, frozen=True):
-    unused: list[str]  # names this rank's loader ignored without being expected to
+    unused: list[str]  # names that this rank's loader ignored and may not ignore
 
 
 class Accept(Answer, frozen=True):
@@ -69,7 +69,7 @@ class Reject(Answer, frozen=True):
 
 
 class Unopened(Message, frozen=True):
-    """The buffer that was offered cannot be used here."""
+    """The receiver cannot open the offered buffer."""
 
     reason: str
 
@@ -92,7 +92,7 @@ class Done(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The sending side has given up, for the reason in the error record."""
+    """The sender of this message has given up. `error` is an error record (`RLMemoryError.to_record`)."""
 
     error: dict[str, Any]
 
@@ -106,7 +106,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Deadline:
-    """A point in time that waits do not pass."""
+    """The point in time at which waits end."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -121,8 +121,8 @@ class Connection:
 
     Args:
         sock: A connected Unix stream socket; the connection owns it.
-        peer: What errors call the other side, e.g. `"the trainer"`.
-        **details: Fields that identify the peer in errors that come from it (`rank`, `device`).
+        peer: The name of the other side in errors, e.g. `"the trainer"`.
+        **details: Fields that identify the peer in the details of errors (`rank`, `device`).
     """
 
     def __init__(self, sock: socket.socket, peer: str, **details: Any) -> None:
@@ -134,14 +134,15 @@ class Connection:
         return self._sock.fileno()
 
     def send(self, message: Message, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        """Send one message, and the descriptors beside it.
+        """Send one message, with file descriptors.
 
         Raises:
-            WeightUpdateError: the peer does not read, or is gone. If it said why before it went, its error.
+            WeightUpdateError: the peer does not read, or has disconnected.
+            RLMemoryError: the peer's own error, if it sent a `Failure` before it disconnected.
         """
         payload = _encode(message)
         if len(payload) > MAX_MESSAGE_BYTES:
-            raise WeightUpdateError(f"a {type(message).__name__} of {len(payload)} bytes is too large to send")
+            raise WeightUpdateError(f"a {type(message).__name__} message of {len(payload)} bytes is too large to send")
         data = memoryview(_LENGTH.pack(len(payload)) + payload)
         deadline = Deadline(timeout_s)
         try:
@@ -155,26 +156,29 @@ class Connection:
             raise self.stalled(f"did not read {type(message).__name__}", timeout_s) from None
         except OSError as error:
             with contextlib.suppress(_PeerLost):
-                while True:  # until it raises what the peer had to say
+                while True:  # until `receive` raises the peer's error, or the loss
                     self.receive(Message, timeout_s=1.0)
             raise self._lost(error) from None
 
     def receive(self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES) -> M:
-        """The next message, which must be of one of `types` and carry no descriptors."""
+        """Receive a message of one of `types`, without file descriptors. See `receive_with_fds`."""
         message, fds = self.receive_with_fds(*types, timeout_s=timeout_s, limit=limit)
         if fds:
             close_fds(fds)
-            raise WeightUpdateError(f"{self.peer} sent descriptors that nobody asked for", **self.details)
+            raise WeightUpdateError(f"{self.peer} sent unexpected file descriptors", **self.details)
         return message
 
     def receive_with_fds(
         self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES
     ) -> tuple[M, list[int]]:
-        """The next message and its descriptors, which the caller closes.
+        """Receive a message of one of `types`, and its file descriptors. The caller closes them.
+
+        Args:
+            limit: The largest message to accept, in bytes.
 
         Raises:
-            WeightUpdateError: the peer stalls, is gone, or breaks the protocol.
-            RLMemoryError: the peer's own error, where it sent a `Failure`.
+            WeightUpdateError: the peer stalled, disconnected, or violated the protocol.
+            RLMemoryError: the peer's own error, if it sent a `Failure`.
         """
         fds: list[int] = []
         try:
@@ -184,7 +188,7 @@ class Connection:
             if not isinstance(message, types):
                 wanted = " or ".join(expected.__name__ for expected in types)
                 raise WeightUpdateError(
-                    f"{self.peer} sent {type(message).__name__} in place of {wanted}", **self.details
+                    f"{self.peer} sent {type(message).__name__} instead of {wanted}", **self.details
                 )
         except TimeoutError:
             close_fds(fds)
@@ -195,7 +199,7 @@ class Connection:
             raise self._lost(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             close_fds(fds)
-            raise WeightUpdateError(f"{self.peer} sent what is not a message: {error}", **self.details) from None
+            raise WeightUpdateError(f"{self.peer} sent an invalid message: {error}", **self.details) from None
         except BaseException:
             close_fds(fds)
             raise
@@ -209,7 +213,7 @@ class Connection:
             fds += received
             if flags & socket.MSG_CTRUNC:
                 raise WeightUpdateError(
-                    f"descriptors from {self.peer} did not arrive: this process cannot open more files",
+                    f"file descriptors from {self.peer} were lost: this process cannot open more files",
                     **self.details,
                 )
             if not part:
@@ -218,7 +222,7 @@ class Connection:
         (length,) = _LENGTH.unpack(header)
         if length > limit:
             raise WeightUpdateError(
-                f"{self.peer} announces a message of {length} bytes; at most {limit} are taken", **self.details
+                f"{self.peer} announced a message of {length} bytes; the limit is {limit} bytes", **self.details
             )
         payload = bytearray(length)
         view = memoryview(payload)
@@ -246,7 +250,7 @@ class Connection:
         )
 
     def _told(self, failure: Failure) -> RLMemoryError:
-        """Made here, so that no frame that it passes names it: the two would keep each other until a collection."""
+        """The peer's error. Made in its own function: in the frame that raises it, a variable would form a cycle."""
         error = from_record(failure.error)
         for key, value in self.details.items():
             error.details.setdefault(key, value)
@@ -254,23 +258,23 @@ class Connection:
 
     def _lost(self, error: OSError) -> WeightUpdateError:
         return _PeerLost(
-            f"{self.peer} closed the connection in the middle of an update ({error.args[-1]})",
+            f"{self.peer} closed the connection during an update ({error.args[-1]})",
             reason="lost",
             **self.details,
         )
 
     def fail(self, error: RLMemoryError, timeout_s: float = 1.0) -> None:
-        """Tell the peer why this side gives up; best effort."""
+        """Try to send the peer the error that ends the update on this side."""
         with contextlib.suppress(Exception):
             self.send(Failure(error.to_record()), timeout_s)
 
     def peer_process(self) -> str:
-        """Names the process at the other end and this connection's role there."""
+        """An identifier of the peer's process and its role."""
         pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return f"{pid}: {self.peer}"
 
     def finish(self) -> None:
-        """Say that nothing more will be sent."""
+        """End the sending direction."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
@@ -278,7 +282,7 @@ class Connection:
         """Wait until the peer has closed its end.
 
         Raises:
-            WeightUpdateError: it did not in time.
+            WeightUpdateError: the peer did not close it within `timeout_s`.
         """
         deadline = Deadline(timeout_s)
         try:
@@ -295,7 +299,7 @@ class Connection:
 
 
 class _PeerLost(WeightUpdateError):
-    """A lost connection, so that `send` can tell it from what the peer had said before."""
+    """A lost connection. `send` distinguishes it from an error that the peer sent."""
 
     @property
     def code(self) -> str:
@@ -303,7 +307,7 @@ class _PeerLost(WeightUpdateError):
 
 
 def _receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], int]:
-    """`socket.recv_fds`, which drops its flags in some Python versions: children must not inherit these."""
+    """Like `socket.recv_fds`, with close-on-exec: some Python versions of `recv_fds` drop their flags."""
     part, ancillary, flags, _ = sock.recvmsg(
         nbytes, socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.size), socket.MSG_CMSG_CLOEXEC
     )
@@ -323,7 +327,7 @@ def close_fds(fds: Sequence[int]) -> None:
 
 
 def as_update_error(error: BaseException, **details: Any) -> RLMemoryError:
-    """`error` itself if it is ours, else a `WeightUpdateError` that names its type."""
+    """`error` itself if it is an `RLMemoryError`, else a `WeightUpdateError` that names its type."""
     if isinstance(error, RLMemoryError):
         return error
     return WeightUpdateError(f"{type(error).__name__}: {error}", type=type(error).__name__, **details)

@@ -100,7 +100,7 @@ def test_every_transport_carries_tensors_from_everywhere(engine, transport, plac
     for seed in (1, 2):
         tensors = randomised(place, seed)
         if transport == "cuda_direct" and place != "cuda":
-            with pytest.raises(UnsupportedError, match="not all tensors lie"):
+            with pytest.raises(UnsupportedError, match="not all tensors are"):
                 engine.update(tensors, transport=transport)
             continue
         report = updated(engine, tensors, transport=transport)

@@ -1,12 +1,11 @@
-"""The memory that weights travel in: the trainer's ends, and the receivers' ends, which `attach` makes.
+"""The buffers that carry weights: the trainer's ends, and the receivers' ends, which `attach` opens.
 
-- `cuda_direct` (`direct.py`): the trainer's own tensors, opened by the receivers. Nothing is staged.
-- `cuda_ipc` (`staged.py`): slots in one allocation on the receiver's GPU; the trainer packs, the receiver reads.
-- `shm_pinned` (`host.py`): slots in anonymous shared memory (`memfd_create`), page-locked by the receiver, and by the
-  trainer where it sends from a GPU. It is passed as a file descriptor over the session's socket and has no
-  name, so nothing is left behind when a process is killed, and it works between containers that share nothing
-  but the socket and deny CUDA IPC.
-- `shm` (`host.py`): the same, not page-locked. What CPU engines use.
+- `cuda_direct` (`direct.py`): receivers open the trainer's own tensors. There is no staging.
+- `cuda_ipc` (`staged.py`): slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads.
+- `shm_pinned` (`host.py`): slots in anonymous shared memory (`memfd_create`). The receiver page-locks it; the trainer
+  does too if it sends from a GPU. A file descriptor carries it over the session's socket. The memory has no name: it
+  vanishes with the processes, and works between containers that share only the socket and deny CUDA IPC.
+- `shm` (`host.py`): the same without page-locking, for CPU engines.
 """
 
 from __future__ import annotations
@@ -43,15 +42,16 @@ def attach(
     device: str = "cpu",
     mappings: Mappings | None = None,
 ) -> AttachedBuffer:
-    """Open the trainer's buffer. `fds` stay the caller's to close.
+    """Open the trainer's buffer.
 
     Args:
-        device: The receiver's (`Device.name`).
-        mappings: Where allocations may stay open after the buffer is closed.
+        description, fds: The result of `StagingBuffer.export`. The caller closes `fds`.
+        device: The receiver's device (`Device.name`).
+        mappings: Keeps allocations open after the buffer is closed, if the trainer allows it.
 
     Raises:
-        UnsupportedError: a kind this version does not know, or one that cannot be opened here.
-        WeightUpdateError: memory of another device, or a description that is not true.
+        UnsupportedError: the kind of buffer is unknown, or this process cannot open it.
+        WeightUpdateError: the buffer is on another device, or does not match its description.
     """
     kind = description.get("kind")
     try:
@@ -62,5 +62,5 @@ def attach(
         if kind == "cuda_direct":
             return DirectAttached(description, device, Mappings() if mappings is None else mappings)
     except (KeyError, TypeError, ValueError) as error:
-        raise WeightUpdateError(f"the trainer's buffer is described badly: {error!r}") from None
+        raise WeightUpdateError(f"the trainer's description of its buffer is invalid: {error!r}") from None
     raise UnsupportedError(f"buffers of kind {kind!r} are not supported", allowed=list(TRANSPORTS))

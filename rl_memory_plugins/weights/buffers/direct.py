@@ -1,4 +1,4 @@
-"""`cuda_direct`: the trainer's own tensors, opened by the receivers. Nothing is staged."""
+"""`cuda_direct`: receivers open the trainer's own tensors. There is no staging."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 
 
 class DirectExport:
-    """The trainer's tensors as they are.
+    """Exports the trainer's own tensors.
 
-    They must not be changed, moved or freed until the update is over; with `keep` not before `release_mapped`
-    either.
+    The tensors must not be changed, moved or freed before the end of the update; with `keep`, they must not be moved or
+    freed before `release_mapped`.
 
     Args:
-        tensors: In the manifest's order.
+        tensors: The tensors, in the order of the manifest.
         keep: Receivers leave the allocations open for the next update.
-        mean_bytes: With less to an allocation, opening them takes too long.
+        mean_bytes: The smallest mean of tensor bytes per allocation. Below it, opening takes longer than staging.
 
     Raises:
-        UnsupportedError: some cannot be exported; says why.
+        UnsupportedError: a tensor cannot be exported, or there are too many allocations for these bytes.
     """
 
     nbytes = 0
@@ -36,8 +36,8 @@ class DirectExport:
         self._gpu = gpu
         allocations: dict[int, Allocation] = {}
         indices: dict[int, int] = {}
-        starts: list[int] = []  # of the allocations found, in ascending order
-        self._places: list[tuple[int, int]] = []  # allocation, and bytes from its start
+        starts: list[int] = []  # addresses of the allocations, in ascending order
+        self._places: list[tuple[int, int]] = []  # index of the allocation, and offset in bytes
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         for tensor, address in zip(tensors, self._addresses, strict=True):
             if not tensor.is_contiguous():
@@ -50,14 +50,14 @@ class DirectExport:
             if found is None or address >= found.address + found.nbytes:
                 found = gpu.find(address)
                 if found is None:
-                    raise UnsupportedError("the tensors lie in memory that CUDA IPC cannot export")
+                    raise UnsupportedError("the tensors are in memory that CUDA IPC cannot export")
                 indices[found.address] = len(indices)
                 allocations[found.address] = found
                 bisect.insort(starts, found.address)
             self._places.append((indices[found.address], address - found.address))
         if mean_bytes and sum(tensor.nbytes for tensor in tensors) < mean_bytes * len(allocations):
             raise UnsupportedError(
-                f"{len(allocations)} allocations take longer to open than to stage; keep_mapped opens them once"
+                f"opening {len(allocations)} allocations takes longer than staging; keep_mapped=True opens them once"
             )
         self._description = {
             "kind": "cuda_direct",
@@ -74,14 +74,14 @@ class DirectExport:
         return BucketEntry(entry.index, offset + entry.start, entry.nbytes, allocation, entry.start)
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
-        self._gpu.synchronize()  # whatever stream still writes them
+        self._gpu.synchronize()  # any stream may still write the tensors
         return self._description, []
 
     def publish(self) -> None:
-        """Nothing was written."""
+        """Does nothing: the tensors are complete since `export`."""
 
     def close(self) -> None:
-        """Nothing was made."""
+        """Does nothing: this buffer owns no memory."""
 
 
 class DirectAttached:
@@ -89,7 +89,7 @@ class DirectAttached:
 
     Attributes:
         keep: Whether the trainer allows the allocations to stay open.
-        kept: Set once the update is complete: `close` leaves the mappings alone then.
+        kept: The session sets this after a complete update: `close` then leaves the mappings open.
     """
 
     transport = "cuda_direct"
@@ -108,7 +108,7 @@ class DirectAttached:
         if not entry.nbytes:
             return torch.empty(0, dtype=torch.uint8)
         if not 0 <= entry.allocation < len(self.allocations):
-            raise WeightUpdateError(f"the trainer names allocation {entry.allocation}, which it did not offer")
+            raise WeightUpdateError(f"the trainer announced allocation {entry.allocation}, which it did not offer")
         return self.allocations[entry.allocation]
 
     def close(self) -> None:

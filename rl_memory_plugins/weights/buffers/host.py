@@ -22,14 +22,14 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class ShmStaging:
-    """Shared memory for `slots` slots. Pages come into being when they are written first.
+    """Shared memory for `slots` slots of `slot_bytes` bytes. The first write allocates its pages.
 
     Args:
-        pinned: The receivers page-lock it.
-        stable: Tensors stay as they are until `publish`.
+        pinned: The receivers page-lock the memory.
+        stable: Tensors do not change before `publish`.
 
     Raises:
-        HostMemoryError: the memory cannot be had.
+        HostMemoryError: the memory cannot be allocated.
     """
 
     def __init__(self, slot_bytes: int, slots: int, *, pinned: bool = False, stable: bool = False) -> None:
@@ -50,7 +50,7 @@ class ShmStaging:
         except OSError as error:
             os.close(self._fd)
             raise HostMemoryError(
-                f"no shared memory for {slots} slots of {slot_bytes} bytes: {error}",
+                f"cannot allocate shared memory for {slots} slots of {slot_bytes} bytes: {error}",
                 needed_bytes=self.nbytes,
             ) from None
 
@@ -90,13 +90,13 @@ class ShmStaging:
             self._fd = -1
 
     def _lock_pages(self, index: int) -> bool:
-        """Whether copies from the GPU may run in the background."""
+        """Page-lock the slots if `pinned`. Returns whether copies from the GPU may run asynchronously."""
         if self._pinned and not self._registered:
             from rl_memory_plugins.memory.pinned import touch
 
             gpu = cuda_ipc.local_gpu(gpu_name(index))
             address, nbytes = _range(self._slots)
-            if not self._written:  # it writes zeros; registering makes pages too, with one thread
+            if not self._written:  # `touch` writes zeros. It allocates pages with 8 threads, registering with one
                 touch(address, nbytes, 8)
             try:
                 gpu.register(address, nbytes)
@@ -118,10 +118,10 @@ class ShmAttached:
         self.transport = str(description["kind"])
         slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
         if len(fds) != 1 or os.fstat(fds[0]).st_size != slot_bytes * slots or slot_bytes < 1:
-            raise WeightUpdateError("the trainer's shared memory is not what its description says")
-        # Without the seals the other side could shrink the file, and reading it would end this process.
+            raise WeightUpdateError("the trainer's shared memory does not match its description")
+        # Without the seals the trainer could shrink the file, and a read would then kill this process.
         if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise WeightUpdateError("the trainer's shared memory is not sealed against a change of its size")
+            raise WeightUpdateError("the trainer's shared memory is not sealed against resizing")
         self._slots = _map(fds[0], slot_bytes, slots)
         self._gpu: cuda_ipc.Gpu | None = None
         if self.transport == "shm_pinned":
@@ -144,7 +144,7 @@ class ShmAttached:
 
 
 def _map(fd: int, slot_bytes: int, slots: int) -> list[torch.Tensor]:
-    # The tensors hold the mapping, which goes when the last of them goes; it is never unmapped under one.
+    # The tensors own the mapping: it is unmapped when the last tensor is freed, and not before.
     mapping = mmap.mmap(fd, slot_bytes * slots, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     return list(torch.frombuffer(mapping, dtype=torch.uint8).split(slot_bytes))
 

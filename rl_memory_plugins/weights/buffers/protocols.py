@@ -1,4 +1,4 @@
-"""The two ends of the memory that weights travel in."""
+"""The interfaces of the two ends of a buffer."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ import torch
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 
 TRANSPORTS = ("cuda_direct", "cuda_ipc", "shm_pinned", "shm")
-"""From the fastest to the one that always works."""
+"""All transports, the fastest first. The last one always works."""
 
 
 class StagingBuffer(Protocol):
-    """The trainer's end.
+    """The trainer's end of a buffer.
 
     Attributes:
-        nbytes: Of the memory that it takes beside the tensors.
+        nbytes: The memory that the buffer takes beside the tensors, in bytes.
     """
 
     nbytes: int
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
-        """Place a tensor, or the rows of it that `entry` is; returns where the receivers find them."""
+        """Put a tensor, or the rows that `entry` describes, into a slot. Returns their place for the receivers."""
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
-        """What `attach` needs: a description for the message, and descriptors to send beside it."""
+        """The arguments of `attach`: a description to send in a message, and file descriptors to send with it."""
 
     def publish(self) -> None:
-        """Wait until what was put can be read by the other processes."""
+        """Wait until other processes can read all tensors that were put."""
 
     def close(self) -> None: ...
 
 
 class AttachedBuffer(Protocol):
-    """A receiver's end. Tensors in its memory must not outlive `close`.
+    """A receiver's end of a buffer. Tensors in its memory must not outlive `close`.
 
     Attributes:
         transport: One of `TRANSPORTS`.
-        reused: Whether the trainer writes a slot again once it is acknowledged.
+        reused: Whether the trainer writes a slot again after its acknowledgement.
     """
 
     transport: str
     reused: bool
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
-        """The bytes that `entry.offset` counts in: uint8, of one dimension."""
+        """The memory that `entry.offset` refers to: uint8, one dimension."""
 
     def close(self) -> None: ...
 
 
 def typed(slot: torch.Tensor, offset: int, nbytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor that lies at `offset` of a slot, as a view."""
+    """A view of the tensor at byte `offset` of a slot."""
     return slot[offset : offset + nbytes].view(getattr(torch, dtype)).view(tuple(shape))

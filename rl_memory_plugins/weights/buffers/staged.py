@@ -1,4 +1,4 @@
-"""`cuda_ipc`: slots in one allocation on the receiver's GPU, which the trainer packs and the receiver reads."""
+"""`cuda_ipc`: slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _BOUNCE_BYTES = 64 << 20
 class CudaStaging:
     """Slots in one allocation on a receiver's GPU, outside torch's allocator and all pausable regions.
 
-    Tensors are packed on the current stream of that GPU. Those on another GPU come by a peer copy; pinned host
-    memory is read by the GPU; pageable host memory goes through a pinned bounce buffer, with several threads.
+    The trainer packs tensors on the current stream of that GPU: from another GPU by a peer copy, from pinned host
+    memory directly, from pageable host memory through a pinned bounce buffer that several threads fill.
 
     Args:
-        device: The GPU's name.
-        stable: Tensors stay as they are until `publish`.
+        device: The name of the GPU.
+        stable: Tensors do not change before `publish`.
 
     Raises:
-        UnsupportedError: this process does not see the GPU, or its memory cannot be exported.
-        DeviceMemoryError: there is not enough memory.
+        UnsupportedError: this process does not see the GPU, or CUDA IPC cannot export its memory.
+        DeviceMemoryError: the GPU lacks memory for the slots.
     """
 
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
         self._gpu = cuda_ipc.local_gpu(device)
         self._stable = stable
         self._bounce: _Bounce | None = None
-        self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets, and what goes there
-        self._flat: dict[tuple[int, str], torch.Tensor] = {}  # a slot's memory as elements
+        self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
+        self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         self._streams = Streams()
         self.nbytes = slot_bytes * slots
         self._address = self._gpu.allocate(self.nbytes)
         allocation = self._gpu.find(self._address)
         if allocation is None:
             self.close()
-            raise UnsupportedError(f"memory of {device} cannot be exported by CUDA IPC", device=device)
+            raise UnsupportedError(f"CUDA IPC cannot export memory of {device}", device=device)
         self._slots = list(self._gpu.view(self._address, self.nbytes).split(slot_bytes))
         self._description = {
             "kind": "cuda_ipc",
@@ -82,7 +82,7 @@ class CudaStaging:
         return entry
 
     def _target(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-        """`typed`, at a third of its price where there are thousands of tensors."""
+        """Like `typed`, in a third of its time. This matters with thousands of tensors."""
         if not tensor.is_contiguous():
             return typed(self._slots[slot], entry.offset, entry.nbytes, spec.dtype, tensor.shape)
         flat = self._flat.get((slot, spec.dtype))
@@ -92,7 +92,7 @@ class CudaStaging:
         return flat.as_strided(tensor.shape, tensor.stride(), start)
 
     def _current_stream(self) -> Any:
-        """Of the receiver's GPU, which is waited for before anything is published."""
+        """The current stream of the receiver's GPU. `publish` waits for it."""
         memory = self._slots[0]
         if not memory.is_cuda:
             return None
@@ -126,7 +126,7 @@ class CudaStaging:
 
 
 class _Bounce:
-    """Host memory to a GPU by way of two pinned buffers: one is filled while the other is being read."""
+    """Copies host memory to a GPU through two pinned buffers: the host fills one while the GPU reads the other."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -134,11 +134,11 @@ class _Bounce:
         self._copier = HostCopier()
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._current, self._used = 0, 0
-        self._stream: Any = None  # of the last copy
+        self._stream: Any = None  # the stream of the last copy
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Begin a copy; `source` must not change before the next `flush`."""
-        if self._stream not in (None, stream):  # a buffer's event, recorded on one, must stand for both
+        """Begin a copy. `source` must not change before the next `flush`."""
+        if self._stream not in (None, stream):  # a buffer's event is recorded on one stream, and must cover both
             stream.wait_stream(self._stream)
         self._stream = stream
         source = source.reshape(-1).view(torch.uint8)
@@ -157,7 +157,7 @@ class _Bounce:
             start += step
 
     def flush(self) -> None:
-        """Read the sources, and enqueue what is left to do."""
+        """Read all sources, and enqueue their copies to the GPU."""
         self._copier.run()
         for destination, piece in self._filled:
             destination.copy_(piece, non_blocking=True)
@@ -179,7 +179,7 @@ class CudaAttached:
         slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
         allocations = allocations_of(description)
         if len(allocations) != 1 or slot_bytes < 1 or allocations[0].nbytes < slot_bytes * slots:
-            raise WeightUpdateError("the trainer's staging memory is not what its description says")
+            raise WeightUpdateError("the trainer's staging memory does not match its description")
         (memory,) = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)
         self._slots = list(memory[: slot_bytes * slots].split(slot_bytes))
 

@@ -1,4 +1,4 @@
-"""The streams on which a buffer's copies are under way."""
+"""The CUDA streams that run the copies of a buffer."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 class Streams:
-    """All streams since the last `synchronize`: a source may give each tensor on another one."""
+    """All streams since the last `synchronize`. A source may yield each tensor on another stream."""
 
     def __init__(self) -> None:
         self._streams: set[Any] = set()
 
     def current(self, device: torch.device | int) -> Any:
-        """A GPU's current stream, on which a copy is about to begin."""
+        """The current stream of a GPU, noted for the next `synchronize`."""
         stream = torch.cuda.current_stream(device)
         self._streams.add(stream)
         return stream
 
     def synchronize(self) -> None:
-        """Wait for all of them."""
+        """Wait for all noted streams."""
         for stream in self._streams:
             stream.synchronize()
         self._streams.clear()

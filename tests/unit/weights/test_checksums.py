@@ -138,5 +138,5 @@ def test_an_update_that_reached_one_engine_only_is_a_fault():
     assert before.layout == "engine"
     assert before.tensors == before.engines[0].tensors
     update(engines[0], checkpoint(1))
-    with pytest.raises(EngineFaultError, match="that others have not"):
+    with pytest.raises(EngineFaultError, match="and others have not"):
         sums(engines)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_memory_plugins.weights.pools import inline, intercepted
-from rl_memory_plugins.weights.written import Written, recording
+from rl_memory_plugins.weights.write_recorder import Written, recording
 
 SUBMIT = ThreadPoolExecutor.submit
 

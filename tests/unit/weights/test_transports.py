@@ -317,7 +317,7 @@ def test_a_transport_that_is_asked_for_is_used_or_nothing_is(gpus):
     assert [one["transport"] for one in error.details["tried"]] == ["cuda_ipc"]
     assert isinstance(thread.error, UnsupportedError)
     error, _ = send([rank], OneByOne(checkpoint(2)), transport="cuda_direct")
-    assert isinstance(error, UnsupportedError) and "one by one" in str(error)
+    assert isinstance(error, UnsupportedError) and "one at a time" in str(error)
     rank.model.assert_unchanged(before)
     assert rank.manager.content is Content.VALID and not gpu.memory
 

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_memory_plugins.weights.regions import Coverage, canonical, row_major
+from rl_memory_plugins.weights.coverage import Coverage, canonical, row_major
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Strided regions of memory: their simplest form, and how much of a tensor a set of them covers."""
+"""Strided regions of memory: their canonical form, and the fraction of a tensor that a set of regions covers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def canonical(size: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same set of elements with the fewest dimensions, outermost first: at most one if contiguous."""
+    """Size and stride of the same elements in the fewest dimensions, outermost first: at most one if contiguous."""
     dims = [(step, extent) for extent, step in zip(size, stride, strict=True) if extent != 1]
     dims.sort(reverse=True)
     merged: list[tuple[int, int]] = []
@@ -40,7 +40,7 @@ class Coverage:
             self._large.append((starts, starts + nbytes))
 
     def add_where(self, tensor: torch.Tensor, mask: torch.Tensor) -> None:
-        """Add the elements at which a mask of the tensor's shape is true."""
+        """Add the elements where `mask`, of the tensor's shape, is true."""
         places = mask.nonzero().cpu()
         if len(places):
             self._merged = None
@@ -53,13 +53,13 @@ class Coverage:
         return not self._small and not self._large
 
     def extend(self, other: Coverage) -> None:
-        """Add all that is in another set."""
+        """Add all bytes of another set."""
         self._merged = None
         self._small += other._small
         self._large += other._large
 
     def fraction(self, tensor: torch.Tensor) -> float:
-        """How much of the tensor's memory is in the set: 0.0 to 1.0. An empty tensor is covered."""
+        """The fraction of the tensor's bytes that is in the set, 0.0 to 1.0. It is 1.0 for an empty tensor."""
         if tensor.numel() == 0:
             return 1.0
         starts, nbytes = _runs(tensor)
@@ -67,9 +67,9 @@ class Coverage:
         return float(covered / (nbytes * len(starts)))
 
     def _below(self, addresses: torch.Tensor) -> torch.Tensor:
-        """Bytes of the set below each address."""
+        """For each address, the number of bytes of the set below it."""
         starts, ends, lengths = self._merge()
-        count = torch.searchsorted(starts, addresses)  # runs that start below
+        count = torch.searchsorted(starts, addresses)  # of runs that start below
         if len(starts) == 0:
             return torch.zeros_like(addresses)
         last = (count - 1).clamp(min=0)
@@ -77,7 +77,7 @@ class Coverage:
         return torch.where(count > 0, below, 0)
 
     def _merge(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Disjoint runs in ascending order: starts, ends, and the lengths summed up to each."""
+        """Disjoint runs in ascending order: starts, ends, and cumulative lengths."""
         if self._merged is None:
             small = torch.tensor(self._small, dtype=torch.int64).view(-1, 2)
             starts = torch.cat([small[:, 0], *(start for start, _ in self._large)])
@@ -96,7 +96,7 @@ class Coverage:
 
 
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The start addresses of the contiguous runs that make up a tensor, and the bytes of each."""
+    """The start addresses of a tensor's contiguous runs, and the bytes of each run."""
     itemsize = tensor.element_size()
     size, stride = canonical(tensor.shape, tensor.stride())
     run = 1

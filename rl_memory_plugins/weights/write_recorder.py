@@ -1,6 +1,6 @@
-"""Which memory a piece of code writes anew: for loaders that do not say what they loaded.
+"""Records the memory that a loader overwrites, for loaders that do not report which parameters they loaded.
 
-Only what no longer depends on the old bytes counts: `mul_` writes all of a tensor and loads none of it.
+Memory counts as overwritten if its new bytes do not depend on the old ones: `mul_` overwrites nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.pools import Call, Submit, intercepted
-from rl_memory_plugins.weights.regions import Coverage
 
 aten = torch.ops.aten
 
 _OVERWRITING = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_}
-"""In place, and of every element."""
+"""In-place operators that overwrite every element."""
 
 
 def _put(mask: torch.Tensor, indices: Any, values: Any, accumulate: bool = False) -> None:
@@ -37,15 +37,15 @@ _SELECTING: dict[Any, Callable[..., None]] = {
     aten.index_copy_: _fill_rows,
     aten.index_fill_: _fill_rows,
 }
-"""In place, and of the elements that are then marked in a mask of the tensor's shape."""
+"""In-place operators that overwrite some elements: each function marks them in a mask of the tensor's shape."""
 
 
 class Written:
-    """What a piece of code wrote.
+    """The memory that a piece of code has written.
 
     Attributes:
-        touched: All memory that it wrote.
-        anew: The part of it that no longer depends on what was there before.
+        touched: All written memory.
+        anew: The overwritten part of it, whose bytes do not depend on the old ones.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Written:
 
 
 class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
-    """Adds what operators write to a `Written`. The operators run as they are."""
+    """Adds the memory that operators write to a `Written`. The operators run unchanged."""
 
     def __init__(self, written: Written) -> None:
         super().__init__()
@@ -82,17 +82,17 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether a graph is being captured, which only notes the operators: nothing is written, and none may wait."""
+    """Whether a CUDA graph is being captured. The operators then write nothing, and must not synchronise."""
     return tensor.is_cuda and bool(torch.cuda.is_current_stream_capturing())
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator's schema says it writes."""
+    """The tensors that an operator writes, by its schema."""
     return _split(func, args, kwargs)[0] if func._schema.is_mutable else []
 
 
 def overwritten_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors of which an operator writes every element, and reads none first."""
+    """The tensors that an operator overwrites completely without reading them."""
     written, read = _split(func, args, kwargs)
     if func._overloadpacket in _OVERWRITING:
         return written
@@ -103,7 +103,7 @@ def overwritten_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """An operator's tensors: those that its schema says it writes, and the others."""
+    """The tensors that an operator writes, and its other tensors, by its schema."""
     written: list[torch.Tensor] = []
     read: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -120,7 +120,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def recording(written: Written) -> Iterator[None]:
-    """Record what this thread writes, and what it has thread pools write: loaders of experts use them."""
+    """Record the writes of this thread and of its calls in thread pools, which loaders of experts use."""
 
     def recorded(submit: Submit, call: Call) -> Future[Any]:
         def run() -> Any:
