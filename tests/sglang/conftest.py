@@ -44,15 +44,14 @@ def other_weights(model_folder: Path) -> Any:
     return new_model(model_folder, OTHER_SEED)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of one module: SGLang's scheduler takes a whole core while it is idle, and other modules start their own."""
     launch = Launch(model_folder, options={"implicit_update_session": True, "poison": True, "drain_timeout_s": 60})
     with Server(WatchedSglang(), launch, tmp_path_factory.mktemp("server") / "server.log") as server:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def first_tokens(running_server: Server) -> list[int]:
     """The greedy answer under the checkpoint's weights, before anything has slept."""
     return running_server.generate(PROMPT)
