@@ -59,7 +59,7 @@ class Device(Protocol):
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
-    def trim(self, worth: int = 0) -> None:
+    def trim(self, min_bytes: int = 0) -> None:
         """Give back what this process has cached on the device outside of the regions, if that is `worth` bytes."""
 
     def allocations(self) -> int:
@@ -108,7 +108,7 @@ class Allocator(Protocol):
         """The tag's blocks, for reading by another thread: while it is open none of them loses its memory by
         the end of its tensors. `release` still takes it."""
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         """What this process holds on the device beside the regions: bytes by cause; what is not known is absent.
 
         Works while regions are released, takes milliseconds, and never raises.

@@ -42,9 +42,9 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.index)
         return int(free), int(total)
 
-    def trim(self, worth: int = 0) -> None:
+    def trim(self, min_bytes: int = 0) -> None:
         cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
-        if cached >= worth:
+        if cached >= min_bytes:
             with torch.cuda.device(self.index):
                 torch.cuda.empty_cache()
 

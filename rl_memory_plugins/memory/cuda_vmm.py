@@ -28,8 +28,8 @@ from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
-from rl_memory_plugins.memory.left import Left
-from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
+from rl_memory_plugins.memory.regions import RegionStack, keep_forever
+from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segments, pool_key
 from rl_memory_plugins.memory.torch_settings import set_torch_option, torch_options
 from rl_memory_plugins.tags import Tag
@@ -91,13 +91,13 @@ class CudaVmmAllocator:
         self._open_regions = 0
         self._regions_entered = 0
         self._known_unused: dict[Tag, list[Block]] = {}
-        self._left = Left(index)
+        self._residual = ResidualMemory(index)
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
         self._torch_allocators = {
             tag: torch._C._cuda_customAllocator(address_of_function(callback), self._driver.unmap_address)
             for tag, callback in self._malloc_callbacks.items()
         }
-        keep_for_ever(self)  # and with it all callbacks, allocators and pools
+        keep_forever(self)  # and with it all callbacks, allocators and pools
         set_torch_option("release_lock_on_cudamalloc", True)
         self._require_torch_to_use_us()
 
@@ -264,13 +264,13 @@ class CudaVmmAllocator:
             with self._lock:
                 self._holds[tag] -= 1
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         with self._lock:
             pools = [*self._graph_pools.values()]
             for tag in Tag:
                 pools += self._idle_pools[tag] + self._retired_pools[tag]
             resident = sum(m.nbytes for mappings in self._mappings.values() for m in mappings.values() if m.mapped)
-        return self._left(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
+        return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def _live(self, tag: Tag) -> list[_Mapping]:
         with self._lock, self._driver.context():

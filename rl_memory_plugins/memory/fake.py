@@ -59,7 +59,7 @@ class FakeDevice:
     def memory_info(self) -> tuple[int, int]:
         return self.capacity - self.used, self.capacity
 
-    def trim(self, worth: int = 0) -> None:
+    def trim(self, min_bytes: int = 0) -> None:
         self._enter("trim")
 
     def allocations(self) -> int:
@@ -183,7 +183,7 @@ class FakeAllocator:
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         yield self.blocks(tag)
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         return {}
 
     def reclaim(self) -> None:

@@ -35,8 +35,8 @@ class FaultyAllocator:
     def held(self, tag: Tag) -> AbstractContextManager[list[Block]]:
         return self._inner.held(tag)
 
-    def left(self) -> dict[str, int]:
-        return self._inner.left()
+    def residual_memory(self) -> dict[str, int]:
+        return self._inner.residual_memory()
 
     def reclaim(self) -> None:
         self._inner.reclaim()

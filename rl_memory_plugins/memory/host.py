@@ -57,7 +57,7 @@ class HostDevice:
     def memory_info(self) -> tuple[int, int]:
         return host_memory_info()
 
-    def trim(self, worth: int = 0) -> None:
+    def trim(self, min_bytes: int = 0) -> None:
         return  # malloc caches nothing worth mentioning
 
     def allocations(self) -> int:
@@ -145,7 +145,7 @@ class HostAllocator:
             live = self._live(tag)  # keeps the storages
         yield sorted(block for _, _, block in live)
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         return {}  # the device is the host: what the regions are beside is the process itself
 
     def reclaim(self) -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
 #: Bytes in torch's cache that a sleep's caller may need at once; to empty it takes some 25 ms, whatever it frees.
-WORTH_TRIMMING = 512 << 20
+TRIM_THRESHOLD_BYTES = 512 << 20
 
 
 class _PreparedSleep:
@@ -76,7 +76,7 @@ class MemoryManager(WeightsContent):
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # what the latest release left for later is done
         self._allocations = 0  # of this process on the device, as of the end of the latest transition
-        self._left: dict[str, int] | None = None  # of the latest sleep, once it is accounted for
+        self._residual: dict[str, int] | None = None  # of the latest sleep, once it is accounted for
         self._seconds: dict[str, float] = {}
 
     def warm_up(self) -> None:
@@ -116,13 +116,13 @@ class MemoryManager(WeightsContent):
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
             notes=(*self.notes, *self.arena.notes),
-            left=(self._left or {}) if asleep else {},
+            left=(self._residual or {}) if asleep else {},
         )
 
     def account(self) -> RankStatus:
         """The status with what is left on the device while a tag sleeps. Takes some milliseconds after a sleep."""
-        if self._left is None and any(state is not TagState.RESIDENT for state in self._states.values()):
-            self._left = self.allocator.left()
+        if self._residual is None and any(state is not TagState.RESIDENT for state in self._states.values()):
+            self._residual = self.allocator.residual_memory()
         return self.status()
 
     def seconds(self) -> dict[str, float]:
@@ -186,7 +186,7 @@ class MemoryManager(WeightsContent):
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is None:
             raise StateConflictError("no sleep has been prepared on this rank", rank=self.rank)
-        self._left = None
+        self._residual = None
         with self._naming_changes():
             try:
                 with self._timed("synchronize"):
@@ -202,7 +202,7 @@ class MemoryManager(WeightsContent):
                         changes.append(self._release_tag(prepared, tag, state, copied.get(tag, 0)))
                 if changes:
                     with self._timed("release"):
-                        self.device.trim(WORTH_TRIMMING)
+                        self.device.trim(TRIM_THRESHOLD_BYTES)
                 return changes
             finally:
                 self._free_new_backups(prepared)  # of tags that were not reached

@@ -60,6 +60,6 @@ class _Suspendable:
             context.__exit__(None, None, None)
 
 
-def keep_for_ever(thing: object) -> None:
+def keep_forever(thing: object) -> None:
     """Keep an object through the interpreter's shutdown too, when the globals of modules are dropped."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -25,8 +25,8 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
-from rl_memory_plugins.memory.left import Left
-from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
+from rl_memory_plugins.memory.regions import RegionStack, keep_forever
+from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segment, Segments, pool_key
 from rl_memory_plugins.memory.torch_settings import torch_options
 from rl_memory_plugins.tags import Tag
@@ -63,7 +63,7 @@ class TorchSaverAllocator:
     def __init__(self, index: int, margin_bytes: int = 0, hook_mode: HookMode = "auto") -> None:
         self.index = index
         self.device = CudaDevice(index)
-        self._left = Left(index)
+        self._residual = ResidualMemory(index)
         self._margin_bytes = margin_bytes
         self._saver = _start_saver(index, hook_mode)
         self.hook_mode: str = self._saver._impl._hook_mode
@@ -102,12 +102,12 @@ class TorchSaverAllocator:
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         yield self.blocks(tag)  # its pools keep their segments when tensors go
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
         by_pool = self._segments.by_pool()
         held = sum(segment.nbytes for pool in pools for segment in by_pool.get(pool, ()))
         paused = sum(block.nbytes for tag in Tag for block in self.paused_blocks(tag))
-        return self._left(by_pool, pools, held - paused)
+        return self._residual(by_pool, pools, held - paused)
 
     def _blocks_of(self, names: list[str]) -> list[Block]:
         return sorted(Block(segment.address, segment.nbytes) for segment in self._segments_of(names))
@@ -267,5 +267,5 @@ def _start_saver(index: int, hook_mode: HookMode) -> Any:
         raise UnsupportedError(
             f"torch_memory_saver is already in use in this process, in mode {saver._impl._hook_mode}, not {hook_mode}"
         )
-    keep_for_ever(saver._impl)  # it also exits when its pools are dropped, as the interpreter does at the end
+    keep_forever(saver._impl)  # it also exits when its pools are dropped, as the interpreter does at the end
     return saver

@@ -28,7 +28,7 @@ from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache, limit_memory
-from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
+from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
@@ -110,7 +110,7 @@ class RolloutHandoff:
 
     def __init__(
         self,
-        engines: Engine | Any | Sequence[Engine | Any],
+        engines: EngineHandle | Any | Sequence[EngineHandle | Any],
         source: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
         *,
         weights: Sequence[Any] = (),
@@ -197,13 +197,13 @@ class RolloutHandoff:
 
     def _body_failed(self, error: BaseException) -> None:
         self._peers.step = "training"
-        self._peers.tell(error)
+        self._peers.announce_failure(error)
 
     def _limit(self, fraction: float) -> None:
         if self._memory_fraction < 1:  # a limit of the trainer's own is left alone
             limit_memory(fraction)
 
-    def _on_engines(self, report: HandoffReport, step: str, call: Callable[[Engine], Any]) -> None:
+    def _on_engines(self, report: HandoffReport, step: str, call: Callable[[EngineHandle], Any]) -> None:
         def run() -> None:  # the answers stay here: nobody uses them
             on_all(self.engines, call)
 

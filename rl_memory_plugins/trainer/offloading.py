@@ -330,12 +330,12 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class borrowed:
+class temporarily_loaded:
     """Offloaded tensors on the device for a moment; what is written is lost, unless they are loaded meanwhile."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._borrowed: list[Any] = []
+        self._loaded: list[Any] = []
 
     def __enter__(self) -> None:
         for tensor in self._tensors:
@@ -343,12 +343,12 @@ class borrowed:
             away = _away.get(storage)
             if away is not None and not storage.nbytes():
                 storage.resize_(away.nbytes)
-                self._borrowed.append(storage)
+                self._loaded.append(storage)
                 _bytes_of(storage).copy_(away.host)
 
     def __exit__(self, *_: object) -> None:
-        _synchronize(self._borrowed)
-        for storage in self._borrowed:
+        _synchronize(self._loaded)
+        for storage in self._loaded:
             if storage in _away:  # else it was loaded meanwhile, and what is here is all there is of it
                 storage.resize_(0)
 

@@ -104,10 +104,10 @@ class Peers:
         except Exception as failure:  # the others wait for something
             error = error or failure
             sent = _encoded(self.step, None, (severity(error), _bare_record(error)))
-        told = _telling.get(self._group)
-        if told is not None:
-            told.join()
-            _telling.pop(self._group, None)
+        announced = _announcing.get(self._group)
+        if announced is not None:
+            announced.join()
+            _announcing.pop(self._group, None)
         everyone = [msgspec.msgpack.decode(one, type=_Message) for one in self._gather(sent)]
         steps = [one.step for one in everyone]
         if len(set(steps)) > 1:
@@ -125,7 +125,7 @@ class Peers:
         other.details.setdefault("trainer_rank", worst)
         raise other
 
-    def tell(self, error: BaseException) -> None:
+    def announce_failure(self, error: BaseException) -> None:
         """`share` an error without waiting for the others; this process's next agreement does.
 
         They may not answer soon, or ever: those that wait in a collective for the rank that failed.
@@ -137,12 +137,12 @@ class Peers:
                 sent = _encoded(self.step, None, (0, _bare_record(error)))
             # A daemon: a process that ends instead of going on closes its connections, which the others notice. Torch
             # may then abort it at the very end, if it has not destroyed its process groups.
-            telling = threading.Thread(target=self._tell, args=(sent, _telling.get(self._group)), daemon=True)
+            announcing = threading.Thread(target=self._announce, args=(sent, _announcing.get(self._group)), daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                telling.start()
-                _telling[self._group] = telling
+                announcing.start()
+                _announcing[self._group] = announcing
 
-    def _tell(self, sent: bytes, before: threading.Thread | None) -> None:
+    def _announce(self, sent: bytes, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
         with contextlib.suppress(Exception):  # the connections are gone: the next agreement raises that
@@ -163,8 +163,8 @@ class Peers:
         return [bytes(one.numpy()[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
 
 
-_telling: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
-"""By Gloo group: what `Peers.tell` has under way, before which no other agreement of the group may start."""
+_announcing: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+"""By Gloo group: the thread of the latest `Peers.announce_failure`. The next agreement of the group waits for it."""
 
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

@@ -16,7 +16,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
-from rl_memory_plugins.trainer.engines import Engine, as_engines
+from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import ModelSource
@@ -228,7 +228,7 @@ class _EngineCall:
     If the engine refuses, its ranks will never connect; the senders that wait for them are told so.
     """
 
-    def __init__(self, engine: Engine, devices: list[str], body: dict[str, Any]) -> None:
+    def __init__(self, engine: EngineHandle, devices: list[str], body: dict[str, Any]) -> None:
         self._engine = engine
         self._devices = devices
         self._body = body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_memory_plugins.trainer.offloading import borrowed, host_view
+from rl_memory_plugins.trainer.offloading import host_view, temporarily_loaded
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 
@@ -72,7 +72,7 @@ class FSDP1Source:
         for unit, own in self._units:
             flat = unit._handle.flat_param
             with (
-                borrowed([flat]),
+                temporarily_loaded([flat]),
                 FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False),
             ):
                 for one in own:

@@ -17,7 +17,7 @@ BATCH_BYTES = 64 << 20
 ALIGNMENT = 16  # every dtype's, for views of bytes
 
 
-def whole(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors in their order, cast, the DTensors among them gathered. On all ranks of the meshes, in step.
 
     Offloaded tensors are read where they are. At any time there exist one batch, and one tensor of it.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.trainer.offloading import host_view
-from rl_memory_plugins.trainer.sources.gather import whole
+from rl_memory_plugins.trainer.sources.gather import gather_all
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import named_tensors
@@ -41,7 +41,7 @@ class ModelSource:
         return [self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._named()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole(self._named(), self._outgoing)
+        return gather_all(self._named(), self._outgoing)
 
     def resident(self) -> list[torch.Tensor] | None:
         """See `weights.source.ResidentSource`: none where some are gathered or cast."""

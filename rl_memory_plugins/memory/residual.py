@@ -59,7 +59,7 @@ def attributed(cause: str) -> Iterator[None]:
         _grown[index, cause] = _grown.get((index, cause), 0) + max(after - before, 0)
 
 
-class Left:
+class ResidualMemory:
     """The account of one GPU. It is opened before any region is: what is there then is the context's.
 
     Args:

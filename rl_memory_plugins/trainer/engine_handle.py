@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class Engine(Protocol):
+class EngineHandle(Protocol):
     """`client.EngineClient` is one."""
 
     def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort") -> Any: ...
@@ -68,14 +68,14 @@ class EngineObject:
         return asyncio.run_coroutine_threadsafe(wait(), self.loop).result()
 
 
-def as_engines(engines: Any) -> list[Engine]:
-    """One engine or several, each an `Engine` or an engine's own object."""
+def as_engines(engines: Any) -> list[EngineHandle]:
+    """One engine or several, each an `EngineHandle` or an engine's own object."""
     if not isinstance(engines, (list, tuple)):
         engines = [engines]
-    return [engine if isinstance(engine, Engine) else EngineObject(engine) for engine in engines]
+    return [engine if isinstance(engine, EngineHandle) else EngineObject(engine) for engine in engines]
 
 
-def on_all(engines: Sequence[Engine], call: Callable[[Engine], T]) -> list[T]:
+def on_all(engines: Sequence[EngineHandle], call: Callable[[EngineHandle], T]) -> list[T]:
     """Call all engines at the same time; the results in their order.
 
     Raises:
