@@ -10,7 +10,7 @@ def count_as_nccl(original: Callable[..., None]) -> Callable[..., None]:
     """What the device loses to a communicator has its name in `memory_status`."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from rl_memory_plugins.memory.left import attributed
+        from rl_memory_plugins.memory.residual import attributed
 
         with attributed("nccl"):
             original(self, *args, **kwargs)

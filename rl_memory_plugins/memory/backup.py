@@ -1,4 +1,4 @@
-"""Host copies of device memory: the arena they lie in, and the backups themselves."""
+"""Backups: copies of device memory in host memory, and the arena that holds them."""
 
 from __future__ import annotations
 
@@ -16,62 +16,63 @@ from rl_memory_plugins.memory.preparation import WASTE, Demand, GivenUp, Prepare
 from rl_memory_plugins.memory.ranges import subtract
 
 ALIGNMENT = 4096
-#: Bytes that are copied, made or given back between two looks at whether to go on; a few milliseconds' worth.
+#: Bytes that are copied, allocated or freed between two checks for cancellation; a few milliseconds of work.
 STEP_BYTES = 256 << 20
-#: Unused parts that are smaller are copied like what lies around them: that takes less time than to copy in pieces.
+#: Smaller unused parts are copied with their surroundings: skipping them takes more time.
 MIN_LEFT_OUT = 1 << 20
 
 Step = Callable[[int], AbstractContextManager[None]]
-"""Entered for each step of making a buffer, with the bytes that are still to be made. It may raise `GivenUp`."""
+"""The context of one step of an allocation. The argument is the number of bytes still to allocate. May raise
+`GivenUp`."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class HostArena(Protocol):
-    """Host memory for backups, kept across cycles so that no sleep but the first pays for making it.
+    """Host memory for backups. The arena keeps freed buffers, so only the first sleep pays for their allocation.
 
     Attributes:
-        notes: What it cannot do, for `memory_status`.
+        notes: Limitations of the arena, for `memory_status`.
     """
 
     notes: list[str]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes the arena occupies now, used or not."""
+        """Bytes of host memory that the arena holds now, used or idle."""
 
     def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
-        """The address of `nbytes` of host memory.
+        """Allocate `nbytes` of host memory, and return the address.
 
         Args:
-            go_on: Asked while the memory is made; if it says no, none is made.
+            go_on: Called during the allocation; `False` cancels it.
 
         Raises:
-            HostMemoryError: the arena's bound or the free host memory does not allow it; nothing was changed.
-            GivenUp: `go_on` said no.
+            HostMemoryError: the bound of the arena or the free host memory does not suffice; nothing was changed.
+            GivenUp: `go_on` returned `False`.
         """
 
     def prepare(self, sizes: Sequence[int]) -> object:
-        """Make buffers of these sizes in the background, where making them takes long and may be worth it."""
+        """Allocate buffers of these sizes in bytes in the background, if their allocation takes long."""
 
     def note_sleep(self, preserving: bool) -> None:
-        """A sleep is about to preserve the weights, or to discard them. Does not wait."""
+        """Record that a sleep preserves or discards the weights. Does not wait."""
 
     def settle(self) -> None:
-        """Give back, in the background, what sleeps no longer need. Called some time after a sleep."""
+        """Free in the background the memory that sleeps no longer need. Called some time after a sleep."""
 
     def release(self, address: int) -> None:
-        """Hand a buffer back to the arena, which may keep it for the next `acquire`."""
+        """Return a buffer to the arena, which may keep it for the next `acquire`."""
 
 
 class PagedArena:
-    """An arena of anonymous mappings; freed buffers are kept and reused by best fit.
+    """An arena of anonymous mappings. It keeps freed buffers and reuses them by best fit.
 
     Args:
-        max_bytes: bound on what the arena holds; 0 means only free host memory bounds it.
-        margin_bytes: host memory that must stay free after an `acquire`.
-        prepares: when memory for all weights is made, and whether it is given back.
+        max_bytes: The most bytes that the arena may hold; with 0 only the free host memory limits it.
+        margin_bytes: Bytes of host memory that must stay free after an `acquire`.
+        prepares: When memory for all weights is allocated, and whether it is freed again; see `config.py`.
     """
 
     def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, prepares: Prepares = "auto") -> None:
@@ -81,8 +82,8 @@ class PagedArena:
         self._margin_bytes = margin_bytes
         self._mappings: dict[int, mmap.mmap] = {}
         self._idle: set[int] = set()
-        self._coming_or_going = 0  # bytes that are being made or given back
-        self._lock = threading.Lock()  # guards the three above; never held while memory is made or given back
+        self._coming_or_going = 0  # bytes that are being allocated or freed
+        self._lock = threading.Lock()  # guards the three above; never held while memory is allocated or freed
         self._settling: threading.Thread | None = None
 
     @property
@@ -100,7 +101,7 @@ class PagedArena:
             if fitting is not None and len(self._mappings[fitting]) <= WASTE * nbytes:
                 self._idle.remove(fitting)
                 return fitting
-        # Idle buffers that are too small only stand in the way of a larger one.
+        # Free the smaller idle buffers: the new buffer may need their memory.
         self._give_back(lambda mapping: len(mapping) < nbytes)
         while True:
             try:
@@ -140,7 +141,7 @@ class PagedArena:
         return address
 
     def _make_way(self) -> bool:
-        """Whether host memory that was in the way of an `acquire` has gone meanwhile, after a wait for it."""
+        """Wait for background work that frees host memory. Returns whether any ran: then `acquire` tries again."""
         settling, self._settling = self._settling, None
         if settling is not None:
             settling.join()
@@ -151,7 +152,7 @@ class PagedArena:
         return min(fitting, key=lambda address: len(self._mappings[address]), default=None)
 
     def prepare(self, sizes: Sequence[int]) -> object:
-        return None  # pageable memory is made as it is touched
+        return None  # the kernel allocates pageable memory at the first touch
 
     def note_sleep(self, preserving: bool) -> None:
         self.demand.note(preserving)
@@ -159,11 +160,11 @@ class PagedArena:
     def settle(self) -> None:
         if not self.demand.is_gone or not self._idle or (self._settling is not None and self._settling.is_alive()):
             return
-        # Not a daemon: Python's end waits for it, so it is in no call of torch or CUDA when these go.
+        # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
         settling = threading.Thread(
             target=self._give_back, args=(lambda mapping: self.demand.is_gone,), name="rl-memory-give-back"
         )
-        with suppress(RuntimeError):  # no more threads: it is done after a later sleep
+        with suppress(RuntimeError):  # the thread cannot start: a later sleep tries again
             settling.start()
             self._settling = settling
 
@@ -173,14 +174,14 @@ class PagedArena:
                 self._idle.add(address)
 
     def close(self) -> None:
-        """Give everything back; buffers still in use become invalid."""
+        """Free all memory. Buffers in use become invalid."""
         self._make_way()
         with self._lock:
             self._idle = set(self._mappings)
         self._give_back(lambda mapping: True)
 
     def _give_back(self, chosen: Callable[[mmap.mmap], bool]) -> None:
-        """Give back those idle buffers that are chosen, one by one."""
+        """Free the idle buffers for which `chosen` returns `True`, one by one."""
         while True:
             with self._lock:
                 address = next((one for one in self._idle if chosen(self._mappings[one])), None)
@@ -206,25 +207,26 @@ class PagedArena:
     def _error(self, needed: int, free: int, what: str = "free") -> HostMemoryError:
         usable = max(free - self._margin_bytes, 0)
         return HostMemoryError(
-            f"{needed} bytes of host memory are needed for the backup, {usable} are {what}",
+            f"the backup needs {needed} bytes of host memory, but only {usable} are {what}",
             needed_bytes=needed,
             free_bytes=max(free, 0),
             margin_bytes=self._margin_bytes,
         )
 
     def _taking_turns(self, nbytes: int) -> AbstractContextManager[None]:
-        """For arenas that fill their pages: the ranks of a host must see what the others have taken."""
+        """A lock between the ranks of a host, for subclasses that touch their pages: each rank must see the memory that
+        the others have taken."""
         return nullcontext()
 
     def _fill(self, mapping: mmap.mmap, step: Step) -> None:
-        """For arenas that make and pin their pages."""
+        """Touch and pin the pages, in subclasses that do so."""
 
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         unmap(mapping)
 
 
 def _at_once(go_on: Callable[[], bool]) -> Step:
-    """The steps of a buffer that somebody waits for."""
+    """The steps of an allocation that a caller waits for."""
 
     @contextmanager
     def step(rest: int) -> Iterator[None]:
@@ -236,15 +238,15 @@ def _at_once(go_on: Callable[[], bool]) -> Step:
 
 
 def unmap(mapping: mmap.mmap) -> None:
-    """Give a mapping's memory back. Others may run and map memory meanwhile, also where it is large."""
+    """Free a mapping's memory in steps, between which other threads can run and map memory."""
     address, nbytes = address_of(mapping), len(mapping)
-    for start in range(0, nbytes, STEP_BYTES):  # ctypes releases the GIL, and the kernel its lock
+    for start in range(0, nbytes, STEP_BYTES):  # ctypes releases the GIL, and the kernel releases its lock
         _libc.madvise(address + start, min(STEP_BYTES, nbytes - start), mmap.MADV_DONTNEED)
     mapping.close()
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """The address of a writable mapping, without keeping its buffer exported."""
+    """The address of a writable mapping. Its buffer is not exported afterwards, so the mapping can be closed."""
     anchor = ctypes.c_char.from_buffer(mapping)
     try:
         return ctypes.addressof(anchor)
@@ -253,20 +255,20 @@ def address_of(mapping: mmap.mmap) -> int:
 
 
 class Backup:
-    """The bytes of some device blocks in host memory.
+    """A copy of device blocks in host memory.
 
-    A backup remembers the content epoch and the fingerprint of what it copied. It is clean, and need not be
-    copied again, only while both still hold: the epoch tells of changes through this package, the fingerprint
-    of those made behind its back, by an engine's or a trainer's own code.
+    A backup stores the content epoch and the fingerprint of its source. It is clean, and needs no new copy, while both
+    still match. The epoch reveals changes through this package; the fingerprint reveals changes by other code of the
+    engine or the trainer.
 
     Args:
-        identified: The part of the blocks that is fingerprinted. The rest, of which an engine may change something
-            with every request, is copied again by `refresh` before a clean backup is used.
-        go_on: Asked while host memory is made for it.
+        identified: The part of the blocks that is fingerprinted. An engine may change the rest with every request;
+            `begin_refresh` copies the rest again before a clean backup is used.
+        go_on: Called while host memory is allocated; `False` cancels the backup.
 
     Raises:
-        HostMemoryError: there is none; see `HostArena.acquire`.
-        GivenUp: `go_on` said no.
+        HostMemoryError: too little host memory; see `HostArena.acquire`.
+        GivenUp: `go_on` returned `False`.
     """
 
     def __init__(
@@ -283,7 +285,7 @@ class Backup:
         self.epoch = -1
         self._fingerprint: int | None = None
         self._left_out: list[Block] = []
-        self._wait: Callable[[], None] | None = None  # for a copy that is under way
+        self._wait: Callable[[], None] | None = None  # waits for the running copy
         self._address = arena.acquire(self.nbytes, go_on) if self.nbytes else 0
 
     def _leave_out(self, unused: Sequence[Block]) -> None:
@@ -291,10 +293,10 @@ class Backup:
         self._left_out = subtract(large, self.identified)
 
     def _pairs(self, gone: Sequence[Block] = ()) -> list[tuple[Block, int]]:
-        """Each block that lies in none of `gone`, with the address of its copy."""
+        """The parts of the blocks outside `gone`, each with the address of its copy."""
         pairs: list[tuple[Block, int]] = []
         offset = self._address
-        pieces = iter([*subtract(self.blocks, gone), None])  # in the order of the blocks, each inside of one
+        pieces = iter([*subtract(self.blocks, gone), None])  # in the order of the blocks; no piece spans two blocks
         piece = next(pieces)
         for block in self.blocks:
             while piece is not None and block.address <= piece.address < block.end:
@@ -304,13 +306,13 @@ class Backup:
         return pairs
 
     def begin_save(self, device: Device, epoch: int, gone: Sequence[Block] = (), unused: Sequence[Block] = ()) -> int:
-        """Begin to copy the blocks out; until `finish` or `free` they must stay as they are.
+        """Start to copy the blocks to the host. They must not change until `finish` or `free`.
 
         Args:
-            gone: Parts of them that have been freed since the backup was made.
-            unused: Parts whose content is worth nothing; `restore` leaves them out too.
+            gone: Parts of the blocks that have been freed since the backup was made.
+            unused: Parts of the blocks that need no copy; `restore` skips them too.
 
-        Returns: the bytes.
+        Returns: the bytes to copy.
         """
         self._leave_out(unused)
         pairs = self._pairs([*gone, *self._left_out])
@@ -322,18 +324,18 @@ class Backup:
         return sum(block.nbytes for block, _ in pairs)
 
     def finish(self) -> None:
-        """Wait for the copy that has begun, if any."""
+        """Wait for the running copy, if any."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
 
     def save_in_steps(self, device: Device, epoch: int, go_on: Callable[[], bool]) -> bool:
-        """Copy the blocks out while somebody may be writing to them.
+        """Copy the blocks to the host while other code may write to them.
 
         Args:
-            go_on: Asked between steps; if it says no, the copy is given up.
+            go_on: Called between steps; `False` cancels the copy.
 
-        Returns: whether this is a copy of one state of the blocks. If not, the backup is never clean.
+        Returns: whether the copy is consistent, i.e. no write overlapped it. An inconsistent backup is never clean.
         """
         self._fingerprint, self._left_out = None, []
         before = self._identity(device)
@@ -349,7 +351,7 @@ class Backup:
         return True
 
     def begin_refresh(self, device: Device, gone: Sequence[Block] = (), unused: Sequence[Block] = ()) -> int:
-        """Begin to copy out again what is not identified; see `begin_save`."""
+        """Start to copy again all parts that are not fingerprinted; see `begin_save`."""
         self._leave_out(unused)
         pairs = self._pairs([*self.identified, *gone, *self._left_out])
         if pairs:
@@ -357,14 +359,14 @@ class Backup:
         return sum(block.nbytes for block, _ in pairs)
 
     def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
-        """Copy the bytes back, all or those that lie in `blocks`; returns how many, when all have arrived."""
+        """Copy the bytes back to the device, all of them or those in `blocks`. Waits, and returns the bytes copied."""
         elsewhere = subtract(self.blocks, blocks) if blocks is not None else []
         pairs = self._pairs([*elsewhere, *self._left_out])
         device.copy_from_host(pairs)
         return sum(block.nbytes for block, _ in pairs)
 
     def is_clean(self, device: Device, blocks: Sequence[Block], epoch: int) -> bool:
-        """Whether it holds, of these resident blocks, what they hold now: all that is identified."""
+        """Whether the backup matches the present content of these resident blocks, in all fingerprinted parts."""
         return (
             bool(self.identified)
             and self.epoch == epoch
@@ -374,7 +376,7 @@ class Backup:
         )
 
     def _identity(self, device: Device) -> int | None:
-        """The fingerprint; none where the device has no memory left to make one, and then nothing is clean."""
+        """The fingerprint; None if the device lacks memory to compute it. Without a fingerprint no backup is clean."""
         try:
             return device.fingerprint(self.identified)
         except DeviceMemoryError:
@@ -382,7 +384,7 @@ class Backup:
 
     def free(self) -> None:
         try:
-            self.finish()  # nobody else may have the memory while it is being written to
+            self.finish()  # the memory must not be reused during a copy
         finally:
             if self.nbytes:
                 self._arena.release(self._address)

@@ -1,4 +1,4 @@
-"""One GPU as a `Device`: copies, fills and fingerprints of raw addresses by torch alone (CUDA or ROCm)."""
+"""A GPU as a `Device`: copies, fills and fingerprints of raw addresses through torch (CUDA or ROCm)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ logger = logging.getLogger(__name__)
 class CudaDevice:
     """A GPU of this process.
 
-    Copies and fills run on a stream of their own, fingerprints on another; each begins after the work that the calling
-    thread's current stream holds. It has the lowest priority there is (torch's 0, which streams have unless
-    they ask for a higher one), so a background backup does not hold up an engine's kernels; the copies
-    themselves occupy a copy engine and no multiprocessor.
+    Copies and fills run on one stream, fingerprints on another. Each operation starts after the work on the calling
+    thread's current stream. Both streams have the lowest priority (torch's default, 0), so a background backup does not
+    delay an engine's kernels. Copies occupy a copy engine and no multiprocessor.
 
     Args:
-        index: torch's ordinal; `CUDA_VISIBLE_DEVICES` has been applied to it.
+        index: torch's ordinal of the GPU, which counts the devices of `CUDA_VISIBLE_DEVICES`.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.name = gpu_name(index)
         self._stream = torch.cuda.Stream(device=index, priority=0)
-        self._hashing = torch.cuda.Stream(device=index, priority=0)  # beside a copy that is under way
+        self._hashing = torch.cuda.Stream(device=index, priority=0)  # hashes while a copy runs
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
@@ -42,9 +41,9 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.index)
         return int(free), int(total)
 
-    def trim(self, worth: int = 0) -> None:
+    def trim(self, min_bytes: int = 0) -> None:
         cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
-        if cached >= worth:
+        if cached >= min_bytes:
             with torch.cuda.device(self.index):
                 torch.cuda.empty_cache()
 
@@ -80,13 +79,13 @@ class CudaDevice:
                 if kernel is not None and kernel.usable(device):
                     return combine([block.nbytes for block in blocks], kernel.hash_pieces(blocks, device))
                 return fingerprint([self.view(block) for block in blocks])
-        except RuntimeError as error:  # torch's type, or Triton's, where it loads the kernel
+        except RuntimeError as error:  # from torch, or from Triton, which loads the kernel
             if "out of memory" not in str(error):
                 raise
-            raise DeviceMemoryError(f"no device memory to read the weights with: {error}") from None
+            raise DeviceMemoryError(f"too little device memory to compute a fingerprint: {error}") from None
 
     def view(self, block: Block) -> Any:
-        """The block's bytes as a tensor of uint8 that owns nothing."""
+        """The block as a uint8 tensor of shape [nbytes] that does not own the memory."""
         return memory_view(block.address, block.nbytes, f"cuda:{self.index}")
 
     def _ordered_stream(self, stream: torch.cuda.Stream) -> Any:
@@ -96,16 +95,16 @@ class CudaDevice:
 
 @functools.cache
 def _hash_kernel() -> ModuleType | None:
-    """Imported when it is first needed: most processes that import this module hash nothing."""
+    """Import the kernel at its first use, since most processes hash nothing. None if Triton does not work here."""
     try:
         from rl_memory_plugins.memory import hash_kernel
-    except Exception as error:  # no Triton, or one that does not fit
-        logger.warning("weights are identified by torch's operators, which is slower: %s", error)
+    except Exception as error:  # Triton is absent or incompatible
+        logger.warning("fingerprints are computed by torch's operators, which takes longer: %s", error)
         return None
     return hash_kernel
 
 
 def gpu_name(index: int) -> str:
-    """The UUID by which every process knows this GPU, whatever its own ordinal for it is."""
+    """The UUID of a GPU, which is the same in every process, unlike the ordinal `index`."""
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

@@ -14,9 +14,13 @@ from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, Unsupp
 
 
 class Driver:
-    """The calls of the CUDA driver that are needed, for one GPU.
+    """Calls of the CUDA driver for one GPU, from any thread: `context` makes the primary context current.
 
-    All calls of one instance may come from any thread: `context` makes the GPU's primary context current.
+    Args:
+        index: torch's ordinal of the GPU.
+
+    Raises:
+        UnsupportedError: cuda-bindings is not installed, or the GPU has no virtual memory management.
     """
 
     def __init__(self, index: int) -> None:
@@ -26,10 +30,10 @@ class Driver:
             raise UnsupportedError(
                 f"allocator=vmm needs cuda-bindings ({error}): pip install 'rl_memory_plugins[cuda]'"
             ) from error
-        torch.cuda.synchronize(index)  # the primary context exists from here on
+        torch.cuda.synchronize(index)  # creates the primary context
         self._ok = api.CUresult.CUDA_SUCCESS
         self._out_of_memory = api.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-        # torch's ordinal is the driver's: both number what CUDA_VISIBLE_DEVICES leaves, in its order
+        # torch's ordinal equals the driver's: both count the devices of CUDA_VISIBLE_DEVICES in its order
         device = self._check(api.cuDeviceGet(index))
         if not self._attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device):
             raise UnsupportedError(f"GPU {index} has no virtual memory management: use allocator=tms")
@@ -52,13 +56,18 @@ class Driver:
         return int(self._check(self._api.cuDeviceGetAttribute(attribute, device)))
 
     def _check(self, result: tuple[Any, ...]) -> Any:
-        """The value of a call that must succeed."""
+        """The value of a call.
+
+        Raises:
+            DeviceMemoryError: the driver is out of memory.
+            EngineFaultError: any other error code.
+        """
         if result[0] == self._ok:
             return result[1] if len(result) > 1 else None
         if result[0] == self._out_of_memory:
             free = self.free_bytes()
             raise DeviceMemoryError("the CUDA driver is out of memory", needed_bytes=0, free_bytes=free, margin_bytes=0)
-        raise EngineFaultError(f"the CUDA driver answered {result[0].name}", cuda_error=result[0].name)
+        raise EngineFaultError(f"the CUDA driver returned {result[0].name}", cuda_error=result[0].name)
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -73,7 +82,7 @@ class Driver:
             return int(self._api.cuMemGetInfo()[1])
 
     def allocate(self, nbytes: int) -> int | None:
-        """Reserve addresses and put memory behind them; the address, or None if there is not enough."""
+        """Reserve an address range and map new memory to it. Returns the address, or None if memory is exhausted."""
         with self.context():
             handle = self.create(nbytes)
             if handle is None:
@@ -96,7 +105,7 @@ class Driver:
             return address
 
     def create(self, nbytes: int) -> Any | None:
-        """A handle of physical memory, or None if there is not enough."""
+        """Allocate physical memory. Returns its handle, or None if memory is exhausted."""
         result = self._api.cuMemCreate(nbytes, self._properties, 0)
         return None if result[0] == self._out_of_memory else self._check(result)
 
@@ -104,9 +113,8 @@ class Driver:
         self._check(self._api.cuMemRelease(handle))
 
     def reclaim(self) -> None:
-        """Have the driver take back the unmapped memory that it has scrubbed by now.
-
-        Else the next creation does, which then takes up to 30 ms after 80 GB were unmapped.
+        """Make the driver reclaim unmapped memory that it has scrubbed. Otherwise the next `create` reclaims it, which
+        takes up to 30 ms after 80 GB were unmapped.
         """
         with self.context():
             handle = self.create(self.granularity)
@@ -114,9 +122,9 @@ class Driver:
                 self.release(handle)
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
-        """Put the handle's memory behind the address, and hand its ownership to the mapping.
+        """Map the handle's memory at the address. The mapping then owns the memory.
 
-        On an error nothing is mapped and the handle is still the caller's.
+        On an error nothing is mapped, and the caller still owns the handle.
         """
         self._check(self._api.cuMemMap(address, nbytes, 0, handle, 0))
         try:
@@ -139,7 +147,7 @@ class Driver:
 
 
 def address_of_function(function: Any) -> int:
-    """Where the code of a ctypes function or callback lies."""
+    """The address of a ctypes function or callback."""
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address

@@ -1,16 +1,16 @@
 """Pausable regions on CUDA through the driver's virtual memory management: transactional, in pure Python.
 
-torch asks for memory in segments of at least 2 MiB, and each becomes one block: an address range reserved for
-good, and physical memory mapped behind it that comes and goes. How this meets torch, and why:
+torch requests memory in segments of at least 2 MiB. Each segment is one block: an address range that stays reserved,
+and physical memory that is unmapped by a sleep and mapped by a wake. The rules between this module and torch:
 
-- torch calls `malloc` through ctypes, which takes the GIL. torch's own rule is "GIL before allocator lock", so
-  the allocator must not hold its lock then: `release_lock_on_cudamalloc` is switched on for the process.
-- torch calls `free` under its lock and perhaps after Python is gone, so no Python may run there. The driver's
-  `cuMemUnmap(address, size)` has the very signature: it is the free function. A block's handle is released once
-  it is mapped, so unmapping alone gives the memory back, and on a block that sleeps it does nothing.
-- A pool is held while anything in it lives, so torch frees none of its segments by itself. Segments that hold
-  no tensor any more are given back here, when their region closes, and are not restored by a wake. Their pool
-  is retired, which means no region uses it again: torch would hand the same segments out once more.
+- torch calls `malloc` through ctypes, which takes the GIL. torch takes the GIL before its allocator's lock, so the
+  allocator must not hold its lock during the call: `release_lock_on_cudamalloc` is switched on for the process.
+- torch calls `free` under its lock, and possibly after the interpreter has ended, so `free` must not run Python. The
+  driver's `cuMemUnmap(address, size)` has the right signature, and serves as `free`. A block's handle is released after
+  the block is mapped, so unmapping frees the memory. On a sleeping block, unmapping does nothing.
+- A pool is kept while any of its tensors lives, so torch never frees its segments by itself. When a region closes, this
+  module frees the segments that hold no tensor, and a wake does not restore them. Their pool is retired: no region uses
+  it again, because torch would allocate from the freed segments.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
-from rl_memory_plugins.memory.left import Left
-from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
+from rl_memory_plugins.memory.regions import RegionStack, keep_forever
+from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segments, pool_key
 from rl_memory_plugins.memory.torch_settings import set_torch_option, torch_options
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
 
-#: What is used of torch that torch does not document, or that old versions lack: checked at start-up.
+#: Symbols of torch that are undocumented or missing in old versions. The start checks them.
 TORCH_SYMBOLS = (
     "_C._cuda_customAllocator",
     "cuda.MemPool",
@@ -49,7 +49,7 @@ _MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctype
 
 
 class _Mapping:
-    """A block and whether physical memory is behind it."""
+    """A block, and whether physical memory is mapped to it."""
 
     __slots__ = ("address", "mapped", "nbytes")
 
@@ -67,11 +67,11 @@ class CudaVmmAllocator:
         margin_bytes: Device memory that a reservation leaves free.
 
     Raises:
-        UnsupportedError: this cannot work with the torch, driver or settings at hand; says why.
+        UnsupportedError: torch, the driver or their settings lack a requirement, which the message names.
     """
 
     name = "vmm"
-    maps_zeroed = True  # NVIDIA's driver scrubs what is freed, which no document promises: tests/gpu checks it
+    maps_zeroed = True  # NVIDIA's driver scrubs freed memory; this is undocumented, and tests/gpu checks it
 
     def __init__(self, index: int, margin_bytes: int = 0) -> None:
         require_torch_symbols()
@@ -91,13 +91,13 @@ class CudaVmmAllocator:
         self._open_regions = 0
         self._regions_entered = 0
         self._known_unused: dict[Tag, list[Block]] = {}
-        self._left = Left(index)
+        self._residual = ResidualMemory(index)
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
         self._torch_allocators = {
             tag: torch._C._cuda_customAllocator(address_of_function(callback), self._driver.unmap_address)
             for tag, callback in self._malloc_callbacks.items()
         }
-        keep_for_ever(self)  # and with it all callbacks, allocators and pools
+        keep_forever(self)  # keeps all callbacks, allocators and pools
         set_torch_option("release_lock_on_cudamalloc", True)
         self._require_torch_to_use_us()
 
@@ -105,9 +105,9 @@ class CudaVmmAllocator:
 
     @contextmanager
     def region(self, tag: Tag) -> Iterator[None]:
-        """Allocations that this thread makes inside belong to `tag`. Regions nest; the inner one wins.
+        """Allocations of this thread inside the context belong to `tag`. Regions nest; the inner region wins.
 
-        A CUDA graph that is captured inside uses a pool of its own unless it is given `pool_id(tag)`.
+        A CUDA graph that is captured inside uses its own pool, unless the capture names `pool_id(tag)`.
         """
         with self._region_lock:
             self._open_regions += 1
@@ -125,9 +125,9 @@ class CudaVmmAllocator:
                 self._open_regions -= 1
 
     def pool_id(self, tag: Tag = Tag.CUDA_GRAPH) -> tuple[int, int]:
-        """A pool for `torch.cuda.graph(pool=…)`; whatever is captured into it belongs to `tag`.
+        """The identifier of a pool for `torch.cuda.graph(pool=…)`. Its memory belongs to `tag`.
 
-        All of it is preserved and restored, also what torch counts as unused: a graph's temporaries are.
+        A sleep preserves all of it, unused parts too: torch counts a graph's temporaries as unused.
         """
         pool = self._graph_pools.get(tag)
         if pool is None:
@@ -145,19 +145,19 @@ class CudaVmmAllocator:
             return torch.cuda.MemPool(self._torch_allocators[tag])
 
     def _return_pool(self, tag: Tag, pool: torch.cuda.MemPool) -> None:
-        """Keep the pool for the tag's next region if it is all in use, and give back what of the tag is not."""
+        """Keep the pool for the tag's next region, or retire it if it has unused segments. Free unused segments."""
         capturing = torch.cuda.is_current_stream_capturing()
         whole = capturing or not self._unused(tag, [pool])
         with self._lock:
             whole = whole and all(mapping.mapped for mapping in self._mappings[tag].values())
             (self._idle_pools if whole else self._retired_pools)[tag].append(pool)
-        if not capturing:  # giving back waits for the device
+        if not capturing:  # freeing synchronises the device, which aborts a capture
             self.forget_freed(tag)
 
     def forget_freed(self, tag: Tag) -> set[int]:
-        """Strike out the blocks of retired pools that hold no tensor any more; returns their addresses.
+        """Free the blocks of retired pools that hold no tensor. Returns their addresses.
 
-        While the tag is held this is left to the next call.
+        While the tag is held, the method frees nothing; a later call does.
         """
         unused = self._unused(tag, self._retired_pools[tag])
         if not unused:
@@ -167,13 +167,13 @@ class CudaVmmAllocator:
             if self._holds[tag]:
                 return set()
             for address in unused:
-                mapping = self._mappings[tag].pop(address, None)  # another thread may have been faster
+                mapping = self._mappings[tag].pop(address, None)  # another thread may have removed the block
                 if mapping is not None and mapping.mapped:
                     self._driver.unmap(address, mapping.nbytes)
         return unused
 
     def _unused(self, tag: Tag, pools: Iterable[torch.cuda.MemPool]) -> set[int]:
-        """The addresses of those blocks in the pools that hold no tensor; none for CUDA graphs."""
+        """The addresses of the pools' blocks that hold no tensor. Empty for CUDA graphs."""
         if tag is Tag.CUDA_GRAPH:
             return set()
         segments = self._segments.of(list(pools))
@@ -185,9 +185,9 @@ class CudaVmmAllocator:
             }
 
     def _drop_empty_pools(self, tag: Tag) -> None:
-        """Let torch forget the retired pools that have no block left, and give their addresses back.
+        """Destroy the retired pools without blocks, and free their address ranges.
 
-        torch ends the process if a pool goes while an allocation to any pool is being recorded: this is done
+        torch aborts the process if a pool is destroyed while allocations are directed to any pool. So this method runs
         only between sleep and wake, when no graph is captured, and while no region is open.
         """
         with self._region_lock:
@@ -206,7 +206,7 @@ class CudaVmmAllocator:
                     gone += segments
                 else:
                     kept.append(pool)
-                del pool  # torch frees its segments; there is no memory behind them, so that does nothing
+                del pool  # torch frees the segments, which are unmapped already
             with self._lock:
                 self._retired_pools[tag] += kept
             known = self._segments.read() if gone else set()
@@ -220,15 +220,15 @@ class CudaVmmAllocator:
         def malloc(nbytes: int, device: int, stream: int | None) -> int | None:
             try:
                 if device != index or nbytes % driver.granularity:
-                    logger.error("a region of GPU %d was asked for %d bytes on GPU %d", index, nbytes, device)
+                    logger.error("torch requested %d bytes on GPU %d from a region of GPU %d", nbytes, device, index)
                     return None
                 address = driver.allocate(nbytes)
                 if address is not None:
                     with lock:
                         mappings[address] = _Mapping(address, nbytes)
                 return address
-            except BaseException:  # nothing may leave a callback; torch reports null as out of memory
-                logger.exception("allocating %d bytes for %s failed", nbytes, tag)
+            except BaseException:  # no exception may leave a callback; torch reports null as out of memory
+                logger.exception("the allocation of %d bytes for the tag %s failed", nbytes, tag)
                 return None
 
         return malloc
@@ -239,15 +239,15 @@ class CudaVmmAllocator:
         return [Block(mapping.address, mapping.nbytes) for mapping in self._live(tag)]
 
     def unused(self, tag: Tag) -> list[Block]:
-        """What is unused stays so until a region is entered, for only there do tensors come into these pools: torch,
-        which takes some milliseconds to say it, is not asked at every sleep."""
+        """See `Allocator.unused`. The result is cached until a region opens: a snapshot takes milliseconds, and these
+        pools get new tensors only in regions."""
         with self._region_lock:
             entered, known = self._regions_entered, self._known_unused.get(tag)
             none_open = not self._open_regions
         if known is not None:
             return known
         with self._lock:
-            pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not those of regions that are open
+            pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
         unused = [block for segment in self._segments.of(pools) for block in segment.unused]
         with self._region_lock:
             if none_open and entered == self._regions_entered:
@@ -264,13 +264,13 @@ class CudaVmmAllocator:
             with self._lock:
                 self._holds[tag] -= 1
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         with self._lock:
             pools = [*self._graph_pools.values()]
             for tag in Tag:
                 pools += self._idle_pools[tag] + self._retired_pools[tag]
             resident = sum(m.nbytes for mappings in self._mappings.values() for m in mappings.values() if m.mapped)
-        return self._left(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
+        return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def _live(self, tag: Tag) -> list[_Mapping]:
         with self._lock, self._driver.context():
@@ -283,7 +283,7 @@ class CudaVmmAllocator:
         released = 0
         mapped = [mapping for mapping in self._live(tag) if mapping.mapped]
         with self._lock, self._driver.context():
-            # torch takes unused parts of their blocks for memory that it may hand out
+            # A later region must not use these pools: torch would allocate from unused parts of unmapped blocks.
             self._retired_pools[tag] += self._idle_pools[tag]
             self._idle_pools[tag].clear()
             for mapping in mapped:
@@ -294,7 +294,7 @@ class CudaVmmAllocator:
 
     def reclaim(self) -> None:
         self._driver.reclaim()
-        self._segments.by_pool()  # the next wake finds it read
+        self._segments.by_pool()  # read in advance for the next wake
 
     def reserve(self, tag: Tag) -> VmmReservation:
         self.forget_freed(tag)
@@ -303,7 +303,7 @@ class CudaVmmAllocator:
         return VmmReservation(self, tag, self._driver, released, self._margin_bytes)
 
     def close(self) -> None:
-        """Give all memory back. Tensors in it must not be used any more."""
+        """Free all memory. Tensors in the regions must not be used afterwards."""
         torch.cuda.synchronize(self.index)
         for tag in Tag:
             self.release(tag)
@@ -313,11 +313,15 @@ class CudaVmmAllocator:
     # -- start-up -----------------------------------------------------------------------------------------
 
     def _require_torch_to_use_us(self) -> None:
-        """Allocate once and see whether torch called us: with expandable segments, some versions do not."""
+        """Check that torch calls our allocator. With expandable segments, some versions of torch do not.
+
+        Raises:
+            UnsupportedError: torch does not call the allocator, with expandable segments switched off too.
+        """
         if self._probe():
             return
         if torch_options().get("expandable_segments"):
-            logger.warning("expandable_segments is switched off: with it, torch ignores the allocators of pools")
+            logger.warning("expandable_segments is switched off, because torch then ignores the allocators of pools")
             set_torch_option("expandable_segments", False)
             if self._probe():
                 return
@@ -339,7 +343,7 @@ class VmmReservation:
     """Physical memory for the released blocks of one tag.
 
     Raises:
-        DeviceMemoryError: not enough; whatever had been obtained was given back.
+        DeviceMemoryError: the GPU has too little free memory; nothing stays reserved.
     """
 
     def __init__(
@@ -373,7 +377,7 @@ class VmmReservation:
         self.drop()
         free = self._driver.free_bytes()
         return DeviceMemoryError(
-            f"{self.nbytes} bytes of GPU memory are needed and {margin_bytes} to spare, {free} are free",
+            f"a wake needs {self.nbytes} bytes of GPU memory and a margin of {margin_bytes}, but only {free} are free",
             needed_bytes=self.nbytes,
             free_bytes=free,
             margin_bytes=margin_bytes,
@@ -409,7 +413,7 @@ def require_torch_symbols() -> None:
     """Check that torch has all of `TORCH_SYMBOLS`.
 
     Raises:
-        UnsupportedError: names those it lacks.
+        UnsupportedError: torch lacks symbols; `details["missing"]` names them.
     """
     missing = []
     for path in TORCH_SYMBOLS:

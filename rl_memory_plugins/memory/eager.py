@@ -1,4 +1,4 @@
-"""Copying a tag to host memory while the engine runs, so that the next preserving sleep only unmaps."""
+"""Copies a tag to host memory while the engine runs, so that the next preserving sleep only unmaps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class EagerBackup:
-    """A copy of a tag that a thread makes, from now on.
+    """A thread that copies a tag; it starts at once.
 
-    It is a backup like any other: its epoch and fingerprint tell at the sleep whether it is clean. A copy that
-    overlapped a write is thrown away. Whoever releases the tag's memory calls `finish` first.
+    At the sleep, the epoch and the fingerprint of the backup show whether it is clean. A copy that overlapped a write
+    is freed. Call `finish` before the tag's memory is released.
 
     Args:
-        identified: What of the tag must not change while it is copied; the sleep copies the rest again.
-        epoch: The content epoch of what is copied.
-        former: An earlier copy, which is cancelled and whose thread is waited for.
+        identified: The parts of the tag that must not change during the copy. The sleep copies the rest again.
+        epoch: The content epoch of the tag now.
+        former: An earlier copy. It is cancelled, and the thread waits for it.
+
+    Raises:
+        RuntimeError: the thread cannot start.
     """
 
     def __init__(
@@ -48,13 +51,13 @@ class EagerBackup:
         self._backup: Backup | None = None
         if former is not None:
             former.cancel()
-        # Not a daemon: Python's end waits for it, so it is in no call of torch or CUDA when these go.
+        # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
         run = on_this_gpu(partial(self._run, former))
         self._thread = threading.Thread(target=run, name="rl-memory-eager-backup")
         self._thread.start()
 
     def cancel(self) -> None:
-        """Have the copy given up; does not wait."""
+        """Cancel the copy. Does not wait."""
         self._cancelled.set()
 
     @property
@@ -62,7 +65,7 @@ class EagerBackup:
         return self._thread.is_alive()
 
     def finish(self) -> Backup | None:
-        """Wait for the end, and hand over the backup; None if the copy was given up or failed."""
+        """Wait for the thread, and return the backup; None if the copy was cancelled or failed."""
         self._thread.join()
         backup, self._backup = self._backup, None
         return backup
@@ -78,10 +81,10 @@ class EagerBackup:
             self._copy()
         except GivenUp:
             pass
-        except RLMemoryError as error:  # the sleep itself tries again, and says what it lacks
-            logger.warning("%s was not copied in advance: %s", self._tag.value, error)
+        except RLMemoryError as error:  # the next sleep tries again, and raises the error if it persists
+            logger.warning("the tag %s was not copied in advance: %s", self._tag.value, error)
         except Exception:
-            logger.exception("%s was not copied in advance", self._tag.value)
+            logger.exception("the tag %s was not copied in advance", self._tag.value)
 
     def _copy(self) -> None:
         with self._allocator.held(self._tag) as blocks:

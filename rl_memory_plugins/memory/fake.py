@@ -1,4 +1,4 @@
-"""An allocator and a device for unit tests, without torch: real bytes, counted memory, failures on demand."""
+"""An allocator and a device for unit tests, without torch: real bytes, counted memory, injected failures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class _Range:
 
 
 class FakeDevice:
-    """A device whose "physical memory" is a number; its blocks lie in ordinary host memory.
+    """A device whose "physical memory" is a counter. Its blocks are in ordinary host memory.
 
-    Copies, fills and fingerprints of memory that is not mapped raise `EngineFaultError`, as a GPU would fault.
+    Copies, fills and fingerprints of unmapped memory raise `EngineFaultError`, as a GPU would fault.
 
     Args:
-        name: As a real device's name.
-        capacity: Physical bytes.
+        name: The name of the device.
+        capacity: Bytes of physical memory.
     """
 
     def __init__(self, name: str = "fake:0", capacity: int = 1 << 30) -> None:
@@ -40,14 +40,14 @@ class FakeDevice:
         self.used = 0
         self.allocated = 0
         self.calls: dict[str, int] = defaultdict(int)
-        """How often each operation ran: `synchronize`, `trim`, `begin_copy_to_host`, `end_copy_to_host` (where the
-        bytes are moved, as late as can be), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve`,
-        `release` and `reclaim` (once a call), `map` and `unmap` (once a block)."""
+        """Calls by operation: `synchronize`, `trim`, `begin_copy_to_host`, `end_copy_to_host` (which moves the bytes as
+        late as possible), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve`,
+        `release` and `reclaim` (once per call), `map` and `unmap` (once per block)."""
         self._failures: dict[str, tuple[int, Exception | None]] = {}
         self._ranges: dict[int, _Range] = {}
 
     def fail(self, operation: str, nth: int = 1, error: Exception | None = None) -> None:
-        """Make the `nth` call from now of an operation (names: see `calls`) raise before it does anything."""
+        """Make the `nth` next call of an operation (its name as in `calls`) raise before it acts."""
         self._failures[operation] = (self.calls[operation] + nth, error)
 
     def clear_failures(self) -> None:
@@ -59,7 +59,7 @@ class FakeDevice:
     def memory_info(self) -> tuple[int, int]:
         return self.capacity - self.used, self.capacity
 
-    def trim(self, worth: int = 0) -> None:
+    def trim(self, min_bytes: int = 0) -> None:
         self._enter("trim")
 
     def allocations(self) -> int:
@@ -109,7 +109,7 @@ class FakeDevice:
         free = self.capacity - self.used
         if nbytes > free:
             raise DeviceMemoryError(
-                f"{nbytes} bytes are needed, {free} are free",
+                f"the allocation needs {nbytes} bytes, but only {free} are free",
                 needed_bytes=nbytes,
                 free_bytes=free,
                 margin_bytes=0,
@@ -127,7 +127,7 @@ class FakeAllocator:
     """Pausable regions on a `FakeDevice`. Released memory reads as garbage.
 
     Args:
-        maps_zeroed: Newly mapped memory reads as zeros, and not as garbage.
+        maps_zeroed: Newly mapped memory reads as zeros instead of garbage.
     """
 
     name = "fake"
@@ -148,10 +148,10 @@ class FakeAllocator:
             self._local.tag = outer
 
     def allocate(self, nbytes: int) -> Block:
-        """A zeroed block that belongs to the innermost region's tag, which must be there.
+        """Allocate a zeroed block for the tag of the innermost region. A region must be open.
 
         Raises:
-            DeviceMemoryError: the device's capacity does not allow it.
+            DeviceMemoryError: the capacity of the device does not suffice.
         """
         self.device._take(nbytes)
         range_ = _Range(self._local.tag, nbytes)
@@ -159,18 +159,18 @@ class FakeAllocator:
         return range_.block
 
     def free(self, block: Block) -> None:
-        """End a block's life, resident or released."""
+        """Free a block, resident or released."""
         range_ = self.device._ranges.pop(block.address)
         if range_.mapped:
             self.device.used -= block.nbytes
 
     def write(self, block: Block, data: bytes) -> None:
-        """Write to a block's start as a kernel would."""
+        """Write to the start of a block, as a kernel would."""
         self.device._require_mapped(block)
         ctypes.memmove(block.address, data, min(len(data), block.nbytes))
 
     def read(self, block: Block) -> bytes:
-        """A block's bytes, mapped or not: a released one reads as garbage."""
+        """The bytes of a block. A released block reads as garbage."""
         return ctypes.string_at(block.address, block.nbytes)
 
     def blocks(self, tag: Tag) -> list[Block]:
@@ -183,7 +183,7 @@ class FakeAllocator:
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         yield self.blocks(tag)
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         return {}
 
     def reclaim(self) -> None:
@@ -227,7 +227,7 @@ class FakeReservation:
         device = self._allocator.device
         live = [range_ for range_ in self._ranges if range_.block.address in device._ranges]
         nbytes = sum(range_.block.nbytes for range_ in live)
-        device.used -= self.nbytes - nbytes  # of blocks that were freed since they were reserved
+        device.used -= self.nbytes - nbytes  # of blocks that were freed after the reservation
         try:
             for range_ in live:
                 device._enter("map")

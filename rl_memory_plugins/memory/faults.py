@@ -1,4 +1,4 @@
-"""Failures on demand in a running engine, for tests of what it does then. Enabled only by an option."""
+"""Injects failures into a running engine, for tests. Only an option enables it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rl_memory_plugins.tags import Tag
 
 
 class FaultyAllocator:
-    """Passes everything on to `inner`, but lets one `reserve` or `release` fail where a test asks for it.
+    """Forwards all calls to `inner`, except a `reserve` or `release` that a test makes fail.
 
-    A test asks by creating a file `reserve.<rank>` or `release.<rank>` in `directory`; the next such call of
-    that rank removes the file and raises `DeviceMemoryError` before it changes anything.
+    The test creates a file `reserve.<rank>` or `release.<rank>` in `directory`. The next such call on that rank removes
+    the file and raises `DeviceMemoryError` before it changes anything.
     """
 
     def __init__(self, inner: Allocator, directory: Path, rank: int) -> None:
@@ -35,8 +35,8 @@ class FaultyAllocator:
     def held(self, tag: Tag) -> AbstractContextManager[list[Block]]:
         return self._inner.held(tag)
 
-    def left(self) -> dict[str, int]:
-        return self._inner.left()
+    def residual_memory(self) -> dict[str, int]:
+        return self._inner.residual_memory()
 
     def reclaim(self) -> None:
         self._inner.reclaim()
@@ -50,7 +50,7 @@ class FaultyAllocator:
         return self._inner.reserve(tag)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # what only some allocators have, such as `adopt`
+        return getattr(self._inner, name)  # methods of one allocator only, such as `adopt`
 
     def _fail_if_asked(self, operation: str) -> None:
         try:

@@ -1,11 +1,11 @@
-"""A 64-bit hash of memory that is read once, by torch operators that run alike on CPU and CUDA.
+"""A 64-bit hash of memory by torch operators, on CPU and CUDA. It reads the memory once.
 
-GPUs have a kernel for it, ten times as fast where it can be compiled (`hash_kernel.py`).
+On GPUs the kernel of `hash_kernel.py` is ten times as fast, if it compiles.
 
-A range is seen as rows of `WIDTH` 4-byte words. The 8-byte sums of its columns are scrambled together with their
-positions and added up, so the hash changes with any changed word, and with any two that trade places unless a
-multiple of `WIDTH` words lies between them; `WIDTH` is prime, so no two slices of a tensor trade places unseen.
-It finds accidents, not attacks: whoever chooses the bytes can make two ranges collide.
+The hash takes a range as rows of `WIDTH` 4-byte words. It mixes the 8-byte sum of each column with the column's
+position, and adds up the results. Any changed word changes the hash. So do two exchanged words, unless their distance
+is a multiple of `WIDTH`; `WIDTH` is prime, so an exchange of two slices of a tensor shows. The hash finds accidents,
+and no attacks: with chosen bytes, two ranges can collide.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 from rl_memory_plugins.memory.splitmix import GOLDEN, MIX_1, MIX_2, finalise, signed
 
-#: Prime, so that no tensor's own strides are a multiple of it.
+#: A prime number, so that no stride of a tensor is a multiple of it.
 WIDTH = 8191
 _ROW_BYTES = WIDTH * 4
-#: On a CPU a chunk fits the cache. On a GPU launches must be few, but torch makes a copy of a chunk, of twice its size,
-#: and a sleep may begin when there is next to no memory free.
+#: On a CPU a chunk fits the cache. On a GPU large chunks save launches, but torch makes a temporary copy of twice a
+#: chunk's size, and a sleep may begin with little memory free.
 _CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
 
 _MASK = (1 << 64) - 1
@@ -31,7 +31,7 @@ _MASK = (1 << 64) - 1
 def fingerprint(views: Iterable[Any]) -> int:
     """Hash contiguous uint8 tensors of one device, in their order, to 0 <= hash < 2^64.
 
-    The hash depends on the bytes, their positions and the lengths, not on addresses.
+    The hash depends on the bytes, their positions and the lengths of the tensors, and not on addresses.
     """
     lengths: list[int] = []
     columns: list[Any] = []
@@ -43,7 +43,7 @@ def fingerprint(views: Iterable[Any]) -> int:
 
 
 def combine(lengths: Iterable[int], sums: Any) -> int:
-    """One hash, 0 <= hash < 2^64, of the ranges' lengths in bytes and an int64 tensor that was read from them."""
+    """One hash, 0 <= hash < 2^64, of the ranges' lengths in bytes and of their sums, an int64 tensor."""
     result = 0
     for length in lengths:
         result = _mix_int(result + length + GOLDEN)
@@ -59,7 +59,7 @@ def _column_sums(view: Any) -> Any:
     for start in range(0, whole, step):
         chunk = view[start : min(start + step, whole)]
         if chunk.data_ptr() % 4:
-            chunk = chunk.clone()  # GPUs read words only from aligned addresses
+            chunk = chunk.clone()  # GPUs read words from aligned addresses only
         words = chunk.view(torch.int32).view(-1, WIDTH)
         column_sums += words.sum(0, dtype=torch.int64)
     if whole < view.numel():
@@ -82,7 +82,7 @@ def _mix_int(value: int) -> int:
 
 
 def memory_view(address: int, nbytes: int, device: str = "cpu") -> Any:
-    """A uint8 tensor over memory that somebody else owns and keeps alive."""
+    """A uint8 tensor of shape [nbytes] over existing memory. The caller keeps the memory alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
     if torch.device(device).type == "cpu":
@@ -91,7 +91,7 @@ def memory_view(address: int, nbytes: int, device: str = "cpu") -> Any:
 
 
 class _CudaRange:
-    """What torch needs to see a CUDA address range as a tensor without copying it."""
+    """The interface through which torch views a CUDA address range as a tensor, without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,14 +1,13 @@
-"""Pausable regions in ordinary host memory, for CPU engines: physical pages go and come, addresses stay.
+"""Pausable regions in ordinary host memory, for CPU engines. Physical pages are dropped and restored; addresses stay.
 
-A region records the storages of the tensors that operators create inside it. Their blocks are the whole pages
-strictly inside each storage, so that neighbours on the first and last page survive; storages without two such
-pages are left alone. `release` drops the pages with madvise(MADV_DONTNEED): the process's resident size falls,
-and until the wake they read as zeros. A tensor that is freed while its pages are released takes its block with
-it: nothing is reserved or restored for it.
+A region records the storages of tensors that operators create inside it. A block is the whole pages inside a storage,
+so that neighbours on its first and last page survive. Storages with fewer than two whole pages are not released.
+`release` drops the pages with madvise(MADV_DONTNEED): the resident size of the process falls, and the pages read as
+zeros until the wake. If a tensor is freed while its pages are released, its block ends, and a wake does not restore it.
 
-Not recorded, because no operator makes them visible: outputs of compiled code, and tensors made by
-deserialisation; hand these to `adopt`. Never released: memory that is not private and anonymous (shared memory,
-mapped files) and, unless adopted, memory that torch did not allocate (numpy arrays, mapped safetensors).
+A region does not record outputs of compiled code and deserialised tensors, because no operator shows them: pass them to
+`adopt`. Never released are memory that is not private and anonymous (shared memory, mapped files) and, unless adopted,
+memory that torch did not allocate (numpy arrays, mapped safetensors).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostDevice:
-    """The host's memory as a device. Its work is synchronous."""
+    """The host's memory as a `Device`. All operations are synchronous."""
 
     def __init__(self, rank: int) -> None:
         self.name = f"cpu:{rank}"
@@ -57,8 +56,8 @@ class HostDevice:
     def memory_info(self) -> tuple[int, int]:
         return host_memory_info()
 
-    def trim(self, worth: int = 0) -> None:
-        return  # malloc caches nothing worth mentioning
+    def trim(self, min_bytes: int = 0) -> None:
+        return  # malloc caches little
 
     def allocations(self) -> int:
         return 0
@@ -86,12 +85,12 @@ class _Entry:
     def __init__(self, storage: Any, tag: Tag) -> None:
         self.ref = StorageWeakRef(storage)
         self.tag = tag
-        self.block: Block | None = None  # as it was examined last
+        self.block: Block | None = None  # at the latest examination
         self.private = False  # whether that block is private anonymous memory
         self.released: Block | None = None
 
     def storage(self) -> Any:
-        """The storage, kept alive by what is returned; None if it has been freed."""
+        """A reference that keeps the storage alive; None if the storage has been freed."""
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
 
@@ -99,7 +98,7 @@ class HostAllocator:
     """Implements `Allocator` for CPU tensors.
 
     Args:
-        rank: For the device's name.
+        rank: This rank's number, for the name of the device.
         margin_bytes: Host memory that must stay free after a `reserve`.
     """
 
@@ -116,7 +115,7 @@ class HostAllocator:
     @contextmanager
     def region(self, tag: Tag) -> Iterator[None]:
         tags: list[Tag] = self._local.__dict__.setdefault("tags", [])
-        # One recorder a thread: nested ones would each see every operator, the outer one first.
+        # One recorder for each thread: of nested recorders each would see every operator, the outer first.
         recorder = nullcontext() if tags else _Recorder(self)
         tags.append(tag)
         try:
@@ -126,7 +125,7 @@ class HostAllocator:
             tags.pop()
 
     def adopt(self, tag: Tag, tensors: Iterable[Any]) -> None:
-        """Make the storages of CPU tensors that were made elsewhere belong to `tag`."""
+        """Assign the storages of existing CPU tensors to `tag`."""
         for tensor in tensors:
             storage = _cpu_storage(tensor)
             if storage is not None:
@@ -142,11 +141,11 @@ class HostAllocator:
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         with self._lock:
-            live = self._live(tag)  # keeps the storages
+            live = self._live(tag)  # keeps the storages alive
         yield sorted(block for _, _, block in live)
 
-    def left(self) -> dict[str, int]:
-        return {}  # the device is the host: what the regions are beside is the process itself
+    def residual_memory(self) -> dict[str, int]:
+        return {}  # the device is the host, so the rest is the process itself
 
     def reclaim(self) -> None:
         return
@@ -162,7 +161,11 @@ class HostAllocator:
         return released
 
     def reserve(self, tag: Tag) -> HostReservation:
-        """Populate the released pages. Where the kernel cannot (before 5.14) only free memory is checked."""
+        """Populate the released pages. Kernels before 5.14 cannot; there the method only checks the free memory.
+
+        Raises:
+            DeviceMemoryError: too little free host memory; nothing was changed.
+        """
         with self._lock:
             held = [live for live in self._live(tag) if live[1].released == live[2]]
             needed = sum(block.nbytes for _, _, block in held)
@@ -186,7 +189,7 @@ class HostAllocator:
     def _error(self, needed: int, why: str) -> DeviceMemoryError:
         free = free_host_bytes()
         return DeviceMemoryError(
-            f"{needed} bytes of host memory are needed and {free} are free, of which {self._margin_bytes} "
+            f"a wake needs {needed} bytes of host memory; {free} bytes are free, and {self._margin_bytes} of them "
             f"must stay free: {why}",
             needed_bytes=needed,
             free_bytes=free,
@@ -202,7 +205,7 @@ class HostAllocator:
                 entry.tag = tag
 
     def _live(self, tag: Tag) -> list[tuple[Any, _Entry, Block]]:
-        """The tag's storages, kept alive by the list, with their entries and blocks."""
+        """The tag's storages, which the list keeps alive, with their entries and blocks."""
         private: _PrivateMemory | None = None
         live = []
         for key, entry in list(self._entries.items()):
@@ -222,7 +225,7 @@ class HostAllocator:
 
 
 class HostReservation:
-    """Populated pages. It keeps the tensors it covers alive until it is committed or dropped."""
+    """Populated pages. A reservation keeps the tensors of its blocks alive until `commit` or `drop`."""
 
     def __init__(self, allocator: HostAllocator, held: list[tuple[Any, _Entry, Block]]) -> None:
         self._lock = allocator._lock
@@ -244,7 +247,7 @@ class HostReservation:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Records the storages that operators create. Storages of arguments are somebody else's."""
+    """Records the storages that operators create, and not the storages of their arguments."""
 
     def __init__(self, allocator: HostAllocator) -> None:
         super().__init__()
@@ -253,10 +256,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # torch.tensor() shows its new tensor to no operator but this one, as an argument.
+        # lift_fresh is the only operator that sees the new tensor of torch.tensor(), as an argument.
         seen = set() if func is torch.ops.aten.lift_fresh.default else _storages((args, kwargs)).keys()
         for identity, storage in _storages(result).items():
-            if identity not in seen and storage.resizable():  # others lie in memory that torch does not own
+            if identity not in seen and storage.resizable():  # torch does not own the memory of others
                 self._allocator._record(storage)
         return result
 
@@ -267,7 +270,7 @@ def _storages(tree: Any) -> dict[int, Any]:
 
 
 def _cpu_storage(value: Any) -> Any:
-    """A tensor's storage if it lies in host memory; meta, fake and sparse tensors have none there."""
+    """A tensor's storage if it is in host memory. Meta, fake and sparse tensors have no such storage."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     storage = value.untyped_storage()
@@ -288,7 +291,7 @@ def _madvise(block: Block, advice: int) -> None:
 
 
 class _PrivateMemory:
-    """The private anonymous writable memory of this process, as it is now."""
+    """A snapshot of the private, anonymous, writable memory of this process."""
 
     def __init__(self) -> None:
         ranges = []

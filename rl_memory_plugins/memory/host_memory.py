@@ -1,4 +1,4 @@
-"""How much host memory there is: the machine's, or what the process's memory cgroups leave of it."""
+"""The amount of host memory, as limited by the machine and by the memory cgroups of the process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 
 def free_host_bytes() -> int:
-    """Host memory this process can still get: the machine's, or its cgroup's where that is less."""
+    """Bytes of host memory that this process can still allocate, within the machine and its cgroups."""
     return host_memory_info()[0]
 
 
 def host_memory_info() -> tuple[int, int]:
-    """Free and total bytes of host memory, each the least of the machine's and its cgroups'."""
+    """Free and total bytes of host memory. Each is the minimum over the machine and the cgroups of this process."""
     free, total = _machine_memory()
     for directory, files in _memory_cgroups():
         try:
@@ -21,12 +21,12 @@ def host_memory_info() -> tuple[int, int]:
             statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such file
             continue
-        # Pages of files that were read, such as a checkpoint, count as usage; the kernel drops them at need.
+        # Cached pages of files, such as a checkpoint, count as usage, but the kernel drops them when memory runs short.
         cached = sum(int(statistics.get(key, 0)) for key in files.cached)
         for name in files.limits:
             try:
                 limit = int((directory / name).read_text())
-            except (OSError, ValueError):  # no such file, or "max": no limit
+            except (OSError, ValueError):  # no such file, or "max", which means no limit
                 continue
             free = min(free, limit - usage + cached)
             total = min(total, limit)
@@ -41,23 +41,23 @@ def _machine_memory() -> tuple[int, int]:
 
 
 class _Files(NamedTuple):
-    """Of a memory cgroup: what its limits and its usage stand in, and what its statistics call cached files."""
+    """The files of a memory cgroup that hold its limits and its usage, and the statistics of its cached files."""
 
     limits: tuple[str, ...]
     usage: str
     cached: tuple[str, ...]
 
 
-#: Beyond `memory.high` a process goes on, so slowly that it seems to hang.
+#: `memory.high` counts as a limit: a process above it is throttled so much that it seems to hang.
 _CGROUP_V2 = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 _CGROUP_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 def _memory_cgroups() -> Iterator[tuple[Path, _Files]]:
-    """The directories of this process's memory cgroup and all its parents, with the names of their files.
+    """The directories of this process's memory cgroup and of its parents, with the names of their files.
 
-    In a container `/proc/self/cgroup` may show the host's path, which does not exist inside: then only the
-    root of the mount, which is the container's own cgroup, is left of it.
+    In a container `/proc/self/cgroup` may show a path of the host that does not exist inside. Then only the root of the
+    mount exists, which is the container's own cgroup.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

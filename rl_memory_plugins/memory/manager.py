@@ -1,7 +1,7 @@
-"""The state machine of one rank: which tags are resident, what their content is worth, and every transition.
+"""The state machine of one rank: the states of its tags, the content of its weights, and all transitions.
 
-Each transition has two phases, so that many ranks can agree before any of them acts (`coordination.py`):
-`prepare_*` obtains all it takes and changes nothing that can be seen; then `commit` acts, or `abort` undoes.
+Each transition has two phases, so that all ranks can agree before any of them acts (`coordination.py`): `prepare_*`
+obtains all resources and changes no state; then `commit_*` acts, or `abort_*` undoes the preparation.
 """
 
 from __future__ import annotations
@@ -24,33 +24,32 @@ from rl_memory_plugins.timing import timed
 logger = logging.getLogger(__name__)
 
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
-#: Bytes in torch's cache that a sleep's caller may need at once; to empty it takes some 25 ms, whatever it frees.
-WORTH_TRIMMING = 512 << 20
+#: A sleep empties torch's cache only if it holds this many bytes: emptying takes 25 ms, whatever its size.
+TRIM_THRESHOLD_BYTES = 512 << 20
 
 
 class _PreparedSleep:
     def __init__(self, level: Level) -> None:
         self.level = level
         self.backups: dict[Tag, Backup] = {}
-        self.clean: set[Tag] = set()  # whose backup holds already what they hold
+        self.clean: set[Tag] = set()  # tags whose backup already matches their content
         self.states: dict[Tag, TagState] = {}
 
 
 class MemoryManager(WeightsContent):
-    """One rank's tags over one allocator.
+    """Manages the tags of one rank.
 
     Args:
         rank: This rank's number within the engine.
-        allocator: Where the tags' blocks come from.
-        arena: Where preserved content goes.
-        discardable: The parts of a tag's blocks that a discarding sleep may lose: of `weights` what a complete
-            update writes again, of `kv_cache` the cache itself. Everything else that lies in those blocks
-            (buffers, scales, a draft model's parameters, cache metadata) is preserved all the same. Asked
-            at each sleep.
-        poison: Fill newly mapped pages with a NaN pattern, to make a forgotten restore loud.
-        zero_on_wake: Tags whose memory the engine expects to find zeroed after a wake.
+        allocator: The allocator of the tags' blocks.
+        arena: Host memory for backups.
+        discardable: Returns the parts of a tag's blocks that a discarding sleep may lose: for `weights` the parameters
+            that a complete update writes again, for `kv_cache` the cache itself. All other content of the blocks
+            (buffers, scales, parameters of a draft model, cache metadata) is always preserved. Called at each sleep.
+        poison: Fill newly mapped pages with a NaN pattern, so that a missing restore shows.
+        zero_on_wake: Tags whose memory the engine expects to be zero after a wake.
         eager_backup: Copy the weights in the background at the start and after each complete update.
-        notes: What this rank cannot do, for `memory_status`.
+        notes: Limitations of this rank, for `memory_status`.
     """
 
     def __init__(
@@ -70,19 +69,19 @@ class MemoryManager(WeightsContent):
         self.notes = list(notes)
         self._poison = poison
         self._zero_on_wake = frozenset(zero_on_wake)
-        self._unrestored: dict[Tag, list[Block]] = {}  # mapped by a wake that broke off, content undefined
+        self._unrestored: dict[Tag, list[Block]] = {}  # mapped by a wake that failed; the content is undefined
         self._prepared_sleep: _PreparedSleep | None = None
         self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
-        self._reclaimed = True  # what the latest release left for later is done
-        self._allocations = 0  # of this process on the device, as of the end of the latest transition
-        self._left: dict[str, int] | None = None  # of the latest sleep, once it is accounted for
+        self._reclaimed = True  # the deferred work of the latest release is done
+        self._allocations = 0  # `Device.allocations()` at the end of the latest transition
+        self._residual: dict[str, int] | None = None  # bytes by cause during the latest sleep; None before `account`
         self._seconds: dict[str, float] = {}
 
     def warm_up(self) -> None:
-        """Do in advance what the first preserving sleep would else pay for; called once the regions are filled.
+        """Speed up the first preserving sleep: load the hash kernel, and allocate host memory in the background.
 
-        Host memory that takes long to make is made in the background.
+        Called once the regions are filled.
         """
         with suppress(DeviceMemoryError):
             self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
@@ -90,10 +89,10 @@ class MemoryManager(WeightsContent):
         self.arena.prepare([sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in tags])
         self._start_eager_backup()
 
-    # -- what is ------------------------------------------------------------------------------------------
+    # -- status -------------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
-        """A record of everything the contract lets a caller see. Cheap, and works in every state."""
+        """The state of the rank. Takes little time, and works in every state."""
         self._collect_eager_backup()
         free, total = self.device.memory_info()
         asleep = any(state is not TagState.RESIDENT for state in self._states.values())
@@ -116,33 +115,33 @@ class MemoryManager(WeightsContent):
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
             notes=(*self.notes, *self.arena.notes),
-            left=(self._left or {}) if asleep else {},
+            left=(self._residual or {}) if asleep else {},
         )
 
     def account(self) -> RankStatus:
-        """The status with what is left on the device while a tag sleeps. Takes some milliseconds after a sleep."""
-        if self._left is None and any(state is not TagState.RESIDENT for state in self._states.values()):
-            self._left = self.allocator.left()
+        """The status, with the residual memory if a tag sleeps. The first call after a sleep takes milliseconds."""
+        if self._residual is None and any(state is not TagState.RESIDENT for state in self._states.values()):
+            self._residual = self.allocator.residual_memory()
         return self.status()
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each step of the latest transition; steps that did not run are absent."""
+        """The seconds by step of the latest transition. Steps that did not run are absent."""
         return dict(self._seconds)
 
     # -- sleep --------------------------------------------------------------------------------------------
 
     def prepare_sleep(self, level: Level, tags: Sequence[Tag]) -> None:
-        """Obtain host memory for what `level` preserves of those `tags` that are resident. Releases nothing.
+        """Obtain host memory for the content of resident `tags` that `level` preserves. Releases nothing.
 
         Raises:
-            HostMemoryError: the copies do not fit; nothing was changed.
+            HostMemoryError: too little host memory for the copies; nothing was changed.
         """
         self._begin_transition()
         prepared = _PreparedSleep(level)
         try:
             if Tag.WEIGHTS in tags and level is not Level.PAUSE:
                 if self._states[Tag.WEIGHTS] is TagState.RESIDENT:
-                    # A copy that is made in advance is one, though this sleep may not want it.
+                    # With `eager_backup` the arena holds a copy of the weights at every level.
                     self.arena.note_sleep(preserves(level, Tag.WEIGHTS) or self._eager_backup)
                 with self._timed("backup"):
                     self._end_eager_backup(wanted=preserves(level, Tag.WEIGHTS))
@@ -173,20 +172,24 @@ class MemoryManager(WeightsContent):
             prepared.backups[tag] = existing
             prepared.clean.add(tag)
             return
-        if existing is not None:  # out of date: its memory serves the new copy
+        if existing is not None:  # out of date: the new copy reuses its memory
             self._backups.pop(tag).free()
         prepared.backups[tag] = Backup(self.arena, kept, identified)
 
     def commit_sleep(self) -> list[TagChange]:
-        """Copy out and release what `prepare_sleep` prepared; each tag's state changes with its memory.
+        """Copy and release the tags that `prepare_sleep` prepared. Each tag's state changes with its memory.
 
-        A tag is released while the next one is copied: to unmap a KV cache takes a tenth of the time of such a copy.
-        An error's details name the tags that had changed before it, with their new states.
+        A tag is released while the next tag is copied: unmapping a KV cache takes a tenth of the time of such a copy.
+
+        Raises:
+            RLMemoryError: a copy or a release failed. `details["changed"]` holds the tags that had changed before, with
+                their new states.
+            StateConflictError: no sleep is prepared.
         """
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is None:
-            raise StateConflictError("no sleep has been prepared on this rank", rank=self.rank)
-        self._left = None
+            raise StateConflictError("no sleep is prepared on this rank", rank=self.rank)
+        self._residual = None
         with self._naming_changes():
             try:
                 with self._timed("synchronize"):
@@ -202,26 +205,26 @@ class MemoryManager(WeightsContent):
                         changes.append(self._release_tag(prepared, tag, state, copied.get(tag, 0)))
                 if changes:
                     with self._timed("release"):
-                        self.device.trim(WORTH_TRIMMING)
+                        self.device.trim(TRIM_THRESHOLD_BYTES)
                 return changes
             finally:
-                self._free_new_backups(prepared)  # of tags that were not reached
+                self._free_new_backups(prepared)  # of tags that an error has left resident
                 self._reclaim_later()
 
     def _begin_copy(self, prepared: _PreparedSleep, tag: Tag) -> int:
         backup = prepared.backups[tag]
         gone = subtract(backup.blocks, self.allocator.blocks(tag))
-        # A graph's temporaries count as unused, and its replays need them.
+        # torch counts a graph's temporaries as unused, but replays need them.
         unused = self.allocator.unused(tag) if tag is not Tag.CUDA_GRAPH else []
         if tag in prepared.clean and backup.epoch == self._epoch:
             return backup.begin_refresh(self.device, gone, unused)
-        if tag in prepared.clean:  # somebody has written since the sleep was prepared
+        if tag in prepared.clean:  # the weights were written after `prepare_sleep`
             prepared.clean.discard(tag)
             self._backups.pop(tag, None)
         return backup.begin_save(self.device, self._epoch, gone, unused)
 
     def _reclaim_later(self) -> None:
-        """Ends every transition: it may have given up what an earlier one had left for later."""
+        """Schedule the deferred work of a release. Ends every transition, because a transition's begin cancels it."""
         if self._reclaimed or self._reclaim is not None:
             return
         if all(state is TagState.RESIDENT for state in self._states.values()):
@@ -229,12 +232,12 @@ class MemoryManager(WeightsContent):
         self._allocations = self.device.allocations()
         try:
             self._reclaim = Reclaim(self._reclaim_memory)
-        except RuntimeError:  # no more threads
-            logger.exception("what was released is not reclaimed early; a wake does it")
+        except RuntimeError:  # the thread cannot start
+            logger.exception("released memory is not reclaimed early; the next wake reclaims it and takes longer")
 
     def _reclaim_memory(self) -> None:
-        # Whoever has allocated since, in an engine that sleeps, is a trainer in this process: torch's cache is its own
-        # now, and emptying it would break off a graph that it captures.
+        # While the engine sleeps, only a trainer in this process allocates. Then the cache is the trainer's, and
+        # emptying it would abort a graph capture of the trainer.
         if self.device.allocations() == self._allocations:
             self.device.trim()
         self.allocator.reclaim()
@@ -252,7 +255,7 @@ class MemoryManager(WeightsContent):
             self.content = Content.STALE
             self._epoch += 1
             if backup is not None:
-                backup.epoch = self._epoch  # what it holds is not what was discarded
+                backup.epoch = self._epoch  # the backup holds only parts that were not discarded
         self._reclaimed = False
         try:
             released = self.allocator.release(tag)
@@ -263,14 +266,14 @@ class MemoryManager(WeightsContent):
         return TagChange(self.rank, tag.value, state, bytes_released=released, bytes_copied=copied)
 
     def _take_back(self, tag: Tag, state: TagState) -> None:
-        """After a release that broke off: make the tag whole again, or count it as released."""
+        """After a release that failed midway, map the tag again, or else count it as released."""
         try:
             self._map_tag(tag, self.allocator.reserve(tag))
         except Exception:
             self._states[tag] = state
 
     def abort_sleep(self) -> None:
-        """Undo `prepare_sleep`. Does nothing where none was prepared."""
+        """Undo `prepare_sleep`. Does nothing if no sleep is prepared."""
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is not None:
             self._free_new_backups(prepared)
@@ -286,10 +289,10 @@ class MemoryManager(WeightsContent):
     # -- wake ---------------------------------------------------------------------------------------------
 
     def prepare_wake(self, tags: Sequence[Tag]) -> None:
-        """Obtain the physical memory of those `tags` that are released. Maps nothing.
+        """Obtain physical memory for the released tags among `tags`. Maps nothing.
 
         Raises:
-            DeviceMemoryError: not enough; nothing was changed.
+            DeviceMemoryError: the device has too little free memory; nothing was changed.
         """
         self._begin_transition()
         reservations: dict[Tag, Reservation] = {}
@@ -306,13 +309,17 @@ class MemoryManager(WeightsContent):
         self._prepared_wake = reservations
 
     def commit_wake(self) -> list[TagChange]:
-        """Map and restore what `prepare_wake` reserved. Backups stay, to be reused by a clean sleep.
+        """Map and restore the tags that `prepare_wake` reserved. Backups stay, so that a later sleep can reuse them.
 
-        If one tag fails, those before it are released again and their backups still hold their content.
+        If a tag fails, the tags before it are released again; their backups still hold their content.
+
+        Raises:
+            RLMemoryError: a tag could not be mapped or restored.
+            StateConflictError: no wake is prepared.
         """
         reservations, self._prepared_wake = self._prepared_wake, None
         if reservations is None:
-            raise StateConflictError("no wake has been prepared on this rank", rank=self.rank)
+            raise StateConflictError("no wake is prepared on this rank", rank=self.rank)
         former: dict[Tag, TagState] = {}
         changes = []
         with self._naming_changes():
@@ -342,12 +349,12 @@ class MemoryManager(WeightsContent):
         return changes
 
     def _map_tag(self, tag: Tag, reservation: Reservation) -> int:
-        """Commit the reservation and restore what the backup holds of it; returns the bytes copied."""
+        """Commit the reservation and restore its blocks from the backup. Returns the bytes copied."""
         with self._timed("map"):
             reservation.commit()
         undefined = self._unrestored[tag] = [*self._unrestored.get(tag, []), *reservation.blocks]
         with self._timed("restore"):
-            # Tensors may have been freed since the release, and their addresses belong to others now.
+            # A tensor may have been freed since the release, and its addresses may belong to another tensor now.
             blocks = intersect(self.allocator.blocks(tag), undefined)
             if self._poison:
                 self.device.fill(blocks, POISON_BYTE)
@@ -360,7 +367,7 @@ class MemoryManager(WeightsContent):
         return copied
 
     def _unmap_tag(self, tag: Tag, state: TagState) -> None:
-        """Undo `_map_tag`. If that fails too, the tag counts as released and a later wake makes it whole."""
+        """Undo `_map_tag`. If that fails too, the tag counts as released, and a later wake maps its missing part."""
         self._states[tag] = state
         try:
             self.device.synchronize()
@@ -371,7 +378,7 @@ class MemoryManager(WeightsContent):
         self._unrestored.pop(tag, None)
 
     def abort_wake(self) -> None:
-        """Undo `prepare_wake`. Does nothing where none was prepared."""
+        """Undo `prepare_wake`. Does nothing if no wake is prepared."""
         reservations, self._prepared_wake = self._prepared_wake, None
         for reservation in (reservations or {}).values():
             reservation.drop()
@@ -380,10 +387,10 @@ class MemoryManager(WeightsContent):
     # -- writes into the weights ----------------------------------------------------------------------------
 
     def require_writable(self) -> None:
-        """Check that an update may write: the weights' memory must be there, and no copy of it be taken for whole.
+        """Check that an update may write: the weights are resident, and no prepared transition relies on their content.
 
         Raises:
-            StateConflictError: the weights are asleep, or a transition that is prepared would be out of date.
+            StateConflictError: the weights are asleep, or a transition is prepared.
         """
         self._require_no_transition()
         if self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
@@ -391,10 +398,10 @@ class MemoryManager(WeightsContent):
                 "the weights are asleep: wake_up(tags=['weights']) first", rank=self.rank, tag="weights"
             )
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Assert what must hold between two calls; tests call it after every step."""
+        """Assert the invariants that hold between two calls. Tests call it after every step."""
         for tag in PUBLIC_TAGS:
             if self._states[tag] is TagState.PRESERVED and self.allocator.blocks(tag):
                 assert tag in self._backups, f"{tag} is preserved without a backup"
@@ -414,11 +421,11 @@ class MemoryManager(WeightsContent):
 
     def _require_no_transition(self) -> None:
         if self._in_transition():
-            raise StateConflictError("another transition is prepared on this rank", rank=self.rank)
+            raise StateConflictError("another transition is already prepared on this rank", rank=self.rank)
 
     @contextmanager
     def _naming_changes(self) -> Iterator[None]:
-        """Make every error a typed one whose details name the tags that changed before it."""
+        """Convert every error to an `RLMemoryError` whose details name the tags that changed before it."""
         before = dict(self._states)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Pinned host memory for backups, at a fraction of the time that torch's own pinned tensors take to make."""
+"""Pinned host memory for backups, allocated in a fraction of the time of torch's pinned tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from rl_memory_plugins.private_directory import one_at_a_time
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
-TURN_S = 60.0  # for so long a rank waits for another that fills host memory
-SMALL_BYTES = 32 << 20  # so little is made in milliseconds, and without waiting for anybody
-SPARE_SHARE = 4  # of a host's memory, one part in so many stays free of what is made on a guess
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+TURN_S = 60.0  # the longest wait of a rank for another rank that allocates host memory
+SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer waits for no other rank
+SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 
@@ -37,17 +37,17 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PinnedArena(PagedArena):
-    """An arena whose buffers are huge pages, made by several threads, near the GPU, and page-locked.
+    """An arena of page-locked huge pages on the NUMA node of the GPU. Several threads touch the pages.
 
-    A buffer is one mapping and one registration. Where page-locking is refused (a container's limits, say),
-    backups still work at the speed of pageable memory, and `notes` says so.
+    A buffer is one mapping and one registration. If page-locking fails, e.g. because of a container's limits, backups
+    work at the speed of pageable memory, and `notes` reports the failure.
 
     Args:
-        index: torch's ordinal of the GPU that copies to and from it.
-        max_bytes: bound on what the arena holds; 0 means only free host memory bounds it.
-        margin_bytes: host memory that must stay free after an `acquire`.
-        prepares: when memory for all weights is made, and whether it is given back.
-        threads: how many threads make pages; by default one for each core, at most 16.
+        index: torch's ordinal of the GPU that copies to and from the arena.
+        max_bytes: The most bytes that the arena may hold; with 0 only the free host memory limits it.
+        margin_bytes: Bytes of host memory that must stay free after an `acquire`.
+        prepares: When memory for all weights is allocated, and whether it is freed again; see `config.py`.
+        threads: The number of threads that touch pages; by default one for each core, at most 16.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class PinnedArena(PagedArena):
         self._node = numa_node(index)
         self._registered: set[int] = set()
         self._preparations: list[Preparation] = []
-        self._kept: list[mmap.mmap] = []  # still page-locked: the GPU may go on reading them
+        self._kept: list[mmap.mmap] = []  # page-locked mappings, which the GPU may still read
 
     def prepare(self, sizes: Sequence[int]) -> Preparation | None:
-        """Make idle buffers of these sizes in the background, so that no `acquire` of the sizes has to.
+        """Allocate idle buffers of these sizes in the background, for later calls of `acquire`.
 
-        An `acquire` of one of the sizes meanwhile waits and then finds its buffer; any other, and one of little, waits
-        for none of it. What cannot be made is left to the `acquire`, which raises in its turn.
+        Meanwhile an `acquire` that fits a pending buffer waits for it; small and other sizes do not wait. If the host
+        lacks memory for a buffer, the `acquire` allocates it, or raises.
         """
         if self.demand.prepares == "first_use":
             return None
         try:
             preparation = Preparation(sizes, self._make_idle)
-        except RuntimeError:  # no more threads
-            logger.exception("host memory is not made in advance; the first sleep does it")
+        except RuntimeError:  # the thread cannot start
+            logger.exception("host memory is not allocated in advance; the first sleep allocates it")
             return None
         self._preparations = [*self._running(), preparation]
         return preparation
@@ -102,7 +102,7 @@ class PinnedArena(PagedArena):
         def step(rest: int) -> Iterator[None]:
             if not go_on():
                 raise GivenUp
-            with one_at_a_time("host-memory", TURN_S, go_on):  # for each step: others' sleeps need not wait for all
+            with one_at_a_time("host-memory", TURN_S, go_on):  # for each step: sleeps of other ranks wait for one only
                 if not go_on():
                     raise GivenUp
                 self._check_spare(rest)
@@ -111,11 +111,11 @@ class PinnedArena(PagedArena):
         self.release(self._make(nbytes, step))
 
     def _check_spare(self, nbytes: int) -> None:
-        """What is made on a guess, others may need more."""
+        """Leave host memory for others: sleeps may never use memory that was allocated in advance."""
         free, total = host_memory_info()
         spare = total // SPARE_SHARE if self.demand.prepares == "auto" else self._margin_bytes
         if nbytes + spare > free:
-            raise self._error(nbytes, free - spare + self._margin_bytes, f"free beside {spare} to spare")
+            raise self._error(nbytes, free - spare + self._margin_bytes, f"free beyond a reserve of {spare}")
 
     def _make_way(self) -> bool:
         running = self._running()
@@ -127,8 +127,8 @@ class PinnedArena(PagedArena):
 
     def _fill(self, mapping: mmap.mmap, step: Step) -> None:
         address, nbytes = address_of(mapping), len(mapping)
-        _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # either may be unknown to the kernel: no matter
-        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # a fork's copy-on-write would move our pages
+        _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel that lacks either advice ignores it
+        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
         prefer_node(address, nbytes, self._node)
         for start in range(0, nbytes, STEP_BYTES):
             with step(nbytes - start):
@@ -138,16 +138,16 @@ class PinnedArena(PagedArena):
         if code == 0:
             self._registered.add(address)
         else:
-            note = f"host memory could not be page-locked (CUDA error {code}): copies are slower"
+            note = f"host memory could not be page-locked (CUDA error {code}): copies take longer"
             logger.warning(note)
             if note not in self.notes:
                 self.notes.append(note)
 
-    # A refusal stays behind as the thread's last error, which torch would raise where it next launches a kernel: so
-    # both of these run in a thread of their own.
+    # An error stays the last CUDA error of the thread, and torch would raise it at its next kernel launch. So both
+    # functions run in a thread of their own.
 
     def _register(self, address: int, nbytes: int) -> int:
-        with torch.cuda.device(self._index):  # a new thread's is GPU 0, where this would make a context
+        with torch.cuda.device(self._index):  # a new thread would create a context on GPU 0
             return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
     def _unregister(self, address: int) -> int:
@@ -163,28 +163,28 @@ class PinnedArena(PagedArena):
             self._kept.append(mapping)
             (code,) = _in_threads([partial(self._unregister, address)])
             if code != 0:
-                logger.error("host memory stays page-locked (CUDA error %d) and is not given back", code)
+                logger.error("host memory could not be unlocked (CUDA error %d), so it is not freed", code)
                 return
             self._kept.remove(mapping)
         super()._discard(address, mapping)
 
 
 def touch(address: int, nbytes: int, threads: int) -> None:
-    """Have the kernel back every page of the range with memory, with several threads at it."""
+    """Make the kernel back every page of the range with memory, in several threads."""
     step = max(-(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
 
     def write(start: int) -> None:
-        # twice as fast as madvise(MADV_POPULATE_WRITE) on huge pages; ctypes releases the GIL
+        # on huge pages memset is twice as fast as madvise(MADV_POPULATE_WRITE); ctypes releases the GIL
         ctypes.memset(start, 0, min(step, address + nbytes - start))
 
     _in_threads([partial(write, start) for start in range(address, address + nbytes, step)])
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run the calls at once, each in a thread of its own, and return what they return.
+    """Run the calls in parallel, each in its own thread, and return their results.
 
-    Unlike an executor's these threads still start while Python ends. No call outlives this one, whose caller may unmap
-    what they write to.
+    These threads start even while Python shuts down, unlike the threads of an executor. The function returns after the
+    last call has ended, because its caller may then unmap the memory that the calls write to.
     """
     futures: list[Future[Any]] = [Future() for _ in calls]
 
@@ -200,7 +200,7 @@ def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         for future, call in zip(futures, calls, strict=True):
             threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True).start()
     except BaseException:
-        for future in futures:  # a thread whose start was interrupted may begin yet: then it does nothing
+        for future in futures:  # a thread whose start was interrupted may still begin; it then does nothing
             future.cancel()
         raise
     finally:
@@ -209,7 +209,7 @@ def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _await(futures: Sequence[Future[Any]]) -> None:
-    """Wait for those that were not cancelled, whatever a signal's handler raises meanwhile."""
+    """Wait for all calls that were not cancelled, even if a signal handler raises meanwhile."""
     interrupted: BaseException | None = None
     while running := [future for future in futures if not future.done()]:
         try:
@@ -221,7 +221,7 @@ def _await(futures: Sequence[Future[Any]]) -> None:
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:
-    """Ask for the range's pages on one NUMA node; a hint, which the kernel may not follow."""
+    """Ask the kernel to place the range's pages on one NUMA node. The kernel may ignore the hint."""
     number = _MBIND.get(platform.machine())
     if node is None or number is None:
         return
@@ -240,11 +240,11 @@ def prefer_node(address: int, nbytes: int, node: int | None) -> None:
 
 
 def numa_node(index: int) -> int | None:
-    """The NUMA node that a GPU is attached to, or None where that cannot be known."""
+    """The NUMA node of a GPU; None if it is unknown."""
     properties = torch.cuda.get_device_properties(index)
     try:
         domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
         node = int(Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text())
-    except (AttributeError, OSError, ValueError):  # an older torch, no such file, or no number in it
+    except (AttributeError, OSError, ValueError):  # an older torch, a missing file, or a file without a number
         return None
     return node if node >= 0 else None

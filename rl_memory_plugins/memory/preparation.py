@@ -1,4 +1,4 @@
-"""Host memory for a copy of all weights: whether it is wanted, and how it is made before anybody waits for it."""
+"""Host memory for copies: a record of whether sleeps need it, and a thread that allocates it in advance."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rl_memory_plugins.errors import RLMemoryError
 
 logger = logging.getLogger(__name__)
 
-#: When it is made; `config.py` says what each does.
+#: The values of the option `prepare_host_memory`; `config.py` documents them.
 Prepares = Literal["auto", "start", "first_use"]
 
-#: How many times larger than needed a buffer may be: one for all weights must not go to the scraps of a cache, or else
-#: the weights need another.
+#: A buffer may be this many times larger than the request. Without a bound, a small request takes the buffer of the
+#: weights, and the weights need a second buffer.
 WASTE = 2
-#: Sleeps in a row that discard the weights, after which a copy that was needed before is needed no more.
+#: After this many consecutive discarding sleeps, the memory for copies of the weights counts as unneeded.
 PATIENCE = 3
-#: Between two steps that nobody waits for, so that another process, which polls for its turn, gets one.
+#: The pause between two steps of background work. Other processes poll for the lock, and get it in the pause.
 PAUSE_S = 0.03
 _POLL_S = 0.01
 
 
 class GivenUp(Exception):
-    """Nobody wants the buffer any more that was being made."""
+    """The allocation of a buffer was cancelled."""
 
 
 def always() -> bool:
@@ -33,19 +33,19 @@ def always() -> bool:
 
 
 class Demand:
-    """Whether sleeps need memory for all weights, as far as it can be known from those that there were.
+    """Whether sleeps need host memory for all weights, as past sleeps suggest.
 
     Args:
-        prepares: The option.
+        prepares: The option `prepare_host_memory`.
     """
 
     def __init__(self, prepares: Prepares) -> None:
         self.prepares = prepares
         self._preserved = False
-        self._discarded = 0  # sleeps in a row
+        self._discarded = 0  # consecutive sleeps that discarded the weights
 
     def note(self, preserving: bool) -> None:
-        """A sleep preserves the weights, or discards them."""
+        """Record a sleep that preserves or discards the weights."""
         if preserving:
             self._preserved, self._discarded = True, 0
         else:
@@ -53,26 +53,25 @@ class Demand:
 
     @property
     def is_gone(self) -> bool:
-        """At the first sleep that discards, if none has preserved: the memory was made on a guess that was wrong."""
+        """Whether sleeps no longer need the memory. One discarding sleep suffices if none has preserved the weights."""
         return self.prepares == "auto" and self._discarded >= (PATIENCE if self._preserved else 1)
 
 
 class _Buffer:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.done = threading.Event()  # it is there, or will not be
+        self.done = threading.Event()  # the buffer is allocated, or its allocation has ended without success
 
 
 class Preparation:
-    """Buffers that a thread makes one after the other, in steps, until it is told to end. The smallest comes first:
-    sleeps of every level need it.
+    """A thread that allocates buffers in steps, the smallest first, because sleeps of every level need it.
 
     Args:
-        sizes: Theirs.
-        make: Makes a buffer of a size, and asks its second argument between steps whether to go on.
+        sizes: The buffers' sizes in bytes.
+        make: Allocates a buffer of the given size. Between steps it calls its second argument, and stops at `False`.
 
     Raises:
-        RuntimeError: there are no more threads.
+        RuntimeError: the thread cannot start.
     """
 
     def __init__(self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool]], None]) -> None:
@@ -88,17 +87,17 @@ class Preparation:
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """Make no more; what is unfinished is given back within a step. Does not wait."""
+        """Stop the thread. It frees an unfinished buffer within one step. Does not wait."""
         self._ended.set()
 
     def join(self) -> None:
         self._thread.join()
 
     def await_buffer(self, nbytes: int, go_on: Callable[[], bool]) -> None:
-        """Wait for the buffer that is meant for so many bytes, if one is still to come.
+        """Wait for a pending buffer that fits `nbytes`, if there is any.
 
         Raises:
-            GivenUp: `go_on` said no.
+            GivenUp: `go_on` returned `False`.
         """
         for buffer in self._buffers:
             if nbytes <= buffer.nbytes <= WASTE * nbytes and not buffer.done.is_set() and not self._ended.is_set():
@@ -116,9 +115,11 @@ class Preparation:
             except GivenUp:
                 pass
             except RLMemoryError as error:
-                logger.warning("host memory is not made in advance, the first sleep that needs it does it: %s", error)
+                logger.warning(
+                    "host memory was not allocated in advance; the first sleep that needs it will: %s", error
+                )
             except Exception:
-                logger.exception("host memory is not made in advance, the first sleep that needs it does it")
+                logger.exception("host memory was not allocated in advance; the first sleep that needs it will")
             finally:
                 buffer.done.set()
 

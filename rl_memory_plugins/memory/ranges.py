@@ -9,7 +9,7 @@ from rl_memory_plugins.memory.allocator import Block
 
 
 def merge(blocks: Iterable[Block]) -> list[Block]:
-    """The same addresses as ascending blocks that neither touch nor overlap."""
+    """Merge blocks that touch or overlap. Returns ascending blocks."""
     merged: list[Block] = []
     for block in sorted(block for block in blocks if block.nbytes > 0):
         if merged and block.address <= merged[-1].end:
@@ -20,7 +20,7 @@ def merge(blocks: Iterable[Block]) -> list[Block]:
 
 
 def subtract(blocks: Sequence[Block], holes: Iterable[Block]) -> list[Block]:
-    """The addresses of `blocks` that lie in none of `holes`; no piece spans two blocks."""
+    """The parts of `blocks` outside `holes`. No part spans two blocks."""
     remaining = []
     holes = merge(holes)
     ends = [hole.end for hole in holes]
@@ -39,5 +39,5 @@ def subtract(blocks: Sequence[Block], holes: Iterable[Block]) -> list[Block]:
 
 
 def intersect(blocks: Sequence[Block], others: Iterable[Block]) -> list[Block]:
-    """The addresses of `blocks` that lie in one of `others`; no piece spans two blocks."""
+    """The parts of `blocks` inside `others`. No part spans two blocks."""
     return subtract(blocks, subtract(blocks, others))

@@ -1,4 +1,4 @@
-"""What a sleep leaves for some tenths of a second later: it takes tens of milliseconds, and nobody waits for it."""
+"""Deferred work of a sleep. It takes tens of milliseconds, so a thread does it after the sleep has returned."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rl_memory_plugins.memory.threads import on_this_gpu
 
 logger = logging.getLogger(__name__)
 
-#: The driver has scrubbed 80 GB by then (`integration/bench_driver.py`).
+#: Within this time the driver scrubs 80 GB (`integration/bench_driver.py`).
 DELAY_S = 0.3
 
 
 class Reclaim:
-    """Calls `reclaim` in a thread, `DELAY_S` from now. Whoever changes what is resident calls `end` first."""
+    """Calls `reclaim` in a thread, `DELAY_S` from now. Call `end` before memory is released or mapped."""
 
     def __init__(self, reclaim: Callable[[], None]) -> None:
         self._reclaim = reclaim
-        # Not a daemon: Python's end waits for it, so it is in no call of torch or CUDA when these go.
+        # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
         self._timer = threading.Timer(DELAY_S, on_this_gpu(self._run))
         self._timer.name = "rl-memory-reclaim"
         self._timer.start()
 
     def end(self) -> None:
-        """Give it up, or wait for its end where it has begun."""
+        """Cancel the call, or wait for its end if it has begun."""
         self._timer.cancel()
         self._timer.join()
 
@@ -35,4 +35,4 @@ class Reclaim:
         try:
             self._reclaim()
         except Exception:
-            logger.exception("memory that a sleep has released was not reclaimed early; a wake does it")
+            logger.exception("released memory was not reclaimed early; the next wake reclaims it and takes longer")

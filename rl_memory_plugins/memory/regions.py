@@ -1,4 +1,4 @@
-"""What allocators on top of torch's memory pools share: nesting regions, and objects that outlive Python."""
+"""Shared code of the allocators on top of torch's memory pools: nested regions, and objects that outlive Python."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 class RegionStack(threading.local):
     """Makes the inner of two nested regions win.
 
-    Which of a thread's active pools torch prefers depends on its version, and entering one pool twice is an
-    error in all. Here at most one is active: an outer region is left while an inner one is open, and entered
-    again afterwards.
+    torch's versions differ in which of a thread's active pools they prefer, and all of them refuse to enter a pool
+    twice. The stack therefore keeps at most one pool active: it leaves the outer region while an inner region is open.
     """
 
     def __init__(self) -> None:
@@ -25,7 +24,7 @@ class RegionStack(threading.local):
         """Make a region active.
 
         Args:
-            activate: Gives a fresh context that allocations are to be made in, each time it is called.
+            activate: Returns a new context that directs allocations to the region. Called at each entry.
         """
         outer = self._open[-1] if self._open else None
         inner = _Suspendable(activate)
@@ -60,6 +59,6 @@ class _Suspendable:
             context.__exit__(None, None, None)
 
 
-def keep_for_ever(thing: object) -> None:
-    """Keep an object through the interpreter's shutdown too, when the globals of modules are dropped."""
+def keep_forever(thing: object) -> None:
+    """Keep an object alive through the interpreter's shutdown, which drops the globals of modules."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,4 +1,4 @@
-"""What torch's caching allocator holds in given pools."""
+"""The segments of torch's caching allocator, by pool."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rl_memory_plugins.memory.allocator import Block
 
 
 class Segment(NamedTuple):
-    """One allocation that torch made for a pool, and how much of it tensors use.
+    """One allocation that torch made for a pool.
 
     Attributes:
-        unused: What torch may hand out to new tensors: none lies there, and no work on the device is awaited.
+        active_bytes: Bytes that tensors use.
+        unused: Parts that torch may give to new tensors. No tensor and no pending work on the device uses them.
     """
 
     address: int
@@ -25,10 +26,10 @@ class Segment(NamedTuple):
 
 
 class Segments:
-    """The segments of one GPU by pool; read again only after torch has allocated or freed something.
+    """The segments of one GPU by pool. They are read again only after torch has allocated or freed memory.
 
-    `MemPool.snapshot` would be narrower, but it takes one reference too many from the numbers in the pool's
-    identifier (torch 2.11), which ends in a segmentation fault.
+    `MemPool.snapshot` would read one pool only, but in torch 2.11 it drops one reference too many to the numbers of the
+    pool's identifier, which leads to a segmentation fault.
     """
 
     def __init__(self, index: int) -> None:
@@ -52,11 +53,11 @@ class Segments:
             )
             if now != self._seen:
                 self.read()
-                self._seen = now  # taken before the reading: at worst it is read once more
+                self._seen = now  # taken before the read: a change during the read causes another read
             return dict(self._by_pool)
 
     def read(self) -> set[int]:
-        """Read all segments anew; returns their addresses."""
+        """Read all segments again. Returns their addresses."""
         with self._lock:
             self._by_pool = {}
             for found in torch.cuda.memory._snapshot()["segments"]:
@@ -70,6 +71,6 @@ class Segments:
 
 
 def pool_key(pool: Any) -> tuple[int, int]:
-    """The identifier of a `torch.cuda.MemPool`, as snapshots and `torch.cuda.graph(pool=…)` have it."""
+    """The identifier of a `torch.cuda.MemPool`, as used by snapshots and `torch.cuda.graph(pool=…)`."""
     first, second = pool.id
     return int(first), int(second)

@@ -1,4 +1,4 @@
-"""Which allocator and which host arena a rank uses."""
+"""Chooses the allocator and the host arena of a rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rl_memory_plugins.memory.faults import FaultyAllocator
 def choose_allocator(config: RLMemoryConfig, device: Any, rank: int) -> tuple[Allocator, HostArena]:
     """Make the allocator that `config.allocator` names for `device` (a `torch.device`), and its arena.
 
-    `auto` takes `vmm` on CUDA, `tms` on ROCm and `host` on CPUs.
+    `auto` means `vmm` on CUDA, `tms` on ROCm and `host` on CPUs.
 
     Raises:
-        UnsupportedError: the allocator cannot work here; says why.
+        UnsupportedError: the allocator does not work on this device, or with this installation.
     """
     kind = _automatic(device) if config.allocator == "auto" else config.allocator
     if (kind == "host") != (device.type == "cpu"):
-        raise UnsupportedError(f"allocator={kind} cannot hold memory of a {device.type} device", allocator=kind)
+        raise UnsupportedError(f"allocator={kind} does not support {device.type} devices", allocator=kind)
     allocator = _make(kind, device, rank, config)
     arena = _arena(device, config)
     if config.fault_dir is not None:
@@ -36,7 +36,7 @@ def _automatic(device: Any) -> str:
     if device.type == "cpu":
         return "host"
     if device.type != "cuda":
-        raise UnsupportedError(f"there is no allocator for {device.type} devices: the choice is CUDA, ROCm or CPU")
+        raise UnsupportedError(f"no allocator supports {device.type} devices: use CUDA, ROCm or CPU")
     return "tms" if torch.version.hip else "vmm"
 
 

@@ -1,4 +1,4 @@
-"""Work handed to another thread."""
+"""Running a function in another thread on the caller's GPU and stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def on_this_gpu(run: Callable[[], T]) -> Callable[[], T]:
-    """`run` for another thread, on the GPU and the stream that are current here; a thread's own are GPU 0's."""
+    """Wrap `run` for another thread, on the caller's current GPU and stream. A new thread's own GPU is 0."""
     if not torch.cuda.is_initialized():
         return run
     stream = torch.cuda.current_stream()

@@ -1,13 +1,16 @@
-"""Pausable regions through torch_memory_saver, for those who run it already, and for ROCm.
+"""Pausable regions through torch_memory_saver ("the saver"), for its existing users and for ROCm.
 
-It ends the process with `exit(1)` when asked to pause what is paused, to resume what is resident, or when a
-resume finds no memory. Hence:
-- our own state decides what is asked of it, and what is allocated in a tag while the tag is released goes under
-  another of its tags, so that one of its tags is always wholly paused or wholly resident;
-- a reservation checks the free memory, with a margin, and is only a promise. Another process that takes the
-  memory between the check and the resume still ends this one; only `allocator=vmm` excludes that;
-- a tensor freed while its tag is released gets its memory back with the others, as unused memory of the tag.
-It is never asked to keep a copy (`enable_cpu_backup`): preserving is decided at each sleep, by the core.
+The saver ends the process with `exit(1)` if a call pauses a paused tag or resumes a resident tag, or if a resume finds
+too little memory. Therefore:
+
+- This module tracks the state of each tag of the saver. Allocations in a released tag go to a new tag of the saver, so
+  that each of the saver's tags is either paused or resident as a whole.
+- A reservation only checks the free memory, with a margin. If another process takes the memory between the check and
+  the resume, the saver still ends this process. Only `allocator=vmm` excludes that.
+- If a tensor is freed while its tag is released, a wake restores its memory too, as unused memory of the tag.
+
+The saver keeps no copies (`enable_cpu_backup` is off): the memory manager decides at each sleep which content to
+preserve.
 """
 
 from __future__ import annotations
@@ -25,52 +28,50 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
-from rl_memory_plugins.memory.left import Left
-from rl_memory_plugins.memory.regions import RegionStack, keep_for_ever
+from rl_memory_plugins.memory.regions import RegionStack, keep_forever
+from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segment, Segments, pool_key
 from rl_memory_plugins.memory.torch_settings import torch_options
 from rl_memory_plugins.tags import Tag
 
-#: What is used of torch_memory_saver that it does not document: checked at start-up.
+#: Undocumented symbols of the saver. The start checks them.
 SAVER_SYMBOLS = ("_impl", "_impl._mem_pools", "_impl._hook_mode")
 
-#: How it gets between torch and CUDA; "auto" is "preload" where its library is preloaded, else "torch".
+#: How the saver intercepts allocations. "auto" means "preload" if its library is preloaded, else "torch".
 HookMode = Literal["auto", "torch", "preload"]
 
-#: Its tags belong to the process: each allocator has its own.
+#: Numbers of allocators. The saver's tags are global in the process, so each tag contains its allocator's number.
 _numbers = itertools.count()
 
 
 class TorchSaverAllocator:
-    """Pausable regions of one GPU, held by the process's torch_memory_saver.
+    """Pausable regions of one GPU in the saver of this process, which may already be in use.
 
-    CUDA graphs stay resident: what is captured does not go through its regions.
-
-    If it is already in use in this process, it is taken as it is.
+    CUDA graphs stay resident, because captures bypass the saver's regions.
 
     Args:
         index: torch's ordinal of the GPU.
-        margin_bytes: Device memory that must be free beyond what a reservation needs.
-        hook_mode: Its mode, by its own names.
+        margin_bytes: Device memory that a reservation leaves free.
+        hook_mode: The saver's mode.
 
     Raises:
-        UnsupportedError: it is not installed, lacks something that is needed, or refuses to start; says why.
+        UnsupportedError: the saver is not installed, lacks a symbol, or does not start.
     """
 
     name = "tms"
-    maps_zeroed = False  # nothing promises it, and on ROCm mapping writes to the memory
+    maps_zeroed = False  # undocumented, and on ROCm a map writes to the memory
 
     def __init__(self, index: int, margin_bytes: int = 0, hook_mode: HookMode = "auto") -> None:
         self.index = index
         self.device = CudaDevice(index)
-        self._left = Left(index)
+        self._residual = ResidualMemory(index)
         self._margin_bytes = margin_bytes
         self._saver = _start_saver(index, hook_mode)
         self.hook_mode: str = self._saver._impl._hook_mode
         self._number = next(_numbers)
         self._segments = Segments(index)
         self._regions = RegionStack()
-        self._locks = {tag: threading.RLock() for tag in Tag}  # its pools admit one thread at a time
+        self._locks = {tag: threading.RLock() for tag in Tag}  # a pool of the saver admits one thread at a time
         self._generation = dict.fromkeys(Tag, 0)
         self._paused: dict[Tag, set[str]] = {tag: set() for tag in Tag}
         self._promised_bytes = 0
@@ -100,14 +101,14 @@ class TorchSaverAllocator:
 
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
-        yield self.blocks(tag)  # its pools keep their segments when tensors go
+        yield self.blocks(tag)  # the saver's pools keep the segments of freed tensors
 
-    def left(self) -> dict[str, int]:
+    def residual_memory(self) -> dict[str, int]:
         pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
         by_pool = self._segments.by_pool()
         held = sum(segment.nbytes for pool in pools for segment in by_pool.get(pool, ()))
         paused = sum(block.nbytes for tag in Tag for block in self.paused_blocks(tag))
-        return self._left(by_pool, pools, held - paused)
+        return self._residual(by_pool, pools, held - paused)
 
     def _blocks_of(self, names: list[str]) -> list[Block]:
         return sorted(Block(segment.address, segment.nbytes) for segment in self._segments_of(names))
@@ -121,7 +122,7 @@ class TorchSaverAllocator:
         return self._segments.of(pools)
 
     def reclaim(self) -> None:
-        return  # torch_memory_saver creates memory only where it maps it
+        return  # the saver allocates memory only when it maps
 
     def release(self, tag: Tag) -> int:
         resident = [name for name in self._saver_tags(tag) if name not in self._paused[tag]]
@@ -140,21 +141,22 @@ class TorchSaverAllocator:
         return SaverReservation(self, tag)
 
     def resume(self, tag: Tag) -> None:
-        """Resume all that is paused of the tag. Only a reservation calls this."""
+        """Resume all paused memory of the tag. Only a reservation may call this method."""
         for name in sorted(self._paused[tag]):
             self._saver.resume(name)
             self._paused[tag].remove(name)
 
     def promise(self, nbytes: int) -> None:
-        """Set free memory aside, on paper.
+        """Count `nbytes` of free memory as promised, without allocating them.
 
         Raises:
-            DeviceMemoryError: not enough is free beyond the margin and what has been promised already.
+            DeviceMemoryError: the free memory, less the margin and earlier promises, does not suffice.
         """
         free = max(self.device.memory_info()[0] - self._promised_bytes, 0)
         if nbytes and nbytes + self._margin_bytes > free:
             raise DeviceMemoryError(
-                f"{nbytes} bytes of GPU memory are needed and {self._margin_bytes} to spare, {free} are free",
+                f"a wake needs {nbytes} bytes of GPU memory and a margin of {self._margin_bytes}, "
+                f"but only {free} are free",
                 needed_bytes=nbytes,
                 free_bytes=free,
                 margin_bytes=self._margin_bytes,
@@ -169,7 +171,7 @@ class TorchSaverAllocator:
 
 
 class SaverReservation:
-    """A promise of memory, see the module's note on what it is worth."""
+    """A promise of memory. The module's docstring explains its limits."""
 
     def __init__(self, allocator: TorchSaverAllocator, tag: Tag) -> None:
         self._allocator = allocator
@@ -180,7 +182,7 @@ class SaverReservation:
 
     def commit(self) -> None:
         self._allocator.unpromise(self.nbytes)
-        self._allocator.promise(self.nbytes)  # looks once more: what happened since the reservation ends no process
+        self._allocator.promise(self.nbytes)  # checks again: if memory was taken meanwhile, raise and do not exit(1)
         self._allocator.unpromise(self.nbytes)
         self._allocator.resume(self._tag)
 
@@ -189,12 +191,12 @@ class SaverReservation:
 
 
 def preload_libraries() -> list[str]:
-    """What LD_PRELOAD must name for the preload mode: its library, and the CUDA runtime that torch brings along.
+    """The paths that LD_PRELOAD must list for the preload mode: the saver's library, and the CUDA runtime of torch.
 
-    The runtime, because the library needs it, and is loaded long before torch says where it lies.
+    The library needs the runtime, and is loaded before torch adds the runtime's folder to the search path.
 
     Raises:
-        UnsupportedError: it is not installed, or not for this CUDA.
+        UnsupportedError: the saver is not installed, or not for this CUDA version.
     """
     try:
         from torch_memory_saver.utils import get_binary_path_from_package
@@ -208,25 +210,25 @@ def preload_libraries() -> list[str]:
 
 
 def with_preload(environment: Mapping[str, str], libraries: Sequence[str]) -> dict[str, str]:
-    """The environment, with the libraries first among those that are preloaded."""
+    """A copy of the environment whose LD_PRELOAD begins with `libraries`."""
     others = [path for path in environment.get("LD_PRELOAD", "").split(":") if path and path not in libraries]
     return {**environment, "LD_PRELOAD": ":".join([*libraries, *others])}
 
 
 def resolve_hook_mode(hook_mode: HookMode) -> str:
-    """`torch` or `preload`, as this process was started for.
+    """Resolve `auto` to `torch` or `preload`, by the libraries that this process has preloaded.
 
     Raises:
-        UnsupportedError: the preload mode is asked for, and the library is not preloaded.
+        UnsupportedError: `hook_mode` is `preload`, and the saver's library is not preloaded.
     """
     named = [Path(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if "torch_memory_saver" in path]
     mapped = Path("/proc/self/maps").read_text() if named else ""
-    preloaded = any(path.name in mapped for path in named)  # the loader skips, with a warning, what it cannot load
+    preloaded = any(path.name in mapped for path in named)  # the loader only warns about a library that it cannot load
     if hook_mode == "preload" and not preloaded:
         raise UnsupportedError(
-            "tms_hook_mode=preload needs torch_memory_saver's library to be preloaded, which this process was not"
-            f" started with (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')!r}): start by `rl-memory serve`, which"
-            " arranges it, or set LD_PRELOAD to its torch_memory_saver_hook_mode_preload library",
+            "tms_hook_mode=preload needs torch_memory_saver's library to be preloaded, and this process has not loaded"
+            f" it (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')!r}): start with `rl-memory serve`, or add"
+            " torch_memory_saver_hook_mode_preload to LD_PRELOAD",
         )
     if hook_mode == "auto":
         return "preload" if preloaded else "torch"
@@ -247,8 +249,8 @@ def _start_saver(index: int, hook_mode: HookMode) -> Any:
     mode = resolve_hook_mode(hook_mode)
     if torch_options().get("expandable_segments"):
         raise UnsupportedError(
-            "allocator=tms does not work with torch's expandable_segments, which go past it:"
-            " unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, or take allocator=vmm"
+            "allocator=tms does not work with torch's expandable_segments, which bypass torch_memory_saver:"
+            " unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, or use allocator=vmm"
         )
     try:
         if getattr(saver, "_impl", None) is None:
@@ -256,16 +258,17 @@ def _start_saver(index: int, hook_mode: HookMode) -> Any:
         with torch.cuda.device(index), saver.region(tag="rl_memory.start"):
             pass
     except (RuntimeError, AssertionError, OSError) as error:
-        raise UnsupportedError(f"torch_memory_saver does not start: {error}") from error
+        raise UnsupportedError(f"torch_memory_saver failed to start: {error}") from error
     for path in SAVER_SYMBOLS:
         found: Any = saver
         for part in path.split("."):
             found = getattr(found, part, None)
         if found is None:
-            raise UnsupportedError(f"this torch_memory_saver lacks {path}, which allocator=tms needs", missing=[path])
+            raise UnsupportedError(f"allocator=tms needs {path}, which this torch_memory_saver lacks", missing=[path])
     if hook_mode != "auto" and saver._impl._hook_mode != hook_mode:
         raise UnsupportedError(
-            f"torch_memory_saver is already in use in this process, in mode {saver._impl._hook_mode}, not {hook_mode}"
+            f"tms_hook_mode={hook_mode} conflicts with torch_memory_saver's mode in this process, which is"
+            f" {saver._impl._hook_mode}"
         )
-    keep_for_ever(saver._impl)  # it also exits when its pools are dropped, as the interpreter does at the end
+    keep_forever(saver._impl)  # the saver also calls exit(1) if its pools are dropped, as the interpreter does at exit
     return saver

@@ -9,14 +9,14 @@ import torch
 
 
 def torch_options() -> dict[str, Any]:
-    """The settings of torch's caching allocator that are in effect, whoever set them."""
+    """The current settings of torch's caching allocator, from the environment and from calls."""
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
 
 
 def set_torch_option(name: str, value: bool) -> None:
     """Change one setting of torch's caching allocator, for the process.
 
-    torch resets what a new settings string does not name, so the string in effect is amended.
+    torch resets every setting that a new settings string omits, so the function amends the current string.
     """
     in_effect = torch_options()
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

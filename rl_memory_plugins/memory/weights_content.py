@@ -1,4 +1,4 @@
-"""What the weights of one rank are worth: their content state, its epoch, and copies of the weights made in advance."""
+"""The content of one rank's weights: its state, its epoch, and copies of the weights made in advance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsContent(ABC):
-    """The part of `MemoryManager` that follows writes into the weights. Arguments are those of `MemoryManager`.
+    """The part of `MemoryManager` that tracks writes to the weights. `MemoryManager` documents the arguments.
 
     Attributes:
         content: The content state of the weights.
@@ -42,7 +42,7 @@ class WeightsContent(ABC):
 
     @property
     def epoch(self) -> int:
-        """A counter that grows with every change of the weights that this package knows of."""
+        """A counter that grows with every known change of the weights."""
         return self._epoch
 
     def state(self, tag: Tag) -> TagState:
@@ -53,7 +53,7 @@ class WeightsContent(ABC):
         """Check that an update may write.
 
         Raises:
-            StateConflictError: it may not.
+            StateConflictError: the weights are asleep, or a transition is prepared.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class WeightsContent(ABC):
         """Whether a transition is prepared."""
 
     def begin_writing(self) -> None:
-        """An update is about to write its first byte; until `finish_writing` the content is `updating`.
+        """Called before an update writes its first byte. The content is `updating` until `finish_writing`.
 
         Raises:
             StateConflictError: see `require_writable`.
@@ -71,14 +71,18 @@ class WeightsContent(ABC):
         self.content = Content.UPDATING
 
     def finish_writing(self, complete: bool) -> None:
-        """The update that began is over, on every rank. Does nothing where no byte was written."""
+        """Called when the update is over on every rank. Does nothing if no byte was written.
+
+        Args:
+            complete: Every parameter was written. The content becomes `valid`, else `failed`.
+        """
         if self.content is Content.UPDATING:
             self.content = Content.VALID if complete else Content.FAILED
             self._epoch += 1
             self._start_eager_backup()
 
     def tear(self) -> None:
-        """What the weights hold is undefined from now on, until every byte has been written.
+        """Mark the content `failed`: it is undefined until every byte has been written.
 
         Raises:
             StateConflictError: see `begin_writing`.
@@ -87,10 +91,10 @@ class WeightsContent(ABC):
         self.finish_writing(complete=False)
 
     def note_foreign_load(self, complete: bool) -> None:
-        """Other code has written into the weights.
+        """Called after code outside this package has written to the weights.
 
         Args:
-            complete: Every parameter has been written by now.
+            complete: Every parameter has been written.
         """
         self._epoch += 1
         self._cancel_eager_backup()
@@ -101,7 +105,7 @@ class WeightsContent(ABC):
     # -- copying in advance -----------------------------------------------------------------------------------
 
     def _start_eager_backup(self) -> None:
-        """Begin to copy the weights, unless what they hold now has been copied or may not last."""
+        """Start to copy the weights, if they are valid and resident, have no copy, and no transition is prepared."""
         if not self._eager_backup or self.content is not Content.VALID:
             return
         if self._in_transition() or self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
@@ -111,24 +115,24 @@ class WeightsContent(ABC):
         if existing is not None:
             if existing.identified and existing.epoch == self._epoch:
                 return
-            self._backups.pop(Tag.WEIGHTS).free()  # out of date: its memory serves the new copy
+            self._backups.pop(Tag.WEIGHTS).free()  # out of date: the new copy reuses its memory
         discardable = list(self._discardable(Tag.WEIGHTS))
         try:
             self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self._epoch, self._eager)
-        except RuntimeError:  # no more threads
-            logger.exception("the weights are not copied in advance; a sleep does it")
+        except RuntimeError:  # the thread cannot start
+            logger.exception("the weights are not copied in advance; the next sleep copies them")
 
     def _cancel_eager_backup(self) -> None:
         if self._eager is not None:
             self._eager.cancel()
 
     def _collect_eager_backup(self) -> None:
-        """Count a copy that has ended among the backups; does not wait."""
+        """Add a finished copy to the backups. Does not wait."""
         if self._eager is not None and not self._eager.is_running:
             self._end_eager_backup(wanted=True)
 
     def _end_eager_backup(self, wanted: bool) -> None:
-        """Wait until no thread reads the weights; a `wanted` copy goes on until it is complete."""
+        """Wait until no thread reads the weights. Without `wanted`, cancel the copy first."""
         if self._eager is None:
             return
         if not wanted:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_memory_plugins.client import EngineClient
     from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache
-    from rl_memory_plugins.trainer.engines import Engine, EngineObject
+    from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject
     from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
     from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
     from rl_memory_plugins.trainer.peers import Peers
@@ -37,8 +37,8 @@ __all__ = [
     "AsyncRolloutHandoff",
     "CacheClearing",
     "CheckpointSource",
-    "Engine",
     "EngineClient",
+    "EngineHandle",
     "EngineObject",
     "FSDP1Source",
     "FusedQKV",
@@ -73,7 +73,7 @@ _MODULES = {
     "rl_memory_plugins.weights.manifest": ["TensorSpec"],
     "rl_memory_plugins.weights.source": ["ResidentSource", "TensorSource"],
     f"{__name__}.cache": ["CacheClearing", "aggressive_empty_cache"],
-    f"{__name__}.engines": ["Engine", "EngineObject"],
+    f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],
     f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
     f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
     f"{__name__}.peers": ["Peers"],

@@ -1,4 +1,4 @@
-"""What torch keeps of the device's memory in this process: giving it back to the driver, and a limit."""
+"""torch's cache of device memory in this process: functions to empty it and to limit it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ GIB = 1 << 30
 
 @dataclass
 class CacheClearing:
-    """What `aggressive_empty_cache` did.
+    """The result of `aggressive_empty_cache`.
 
     Attributes:
-        freed_bytes: Device memory given back by each round, beyond what was free already; empty where this
-            process uses no GPU.
-        collected: Objects that Python's garbage collector found unreachable.
-        seconds: For all of it.
+        freed_bytes: Bytes of device memory that each round has freed. Empty if this process uses no GPU.
+        collected: The number of objects that Python's garbage collector found unreachable.
+        seconds: The duration of the call.
     """
 
     freed_bytes: list[int] = field(default_factory=list)
@@ -28,26 +27,26 @@ class CacheClearing:
 def aggressive_empty_cache(
     max_rounds: int = 3, threshold_bytes: int = GIB, in_use_bytes: int | None = None
 ) -> CacheClearing:
-    """Empty torch's cache, then collect garbage and empty it again until that frees less than `threshold_bytes`.
+    """Empty torch's cache. Then, in rounds, collect garbage and empty the cache again.
 
-    One round does not always suffice: a collected object may have held the last reference to blocks that
-    become free only once the device has finished with them. Without a GPU the garbage is collected, at
-    most once. A collection takes tenths of a second in a large process.
+    One round may not suffice: blocks of a collected object become free only when the device has finished with them. If
+    this process uses no GPU, the function collects garbage once. In a large process a collection takes tenths of a
+    second.
 
     Args:
-        max_rounds: How many rounds at most; 0 only empties the cache.
-        threshold_bytes: A round that frees less is the last.
-        in_use_bytes: Device memory of this process that is known to be needed. Where torch keeps less than
-            `threshold_bytes` beside it, there is no round, since none could free more.
+        max_rounds: The most rounds; with 0 the function only empties the cache.
+        threshold_bytes: The first round that frees fewer bytes is the last.
+        in_use_bytes: Bytes of device memory that this process needs. If torch holds less than `threshold_bytes` beyond
+            them, no round runs, because it could not free enough.
     """
     import torch
 
     start = time.perf_counter()
     clearing = CacheClearing()
-    if not torch.cuda.is_initialized():  # is_available() would be true of a GPU that this process does not use
+    if not torch.cuda.is_initialized():  # is_available() is true even if this process uses no GPU
         clearing.collected = gc.collect() if max_rounds else 0
     else:
-        torch.cuda.empty_cache()  # a round counts only what its collection brings
+        torch.cuda.empty_cache()  # so that the first round counts only memory that its collection has freed
         if in_use_bytes is not None and torch.cuda.memory_reserved() - in_use_bytes < threshold_bytes:
             max_rounds = 0
         for _ in range(max_rounds):
@@ -63,12 +62,12 @@ def aggressive_empty_cache(
 
 
 def limit_memory(fraction: float) -> None:
-    """Let torch take at most this share of the current GPU's memory; does nothing where this process uses no GPU.
+    """Limit torch to a share of the current GPU's memory. Does nothing if this process uses no GPU.
 
-    Beyond it torch raises `OutOfMemoryError` here, in the trainer, and not later in an engine that wakes.
+    Above the limit torch raises `OutOfMemoryError` in the trainer, before an engine fails to wake.
 
     Args:
-        fraction: Above 0; 1 is no limit.
+        fraction: The share, above 0 and at most 1; 1 means no limit.
     """
     import torch
 

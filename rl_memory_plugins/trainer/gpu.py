@@ -1,4 +1,4 @@
-"""The GPU that this process works on, if any. CUDA is never initialised here."""
+"""The GPU of this process, if it uses one. These functions never initialise CUDA."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 def own_device() -> torch.device:
-    """The current GPU if this process uses one, else the CPU."""
+    """The current GPU, or the CPU if this process has not initialised CUDA."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def own_gpu() -> str | None:
-    """The UUID of the current GPU, as engines name theirs."""
+    """The UUID of the current GPU, by which engines name it too; None if this process uses no GPU."""
     device = own_device()
     if device.type != "cuda":
         return None

@@ -1,16 +1,16 @@
-"""Device memory between a trainer and its engines, in the order in which it always suffices.
+"""Hands device memory from the engines to the trainer and back, in an order in which it suffices.
 
-    sleep               the engines give their memory back; no request is admitted until the last step
-    load                the trainer's model and optimiser come back
-      … training …        the body of `RolloutHandoff.training`; nobody goes on unless it succeeded everywhere
-    offload_others      what training alone needs goes: optimiser, gradients, reference policy
-    load                the trainer's weights, if they were away
-    wake_weights        memory for the engines' weights
-    sync                the weights go over, bucket by bucket
-    offload             the trainer's weights go
-    wake_kv_cache       the rest of the engines' memory; requests are admitted again
+    sleep               the engines release their memory, and admit no requests until the last step
+    load                the trainer's model and optimiser return to the device
+      … training …        the body of `RolloutHandoff.training`; the next step needs its success on all processes
+    offload_others      state that only training needs leaves the device: optimiser, gradients, reference policy
+    load                the trainer's weights return, if they were offloaded
+    wake_weights        the engines map memory for their weights
+    sync                the trainer sends its weights, bucket by bucket
+    offload             the trainer's weights leave the device
+    wake_kv_cache       the engines map the rest of their memory, and admit requests again
 
-So the trainer's weights never lie beside the KV cache, nor the optimiser beside the engines' weights.
+The device never holds the trainer's weights together with the KV cache, nor the optimiser with the engines' weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache, limit_memory
-from rl_memory_plugins.trainer.engines import Engine, EngineObject, as_engines, on_all
+from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
@@ -37,15 +37,15 @@ from rl_memory_plugins.weights.source import TensorSource
 
 T = TypeVar("T")
 
-WORTH_COLLECTING = 256 << 20
-"""Bytes that torch keeps beside the weights; with less, garbage is not worth the time that it takes to find it."""
+COLLECT_THRESHOLD_BYTES = 256 << 20
+"""Garbage is collected only if torch holds this many bytes besides the weights."""
 
 STEPS = ("sleep", "load", "offload_others", "wake_weights", "sync", "offload", "wake_kv_cache")
 
 
 @runtime_checkable
 class Movable(Protocol):
-    """Something that can leave the device and come back; both do nothing where there is nothing to do."""
+    """An object that can be offloaded from the device and loaded again. Repeated calls of a method do nothing."""
 
     def offload(self) -> Moved: ...
 
@@ -54,12 +54,12 @@ class Movable(Protocol):
 
 @dataclass
 class HandoffReport:
-    """What a handoff did, so far.
+    """The measurements of a handoff. A handoff in progress has filled in its finished steps.
 
     Attributes:
-        seconds: By step; 0.0 for each that did not run or had nothing to do.
-        moved_bytes: The trainer's bytes that were loaded or offloaded, by step.
-        update: See `push_from_all`.
+        seconds: Seconds by step; 0.0 for a step that did not run or had nothing to do.
+        moved_bytes: Bytes of the trainer that were loaded or offloaded, by step.
+        update: The result of `push_from_all`.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
@@ -74,43 +74,44 @@ class RolloutHandoff:
         with handoff.training() as report:
             train_step(model, optimizer)
 
-    Made on all of the trainer's processes together; each of its calls is made by all of them, and every step
-    succeeds on all or fails on all. After a failure later steps have not run and the engines are closed, but
-    for one that could not give anything back in `sleep`, and for those that had been opened again when another
-    one failed in `wake_kv_cache`. The error has `details["step"]`, and its type is the failure's own. `training`
-    and `sync` may simply be called again, on all processes.
+    All processes of the trainer create the handoff and make each call together. A step succeeds on all processes or
+    fails on all. After a failure no later step runs, and the engines admit no requests. Two kinds of engines are
+    exceptions: one that failed in `sleep` before it released memory, and one that had woken before another failed in
+    `wake_kv_cache`. The error keeps its type and gets `details["step"]`. All processes may then call `training` or
+    `sync` again.
 
-    The body of `training` counts as a step, `training`. Where it raises, that error is raised at once. The other
-    processes learn of it at the end of their own body: an `RLMemoryError` with `details["trainer_rank"]`, or, if the
-    failed process ended, one that says that the connection is gone. Processes that call different things raise a
+    The body of `training` counts as the step `training`. A process whose body fails raises the error at once. The other
+    processes raise at the end of their own body: an `RLMemoryError` with `details["trainer_rank"]`, or, if the failed
+    process has exited, an error about the lost connection. Processes that make different calls raise a
     `StateConflictError`.
 
-    What is away (`weights` and `others`, from `sync` on until the next `release`) can be neither saved nor restored:
-    `torch.save` of its `state_dict()` writes a file that cannot be read, without an error, and `load_state_dict` may
-    end the process. Save and load checkpoints in the body of `training`.
+    From `sync` until the next `release`, `weights` and `others` are offloaded and cannot be saved or restored:
+    `torch.save` of a `state_dict()` writes an unreadable file without an error, and `load_state_dict` may crash the
+    process. Save and load checkpoints in the body of `training`.
 
     Args:
-        engines: Those that this process controls: `EngineClient`s or engines' own objects. Each engine is given
-            to one process, the others get an empty list.
-        source: What is sent: a `TensorSource`, a module or a mapping of tensors.
-        weights: What of the trainer is needed to send it: modules, `Movable`s. Modules' gradients go with `others`.
-        others: What only training needs: optimisers, reference models.
-        from_host: Offload the weights before the engines' come back, and send them from host memory. At no time
-            are both on the device. `source` must be one that reads offloaded tensors: all of this package do.
-        level: At which the engines sleep; 1 keeps a copy of their weights, for updates that are partial.
-        mode: What happens to requests that run when the engines are put to sleep.
-        memory_fraction: The share of its GPU that torch may take in this process while the trainer has the devices:
-            from `load` on until its weights are offloaded. The rest is for what the engines keep while asleep.
-        group: The trainer's process group; see `Peers`.
+        engines: The engines that this process controls: `EngineClient`s or the engines' own Python objects. Give each
+            engine to one process, and an empty list to processes without an engine.
+        source: The tensors to send: a `TensorSource`, a module or a mapping.
+        weights: Modules and `Movable`s that the update reads. The gradients of modules move with `others`.
+        others: Objects that only training needs: optimisers, reference models.
+        from_host: Offload the weights before the engines wake theirs, and send them from host memory. The device then
+            never holds both. `source` must read offloaded tensors, as all sources of this package do.
+        level: The sleep level of the engines; 1 keeps a copy of their weights, which partial updates need.
+        mode: The treatment of running requests at the sleep: `abort`, `wait` or `keep`.
+        memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
+            `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
+        group: The process group of the trainer; see `Peers`.
         **update: Options of `push_from_all`, e.g. `bucket_bytes`, `timeout_s`.
 
     Raises:
-        InvalidRequestError: `memory_fraction` is not above 0 and at most 1.
+        InvalidRequestError: `memory_fraction` is not above 0 and at most 1, or an option of the update is unknown or
+            has a bad value.
     """
 
     def __init__(
         self,
-        engines: Engine | Any | Sequence[Engine | Any],
+        engines: EngineHandle | Any | Sequence[EngineHandle | Any],
         source: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
         *,
         weights: Sequence[Any] = (),
@@ -140,13 +141,16 @@ class RolloutHandoff:
         self._memory_fraction = memory_fraction
         self._peers = Peers(group)
         self._update = update
-        self._lock = threading.Lock()  # one handoff at a time, also where an awaiting task was cancelled
+        self._lock = threading.Lock()  # one step at a time: a cancelled task leaves its step running
 
     @contextmanager
     def training(self, weight_version: str | None = None) -> Iterator[HandoffReport]:
-        """The engines sleep and the trainer is loaded; at the end the engines wake with the new weights.
+        """Put the engines to sleep and load the trainer for the body. Afterwards send the weights and wake the engines.
 
-        If the body raises, on any process, the engines stay asleep and the trainer loaded.
+        If the body fails on any process, the engines stay asleep and the trainer stays loaded.
+
+        Args:
+            weight_version: See `sync`.
         """
         report = self.release()
         try:
@@ -170,8 +174,8 @@ class RolloutHandoff:
         """The second half: send the weights, and open the engines.
 
         Args:
-            weight_version: The engines' version of the weights afterwards; by default they count.
-            report: One to add to.
+            weight_version: The name of the new weights on the engines; by default they count versions.
+            report: A report to extend.
         """
         report = report or HandoffReport()
         with self._lock:
@@ -191,27 +195,27 @@ class RolloutHandoff:
         return report
 
     def _body_ended(self) -> None:
-        """Wait for the others' bodies."""
+        """Wait for the bodies of the other processes."""
         with self._lock, self._at("training"):
             self._peers.share(None)
 
     def _body_failed(self, error: BaseException) -> None:
         self._peers.step = "training"
-        self._peers.tell(error)
+        self._peers.announce_failure(error)
 
     def _limit(self, fraction: float) -> None:
-        if self._memory_fraction < 1:  # a limit of the trainer's own is left alone
+        if self._memory_fraction < 1:  # with 1, keep a limit that the trainer has set itself
             limit_memory(fraction)
 
-    def _on_engines(self, report: HandoffReport, step: str, call: Callable[[Engine], Any]) -> None:
-        def run() -> None:  # the answers stay here: nobody uses them
+    def _on_engines(self, report: HandoffReport, step: str, call: Callable[[EngineHandle], Any]) -> None:
+        def run() -> None:  # returns None, so that no answers are shared
             on_all(self.engines, call)
 
         with self._step(report, step):
             self._peers.agree(run)
 
     def _move(self, report: HandoffReport, step: str, moves: Sequence[Callable[[], Moved]]) -> None:
-        """Load or offload; after an offload whatever torch has no use for goes back to the driver."""
+        """Load or offload. After an offload, empty torch's cache."""
 
         def run() -> None:
             moved = [move() for move in moves]
@@ -226,12 +230,12 @@ class RolloutHandoff:
             self._peers.agree(run)
 
     def _give_back(self, step: str) -> CacheClearing:
-        """Collecting is slow, so it is done once, before the engines' weights need the room, and if it can help."""
+        """Empty torch's cache. Collect garbage only once, before the engines map their weights, because it is slow."""
         if step != "offload_others":
             return aggressive_empty_cache(max_rounds=0)
         device = own_device()
         needed = sum(one.resident_bytes(device) for one in self._weights if isinstance(one, Offloader))
-        return aggressive_empty_cache(threshold_bytes=WORTH_COLLECTING, in_use_bytes=needed)
+        return aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed)
 
     @contextmanager
     def _step(self, report: HandoffReport, step: str) -> Iterator[None]:
@@ -240,17 +244,17 @@ class RolloutHandoff:
 
     @contextmanager
     def _at(self, step: str) -> Iterator[None]:
-        """Have the other processes know the step, and an error say in which it was raised."""
+        """Set the step for agreements with the other processes, and for the details of errors."""
         self._peers.step = step
         with _named(step):
             yield
 
 
 class AsyncRolloutHandoff:
-    """`RolloutHandoff` on an event loop, also for engines whose methods are coroutines (`AsyncLLM`).
+    """`RolloutHandoff` for an event loop. Also works with engines whose methods are coroutines (`AsyncLLM`).
 
-    Takes what `RolloutHandoff` takes. The steps run in a thread; a task that is cancelled leaves its step to
-    end by itself, and the next call waits for it.
+    `RolloutHandoff` documents the arguments and methods. The steps run in a thread. If a task is cancelled, its step
+    runs to its end, and the next call waits for it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -286,7 +290,7 @@ def _movable(target: Any, gradients: bool | None = None) -> Movable:
 
 @contextmanager
 def _named(step: str) -> Iterator[None]:
-    """Have an error say in which step it was raised."""
+    """Add the step to the details of an error."""
     try:
         yield
     except RLMemoryError as error:

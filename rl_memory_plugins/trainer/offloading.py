@@ -1,11 +1,12 @@
-"""Moving modules and optimisers to host memory and back, with the host memory kept between cycles.
+"""Moves modules and optimisers to host memory and back. The host memory is kept between cycles.
 
-A tensor is moved by its storage: the bytes are copied out and the storage is resized to nothing; loading
-resizes it again and copies the bytes in. Tensor objects, views and all that refers to them stay as they are:
-FSDP's flat parameters and their shards, DTensors, tied weights, Megatron's buffers, the optimiser's references.
-Until it is loaded again such a tensor must not be computed with; `host_view` reads it where it is. Save and load
-checkpoints while it is loaded: `torch.save` writes the empty storage without an error, and `torch.load` of that file
-fails; `load_state_dict` writes to memory that is not there, which may end the process.
+The unit of a move is a tensor's storage. An offload copies its bytes to the host and resizes it to zero; a load resizes
+it back and copies the bytes to the device. Tensor objects, their views and all references stay valid: FSDP's flat
+parameters and their shards, DTensors, tied weights, Megatron's buffers, the references of an optimiser.
+
+An offloaded tensor must not be used in computations; `host_view` reads its host copy. Save and load checkpoints only
+while everything is loaded: `torch.save` writes the empty storage without an error, and `torch.load` of that file fails;
+`load_state_dict` writes to unmapped memory, which may crash the process.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ _COMPRESSED = {
 
 
 HOST_MARGIN_BYTES = 256 << 20
-"""Host memory that an offload leaves free: without any, the kernel ends a process, and often another one."""
+"""Bytes of host memory that an offload leaves free. If host memory runs out, the kernel kills some process."""
 
 
 class Moved(NamedTuple):
-    """One move. `seconds` is 0.0 where there was nothing to move."""
+    """The bytes and seconds of one offload or load. Both are 0 if there was nothing to move."""
 
     bytes: int = 0
     seconds: float = 0.0
 
 
 class _Buffer:
-    """Room for the storages of one move."""
+    """Host memory for the storages of one offload."""
 
     def __init__(self, host: _HostMemory, address: int) -> None:
         self.host, self.address = host, address
 
 
 class _HostMemory:
-    """The arena of an offloader; closed once neither it nor anything away needs the memory."""
+    """The arena of an offloader. It is closed when neither the offloader nor an offloaded storage needs it."""
 
     def __init__(self, arena: PagedArena) -> None:
         self.arena = arena
@@ -73,13 +74,12 @@ class _HostMemory:
 
 class _Away(NamedTuple):
     nbytes: int
-    host: Any  # uint8, [nbytes]
-    buffer: _Buffer  # which the bytes lie in
+    host: Any  # the copy: uint8, [nbytes]
+    buffer: _Buffer  # keeps the memory of the copy
 
 
 _away: weakref.WeakKeyDictionary[Any, _Away] = weakref.WeakKeyDictionary()
-"""The host copy of every offloaded storage, which is of size zero. It lives as long as the storage: an offloader may go
-before."""
+"""The host copy of each offloaded storage. A copy lives as long as its storage, even if the offloader is deleted."""
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
@@ -87,20 +87,20 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 
 
 class Offloader:
-    """Moves the tensors of some modules and optimisers, together.
+    """Moves the tensors of modules and optimisers together.
 
-    Every call looks at what the targets hold then: state that an optimiser made since is moved too.
-    Save and load checkpoints while everything is loaded; see the module.
+    Each call reads the targets again, so it also moves new state of an optimiser. Save and load checkpoints while
+    everything is loaded; see the module's docstring.
 
     Args:
-        *targets: Modules (parameters, gradients, buffers; plain, FSDP1 or FSDP2), optimisers (their state), or
-            tensors: one, or mappings, lists and tuples of them. What only an optimiser's `param_groups` hold (FP32
-            master weights), their gradients, and Megatron's `main_grad` buffers are given as lists.
-        moves: Which tensors to move; by default those that are not in host memory anyway.
-        gradients: Of modules, move their gradients only (`True`) or all but them (`False`); by default both.
+        *targets: Modules (their parameters, gradients and buffers; plain, FSDP1 or FSDP2), optimisers (their state),
+            tensors, or mappings, lists and tuples of tensors. Pass as lists: tensors that only `param_groups` of an
+            optimiser refer to (FP32 master weights), their gradients, and Megatron's `main_grad` buffers.
+        moves: Selects the tensors to move; by default all tensors that are not on the CPU.
+        gradients: For modules: `True` moves only gradients, `False` all but gradients, `None` both.
 
     Raises:
-        InvalidRequestError: a target of another kind, of which nothing would be moved.
+        InvalidRequestError: a target of another type, whose tensors would not be found.
     """
 
     def __init__(
@@ -115,32 +115,32 @@ class Offloader:
         self._moves = moves
         self._gradients = gradients
         self._host: _HostMemory | None = None
-        self._moved: weakref.WeakSet[Any] = weakref.WeakSet()  # storages, which the targets may have dropped since
+        self._moved: weakref.WeakSet[Any] = weakref.WeakSet()  # storages; the targets may refer to them no more
 
     @property
     def offloaded_bytes(self) -> int:
+        """Bytes that a `load` would copy to the device now."""
         return sum(_away[storage].nbytes for storage in self._absent())
 
     def resident_bytes(self, device: torch.device) -> int:
-        """Of what `offload` would move away from this device now."""
+        """Bytes that an `offload` would move from this device now."""
         return sum(storage.nbytes() for storage in self._present() if storage.device == device)
 
     def offload(self) -> Moved:
-        """Copy to host memory and free the device memory (to torch's cache; see `aggressive_empty_cache`).
+        """Copy the tensors to the host and free their device memory (to torch's cache; see `aggressive_empty_cache`).
 
-        A `torch.save` of the targets, or of their `state_dict()`, cannot be read until `load`; see the module.
+        Until `load`, `torch.save` of the targets or of their `state_dict()` writes an unreadable file.
 
         Raises:
-            HostMemoryError: not enough host memory; nothing was moved.
-            UnsupportedError: a tensor of a class that keeps its memory elsewhere and has no `__tensor_flatten__`;
-                nothing was moved.
+            HostMemoryError: too little host memory; nothing was moved.
+            UnsupportedError: a tensor subclass has neither a storage nor `__tensor_flatten__`; nothing was moved.
             WeightUpdateError: an engine keeps this memory open and does not answer; nothing was moved.
         """
         start = time.perf_counter()
         storages = self._present()
         if not storages:
             return Moved()
-        release_mapped()  # what engines keep open of this memory would stay in use
+        release_mapped()  # memory that engines keep open by CUDA IPC would not be freed
         host = self._host_for(storages[0].device)
         buffer = host.buffer(sum(align(storage.nbytes()) for storage in storages))
         batch = {}
@@ -149,7 +149,7 @@ class Offloader:
             nbytes = storage.nbytes()
             batch[storage] = _Away(nbytes, memory_view(end, nbytes), buffer)
             end += align(nbytes)
-        _synchronize(storages)  # another stream than this one may still write them
+        _synchronize(storages)  # another stream may still write to the storages
         for storage, one in batch.items():
             one.host.copy_(_bytes_of(storage), non_blocking=True)
         _synchronize(storages)
@@ -160,10 +160,10 @@ class Offloader:
         return Moved(sum(one.nbytes for one in batch.values()), time.perf_counter() - start)
 
     def load(self) -> Moved:
-        """Take device memory again and copy everything back, also what another offloader moved of the targets.
+        """Copy all offloaded tensors of the targets back to the device, even if another offloader has moved them.
 
         Raises:
-            DeviceMemoryError: not enough device memory; everything is still in host memory.
+            DeviceMemoryError: too little device memory; everything is still in host memory.
         """
         start = time.perf_counter()
         storages = self._absent()
@@ -176,7 +176,9 @@ class Offloader:
         except torch.OutOfMemoryError as error:
             for storage in storages:
                 storage.resize_(0)
-            raise DeviceMemoryError(f"no device memory to load {total} bytes: {error}", needed_bytes=total) from None
+            raise DeviceMemoryError(
+                f"too little device memory to load {total} bytes: {error}", needed_bytes=total
+            ) from None
         for storage in storages:
             _bytes_of(storage).copy_(_away[storage].host, non_blocking=True)
         _synchronize(storages)
@@ -185,27 +187,29 @@ class Offloader:
         return Moved(total, time.perf_counter() - start)
 
     def close(self) -> None:
-        """Load what is away and give the host memory back."""
+        """Load all offloaded tensors and free the host memory."""
         self.load()
         self._host = None
 
     def _present(self) -> list[Any]:
-        """Every storage that holds something to move, once; what FSDP has gathered for computing is freed first."""
+        """All storages to offload, without duplicates. First frees the parameters that FSDP has gathered."""
         for target in self._targets:
             if isinstance(target, torch.nn.Module):
                 _reshard(target)
         storages: dict[Any, None] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
-            # A storage of size zero is away already, or FSDP has freed it.
+            # A storage of size zero is offloaded already, or FSDP has freed it.
             if storage.nbytes() and storage not in storages and storage.resizable() and self._moves(tensor):
                 if not _has_memory(storage):
-                    raise UnsupportedError(f"{type(tensor).__name__} does not say where its memory is")
+                    raise UnsupportedError(
+                        f"a {type(tensor).__name__} cannot be offloaded: it has no storage and no __tensor_flatten__"
+                    )
                 storages[storage] = None
         return list(storages)
 
     def _absent(self) -> list[Any]:
-        """Every storage that is away, once."""
+        """All offloaded storages, without duplicates."""
         storages = dict.fromkeys([*self._moved, *(tensor.untyped_storage() for tensor in self._tensors())])
         return [storage for storage in storages if storage in _away]
 
@@ -225,22 +229,22 @@ class Offloader:
 
 
 def _check(target: Any) -> None:
-    """Refuse what holds no tensors that are found, and would be left where it is without a word."""
+    """Refuse a target whose tensors would not be found, and so would silently stay on the device."""
     found = isinstance(target, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, torch.Tensor))
     items = target if isinstance(target, (list, tuple)) else ()
     if not found or any(isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) for item in items):
         raise InvalidRequestError(
-            f"a {type(target).__name__} like this cannot be offloaded: give each module and each torch.optim.Optimizer "
-            "by itself, and tensors by themselves or in mappings, lists and tuples",
+            f"this {type(target).__name__} cannot be offloaded: pass each module and each torch.optim.Optimizer as a "
+            "separate target, and tensors singly or in mappings, lists and tuples",
             field="targets",
             got=type(target).__name__,
         )
 
 
 def tensors_of(target: Target, gradients: bool | None = None) -> Iterator[torch.Tensor]:
-    """All tensors that a target keeps; see `Offloader` for `gradients`."""
+    """All tensors of a target. `Offloader` documents `gradients`."""
     if isinstance(target, torch.nn.Module):
-        # Not the methods of the target itself: Megatron's DDP has a list under the name `buffers`.
+        # Call the methods of nn.Module, because Megatron's DDP has an attribute `buffers` that is a list.
         parameters = list(torch.nn.Module.parameters(target))
         if gradients is not True:
             yield from parameters
@@ -266,7 +270,7 @@ def _nested(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _reshard(module: torch.nn.Module) -> None:
-    """After a forward without a backward the root is still whole."""
+    """Free the parameters that FSDP has gathered: without a backward, the root keeps them after a forward."""
     for child in module.modules():
         if hasattr(child, "unshard") and hasattr(child, "reshard"):  # FSDP2's mixin
             child.reshard()
@@ -278,13 +282,13 @@ def _reshard(module: torch.nn.Module) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with storages of their own that a tensor consists of: a DTensor's part on this rank, a quantised
-    tensor's values and scales, a sparse one's indices and values; any other itself.
+    """The plain tensors that hold a tensor's bytes: the local shard of a DTensor, the values and scales of a quantised
+    tensor, the indices and values of a sparse tensor, or the tensor itself.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh too
+            if isinstance(part, torch.Tensor):  # a DTensor also lists its mesh
                 yield from _plain(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
@@ -298,12 +302,12 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _has_memory(storage: Any) -> bool:
     try:
         return bool(storage.data_ptr())
-    except RuntimeError:  # of a tensor that only wraps others
+    except RuntimeError:  # the storage of a wrapper subclass has no data pointer
         return False
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:
-    """A storage as a tensor: uint8, [bytes]."""
+    """A view of a storage as a tensor: uint8, [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -313,12 +317,12 @@ def _synchronize(storages: Iterable[Any]) -> None:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or, where its storage is offloaded, the same tensor over the host copy.
+    """The tensor itself, or, if its storage is offloaded, the same tensor over the host copy.
 
-    The view is good until the storage is loaded.
+    The result is valid until the storage is loaded.
 
     Raises:
-        UnsupportedError: an offloaded tensor that consists of others, as quantised ones do.
+        UnsupportedError: the tensor is offloaded and consists of several tensors, e.g. a quantised tensor.
     """
     away = _away.get(tensor.untyped_storage())
     if away is None:
@@ -330,12 +334,12 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class borrowed:
-    """Offloaded tensors on the device for a moment; what is written is lost, unless they are loaded meanwhile."""
+class temporarily_loaded:
+    """A context with offloaded tensors on the device. Writes inside are lost, unless `load` is called inside."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._borrowed: list[Any] = []
+        self._loaded: list[Any] = []
 
     def __enter__(self) -> None:
         for tensor in self._tensors:
@@ -343,13 +347,13 @@ class borrowed:
             away = _away.get(storage)
             if away is not None and not storage.nbytes():
                 storage.resize_(away.nbytes)
-                self._borrowed.append(storage)
+                self._loaded.append(storage)
                 _bytes_of(storage).copy_(away.host)
 
     def __exit__(self, *_: object) -> None:
-        _synchronize(self._borrowed)
-        for storage in self._borrowed:
-            if storage in _away:  # else it was loaded meanwhile, and what is here is all there is of it
+        _synchronize(self._loaded)
+        for storage in self._loaded:
+            if storage in _away:  # else it was loaded inside the context, and has no host copy any more
                 storage.resize_(0)
 
 
@@ -357,12 +361,12 @@ _offloaders: weakref.WeakKeyDictionary[Any, Offloader] = weakref.WeakKeyDictiona
 
 
 def offload(target: torch.nn.Module | torch.optim.Optimizer) -> Moved:
-    """Offload one module or optimiser; see `Offloader.offload`. The host memory is kept for the next time."""
+    """Offload a module or optimiser; see `Offloader.offload`. Later calls reuse the host memory."""
     return _offloader_of(target).offload()
 
 
 def load(target: torch.nn.Module | torch.optim.Optimizer) -> Moved:
-    """Load what `offload` moved; see `Offloader.load`."""
+    """Load a module or optimiser; see `Offloader.load`."""
     return _offloader_of(target).load()
 
 

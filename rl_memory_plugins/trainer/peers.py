@@ -1,4 +1,4 @@
-"""The processes of one trainer: what one finds out, all must know, or they wait for each other forever."""
+"""Agreement among the processes of one trainer. A process that fails alone would leave the others waiting."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ T = TypeVar("T")
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """What a rank brings to an agreement.
+    """The message of one rank in an agreement.
 
     Attributes:
-        value: Encoded; it is decoded only where all ranks are at the same step and none has failed.
-        failure: Its error, if it has one: how severe it is, and its record.
+        step: The step of the rank; see `Peers.step`.
+        value: The encoded value. Decoded only if all ranks are at the same step and no rank has failed.
+        failure: The severity and the record of the rank's error, if it has one.
     """
 
     step: str
@@ -34,17 +35,17 @@ def _encoded(step: str, value: Any, failure: tuple[int, dict[str, Any]] | None) 
 
 
 class Peers:
-    """The ranks of a process group, or this process alone where `torch.distributed` is not in use.
+    """The ranks of a process group, or this process alone if `torch.distributed` is not initialised.
 
-    Made on all ranks together.
+    All ranks must create it together.
 
     Args:
-        group: All ranks that hold parts of the model; by default the whole world. Agreements go over a Gloo
-            group of their own, made once: they wait for no GPU, and meet no collective of a source that failed
-            on one rank.
+        group: The ranks that hold parts of the model; by default the whole world. Agreements use a separate Gloo group,
+            which is made once. So they wait for no GPU, and never pair with a collective of a source that has failed on
+            one rank.
 
     Attributes:
-        step: What this process is at, for `share` to compare.
+        step: The name of this process's step. `share` compares it across ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -59,13 +60,14 @@ class Peers:
                 self._group = _twin(group)
 
     def agree(self, run: Callable[[], T], as_type: Any = Any) -> list[T]:
-        """Run on every rank, and give the results of all, in their order; it fails on all if it fails on one.
+        """Call `run` on every rank. Returns the results of all ranks, in their order.
 
         Args:
+            run: The function; see `share` for the types that it may return.
             as_type: See `share`.
 
         Raises:
-            Exception: see `share`.
+            Exception: `run` failed on a rank; see `share`.
         """
         try:
             value = run()
@@ -80,19 +82,19 @@ class Peers:
         severity: Callable[[Exception], int] = lambda _: 0,
         as_type: Any = Any,
     ) -> list[Any]:
-        """All ranks' values, in their order.
+        """Exchange values or errors. Returns the values of all ranks, in their order.
 
         Args:
-            value: Numbers, text, and lists, mappings, named tuples, data classes and `msgspec.Struct`s of them.
-            as_type: The value's type, as `msgspec` takes it. Without it, what is no number or text comes back as
-                lists and dicts.
+            value: Numbers, strings, and lists, mappings, named tuples, dataclasses and `msgspec.Struct`s of them.
+            error: The error of this rank, which is shared instead of `value`.
+            severity: Ranks errors. All ranks raise the most severe error, of the lowest rank that has it.
+            as_type: The type of the values, for `msgspec`. Without it, structured values arrive as lists and dicts.
 
         Raises:
-            Exception: some rank brought an error: on every rank the most severe one, of the first rank that has
-                it. A rank's own error is raised as it is, another's as an `RLMemoryError` with
-                `details["trainer_rank"]`.
-            StateConflictError: the ranks are not at the same step; nothing was shared. `details["steps"]` has each
-                rank's. A rank with an error of its own raises that.
+            Exception: a rank has shared an error. The rank that has shared it raises it unchanged; the others raise it
+                as an `RLMemoryError` with `details["trainer_rank"]`.
+            StateConflictError: the ranks are at different steps, and no value was shared. `details["steps"]` lists the
+                steps by rank. A rank with an error raises its own error instead.
         """
         mine = None if error is None else (severity(error), _record(error))
         if self.size == 1:
@@ -101,18 +103,18 @@ class Peers:
             return [value]
         try:
             sent = _encoded(self.step, value, mine)
-        except Exception as failure:  # the others wait for something
+        except Exception as failure:  # the other ranks wait for a message of this rank
             error = error or failure
             sent = _encoded(self.step, None, (severity(error), _bare_record(error)))
-        told = _telling.get(self._group)
-        if told is not None:
-            told.join()
-            _telling.pop(self._group, None)
+        announced = _announcing.get(self._group)
+        if announced is not None:
+            announced.join()
+            _announcing.pop(self._group, None)
         everyone = [msgspec.msgpack.decode(one, type=_Message) for one in self._gather(sent)]
         steps = [one.step for one in everyone]
         if len(set(steps)) > 1:
             raise error or StateConflictError(
-                f"the trainer's processes are not at the same step: {', '.join(step or '-' for step in steps)}",
+                f"the trainer's processes are at different steps: {', '.join(step or '-' for step in steps)}",
                 steps=steps,
             )
         failures = {rank: one.failure for rank, one in enumerate(everyone) if one.failure is not None}
@@ -125,31 +127,31 @@ class Peers:
         other.details.setdefault("trainer_rank", worst)
         raise other
 
-    def tell(self, error: BaseException) -> None:
-        """`share` an error without waiting for the others; this process's next agreement does.
+    def announce_failure(self, error: BaseException) -> None:
+        """`share` an error in the background. The next agreement of this process waits until it is shared.
 
-        They may not answer soon, or ever: those that wait in a collective for the rank that failed.
+        The other ranks may be late, or never come: they may wait in a collective for this rank.
         """
         if self.size > 1:
             try:
                 sent = _encoded(self.step, None, (0, _record(error)))
             except Exception:
                 sent = _encoded(self.step, None, (0, _bare_record(error)))
-            # A daemon: a process that ends instead of going on closes its connections, which the others notice. Torch
-            # may then abort it at the very end, if it has not destroyed its process groups.
-            telling = threading.Thread(target=self._tell, args=(sent, _telling.get(self._group)), daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
-                telling.start()
-                _telling[self._group] = telling
+            # A daemon, so that the process can exit; its peers notice the closed connections. If it has not destroyed
+            # its process groups, torch may abort it at exit.
+            announcing = threading.Thread(target=self._announce, args=(sent, _announcing.get(self._group)), daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter shuts down
+                announcing.start()
+                _announcing[self._group] = announcing
 
-    def _tell(self, sent: bytes, before: threading.Thread | None) -> None:
+    def _announce(self, sent: bytes, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
-        with contextlib.suppress(Exception):  # the connections are gone: the next agreement raises that
+        with contextlib.suppress(Exception):  # a lost connection: the next agreement raises it
             self._gather(sent)
 
     def _gather(self, sent: bytes) -> list[bytes]:
-        """All ranks' bytes, each padded to the longest on its way."""
+        """The bytes of all ranks. Messages are padded to the longest for the collective."""
         import torch
         import torch.distributed as dist
 
@@ -163,14 +165,14 @@ class Peers:
         return [bytes(one.numpy()[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
 
 
-_telling: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
-"""By Gloo group: what `Peers.tell` has under way, before which no other agreement of the group may start."""
+_announcing: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+"""By Gloo group: the thread of the latest `Peers.announce_failure`. The next agreement of the group waits for it."""
 
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _twin(group: Any) -> Any:
-    """The Gloo group of the same ranks that only agreements use."""
+    """The Gloo group for agreements among the ranks of `group`."""
     import torch.distributed as dist
 
     if group not in _twins:
@@ -184,5 +186,5 @@ def _record(error: BaseException) -> dict[str, Any]:
 
 
 def _bare_record(error: BaseException) -> dict[str, Any]:
-    """Text only, which can always be sent."""
+    """A record without the error's details, which might not be encodable."""
     return RLMemoryError(f"{type(error).__name__}: {error}", type=type(error).__name__).to_record()

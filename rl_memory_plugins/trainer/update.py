@@ -1,4 +1,4 @@
-"""One weight update from all processes of a trainer to all their engines."""
+"""A weight update from all processes of a trainer to all their engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
-from rl_memory_plugins.trainer.engines import Engine, as_engines
+from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import specificity
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Site(NamedTuple):
-    """One trainer process: its GPU, and the devices of each engine that it controls."""
+    """A trainer process: the UUID of its GPU, and the device names of each engine that it controls."""
 
     device: str | None
     engines: list[list[str]]
@@ -46,27 +46,27 @@ def push_from_all(
     timeout_s: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Update all engines; every trainer process calls it, and it succeeds on all or fails on all.
+    """Update all engines. All trainer processes call the function, and it succeeds on all or fails on all.
 
-    Every process goes through the source once and in step, since a source may gather. A process sends to the
-    engine ranks on its own GPU; engine ranks that share none with the trainer are served by the process that
-    controls their engine; the others only take part in the gathers. Nothing is gathered before every receiver
-    has accepted the manifest. A process whose receiver fails goes on gathering, so that no other one hangs.
-    A source that itself fails on one process in the middle of its collectives cannot go on: the others wait for
-    it in theirs until the timeout of the source's process group, and only then fail.
+    All processes iterate over the source once and in step, because a source may gather. A process sends to the engine
+    ranks on its own GPU. An engine rank on a GPU without a trainer process receives from the process that controls its
+    engine. All other processes only take part in the gathers. The gathers begin after every receiver has accepted the
+    manifest. If a receiver fails, its sender continues to gather, so that no other process hangs. If the source fails
+    on one process during its collectives, the other processes wait until the process group of the source times out,
+    and then fail.
 
     Args:
-        engines: Those that this process controls, as for `RolloutHandoff`: each engine is given to one process.
-        tensors: What to send, the same on every process.
-        peers: The trainer's processes; this one alone where not given.
-        partial, weight_version, mode, timeout_s: As for `push_weights`, the same everywhere.
-        **options: Of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
+        engines: The engines that this process controls; see `RolloutHandoff`. Each engine belongs to one process.
+        tensors: The tensors to send, the same on every process.
+        peers: The processes of the trainer; by default this process alone.
+        partial, weight_version, mode, timeout_s: As for `push_weights`, the same on every process.
+        **options: Options of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
-    Returns: this process's part of the sender's report (`receivers` is empty where it did not send), and under
-        `engines` the answers of those it controls.
+    Returns: the sender's report of this process (`receivers` is empty if it did not send), and under `engines` the
+        answers of the engines that it controls.
 
     Raises:
-        RLMemoryError: on every process the most specific one; see `Peers.share`.
+        RLMemoryError: on every process the most specific error; see `Peers.share`.
     """
     engines = as_engines(engines)
     peers = peers or Peers()
@@ -119,36 +119,36 @@ def push_from_all(
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        failures.clear()  # or they and this frame keep each other
+        failures.clear()  # breaks the reference cycle between the errors and this frame
         del worst, failure
     return {**report, "engines": [call.answer for call in calls]}
 
 
 def require_options(options: Mapping[str, Any]) -> None:
-    """Check what `push_from_all` is to be called with, before anything sleeps for it.
+    """Check the options of `push_from_all` before an engine sleeps for the update.
 
     Raises:
-        InvalidRequestError: an option that an update has not, or with a value that it cannot have.
+        InvalidRequestError: an option is unknown or has a bad value.
     """
     allowed = {"partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "settle_unused"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
         raise InvalidRequestError(
-            f"no options of an update: {', '.join(unknown)}", got=unknown, allowed=sorted(allowed)
+            f"unknown options of a weight update: {', '.join(unknown)}", got=unknown, allowed=sorted(allowed)
         )
     sender = {name: value for name, value in options.items() if name != "partial" and value is not None}
     WeightSender(**sender).close()
 
 
 def server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
-    """The trainer process that sends to an engine's device: the first on it, else its engine's controller."""
+    """The rank of the trainer process that sends to `device`: the first on that GPU, else `controller`."""
     return next((rank for rank, site in enumerate(sites) if site.device == device), controller)
 
 
 def _send(
     sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool
 ) -> tuple[dict[str, Any], Exception | None]:
-    """This process's part: go through the source once, sending or not."""
+    """Iterate over the source once, and send if this process has a sender. Returns the report and the error, if any."""
     once = _Once(source)
     try:
         if sender is not None:
@@ -160,7 +160,7 @@ def _send(
         known = wire.as_update_error(error)
         traceback.clear_frames(error.__traceback__)
         if not begin.shared:
-            with contextlib.suppress(Exception):  # it raises what all know now
+            with contextlib.suppress(Exception):  # raises the error that all processes now share
                 begin.settle(None, known)
         elif begin.agreed and begin.peers.size > 1:
             with contextlib.suppress(Exception):
@@ -168,14 +168,14 @@ def _send(
         try:
             return {}, known
         finally:
-            del known  # or it and this frame keep each other
+            del known  # breaks the reference cycle between the error and this frame
     finally:
         once.close()
     return {"bytes": 0, "tensors": 0, "buckets": 0, "seconds": {}, "receivers": []}, None
 
 
 class _Begin:
-    """All processes agree to begin, exactly once each, before any of them touches the source's tensors."""
+    """The agreement of all processes to begin. Each takes part exactly once, before it reads a tensor of the source."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -183,10 +183,15 @@ class _Begin:
         self.agreed = False
 
     def settle(self, unused: list[str] | None, error: Exception | None = None) -> list[str]:
-        """`unused` is what `WeightSender` asks about; `None` where this process sends nothing.
+        """Share this process's vote, and return the names of tensors that no engine rank uses.
+
+        Args:
+            unused: The names that no receiver of this process's sender uses; `None` without a sender.
+            error: The error that keeps this process from beginning.
 
         Raises:
-            RLMemoryError: another process cannot begin.
+            RLMemoryError: a process cannot begin.
+            ManifestError: this process has no sender, and no engine rank uses some of the names.
         """
         self.shared = True
         votes = [vote for vote in self.peers.share(unused, error, specificity) if vote is not None]
@@ -198,7 +203,7 @@ class _Begin:
 
 
 class _Once:
-    """A source whose one iteration can be taken over and finished by another consumer."""
+    """A source that is iterated once. If the sender stops early, `drain` continues the same iteration."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -209,28 +214,28 @@ class _Once:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._tensors = self._source.tensors()
-        return itertools.chain(self._tensors)  # which the sender cannot close
+        return itertools.chain(self._tensors)  # a chain has no `close`, so the sender cannot end the iteration
 
     def resident(self) -> list[torch.Tensor] | None:
         return self._source.resident() if isinstance(self._source, ResidentSource) else None
 
     def drain(self) -> None:
-        """Take part in the gathers that are left."""
+        """Take part in the remaining gathers."""
         for _ in self.tensors() if self._tensors is None else self._tensors:
             pass
 
     def close(self) -> None:
-        """Take part in no more. No source goes on after it."""
+        """End the iteration, and with it the gathers."""
         close_iterator(self._tensors)
 
 
 class _EngineCall:
-    """An engine's call, in a thread: it returns once the engine has the weights.
+    """A thread that calls an engine's `post_update`, which returns once the engine has the weights.
 
-    If the engine refuses, its ranks will never connect; the senders that wait for them are told so.
+    If the call fails, the engine's ranks never connect. The thread then reports the error to their senders.
     """
 
-    def __init__(self, engine: Engine, devices: list[str], body: dict[str, Any]) -> None:
+    def __init__(self, engine: EngineHandle, devices: list[str], body: dict[str, Any]) -> None:
         self._engine = engine
         self._devices = devices
         self._body = body
@@ -239,15 +244,16 @@ class _EngineCall:
         self._thread = threading.Thread(target=on_this_gpu(self._run), name="rl-memory-update-weights", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads
+        except RuntimeError as error:  # the thread cannot start
             self._fail(error)
 
     def finish(self, timeout_s: float) -> Exception | None:
+        """Wait for the thread. Returns the error of the call, or a `WeightUpdateError` after `timeout_s` seconds."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             return WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled")
-        error, self._error = self._error, None  # its traceback leads back here
+        error, self._error = self._error, None  # the error's traceback refers to this object
         return error
 
     def _run(self) -> None:
@@ -262,7 +268,7 @@ class _EngineCall:
             self._stand_in(device, self._error)
 
     def _stand_in(self, device: str, error: RLMemoryError) -> None:
-        """Take the place of a rank that does not come; a sender whose rank is there already refuses it."""
+        """Replace an engine rank that will not connect. A sender that already has the rank refuses it."""
         with contextlib.suppress(OSError, RLMemoryError), socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(1.0)
             sock.connect(self._body["endpoints"][device])

@@ -1,1 +1,1 @@
-"""`TensorSource`s for what trainers hold: one whole tensor at a time, under the checkpoint's names."""
+"""`TensorSource`s for the models of trainers. They yield one whole tensor at a time, under the checkpoint's names."""

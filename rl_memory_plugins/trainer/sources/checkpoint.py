@@ -1,4 +1,4 @@
-"""Safetensors files on disk."""
+"""A source for safetensors files on disk."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _DTYPES = {
 
 
 class CheckpointSource:
-    """The tensors of safetensors files, each read when its turn comes.
+    """The tensors of safetensors files. Each tensor is read just before it is sent.
 
     Args:
-        path: One file, or a folder: the files that its index names, or else all `*.safetensors` in it.
+        path: A file, or a folder. From a folder, the files of its index are read, or else all `*.safetensors`.
         dtype, rename: See `Outgoing`.
 
     Raises:
-        InvalidRequestError: there are no such files, or a dtype that cannot be sent.
+        InvalidRequestError: a file is missing, or (from `specs`) a dtype cannot be sent.
     """
 
     def __init__(
@@ -100,5 +100,5 @@ def _files(path: Path) -> list[Path]:
         files = sorted(path.glob("*.safetensors"))
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
-        raise InvalidRequestError(f"no safetensors at {path}", missing=missing)
+        raise InvalidRequestError(f"safetensors files are missing at {path}", missing=missing)
     return files

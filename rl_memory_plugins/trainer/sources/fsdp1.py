@@ -1,11 +1,11 @@
-"""FullyShardedDataParallel, the first FSDP."""
+"""A source for models wrapped by FullyShardedDataParallel (FSDP1)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_memory_plugins.trainer.offloading import borrowed, host_view
+from rl_memory_plugins.trainer.offloading import host_view, temporarily_loaded
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class _Own(NamedTuple):
-    """One parameter of a unit; its module holds it while the unit is whole."""
+    """A parameter of a unit. Its module holds the whole parameter while the unit is gathered."""
 
-    name: str  # the checkpoint's
+    name: str  # in the checkpoint
     module: torch.nn.Module
     attribute: str
     shape: tuple[int, ...]
 
 
 class FSDP1Source:
-    """A model wrapped by `FullyShardedDataParallel`: one wrapped unit is whole at a time, never the model.
+    """A model wrapped by `FullyShardedDataParallel`. The source gathers one wrapped unit at a time.
 
-    All ranks must iterate, in step. A unit whose flat parameter is offloaded is loaded for its turn only.
-    Parameters that FSDP does not manage, and persistent buffers, are sent as they are.
+    All ranks must iterate in step. An offloaded flat parameter is loaded only while its unit is gathered. Persistent
+    buffers and parameters outside FSDP are sent without a gather.
 
     Args:
-        model: The root, with `use_orig_params` or without.
+        model: The root module, with or without `use_orig_params`.
         dtype, rename: See `Outgoing`.
     """
 
@@ -44,7 +44,7 @@ class FSDP1Source:
         names = {module: prefix for prefix, module in reversed(list(model.named_modules()))}
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             flat = getattr(unit._handle, "flat_param", None)
-            if flat is None:  # a unit without parameters of its own
+            if flat is None:  # the unit has no parameters
                 continue
             own = []
             for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
@@ -65,14 +65,14 @@ class FSDP1Source:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         root = next(iter(FullyShardedDataParallel.fsdp_modules(self._model)), None)
-        if root is not None and root._handle is None:  # not in `_units`
-            # Before the first forward, the unit that is made whole first makes itself the root.
+        if root is not None and root._handle is None:  # the root is not in `_units`
+            # Before the first forward, the unit that is gathered first becomes the root. It must be the real root.
             with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
                 pass
         for unit, own in self._units:
             flat = unit._handle.flat_param
             with (
-                borrowed([flat]),
+                temporarily_loaded([flat]),
                 FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False),
             ):
                 for one in own:

@@ -1,4 +1,4 @@
-"""DTensors made whole, many to one collective: with one each, most of the time is not spent on bytes."""
+"""Gathers DTensors in batches: with one collective for each tensor, latency takes most of the time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, copy_into
 
 BATCH_BYTES = 64 << 20
-"""Of all ranks' parts in one collective, unless one tensor alone has more."""
+"""The most bytes of all ranks in one collective, unless one tensor alone is larger."""
 
-ALIGNMENT = 16  # every dtype's, for views of bytes
+ALIGNMENT = 16  # bytes; a view as any dtype needs no more
 
 
-def whole(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in their order, cast, the DTensors among them gathered. On all ranks of the meshes, in step.
+def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors in their order, cast to the dtype in which they are sent, and DTensors gathered.
 
-    Offloaded tensors are read where they are. At any time there exist one batch, and one tensor of it.
+    All ranks of the meshes must iterate in step. Offloaded tensors are read in host memory. At any time one batch and
+    one tensor of it exist.
     """
     batch: _Batch | None = None
     for name, tensor in named:
@@ -40,7 +41,7 @@ def whole(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tupl
 
 
 def _group(tensor: Any) -> Any:
-    """The process group over which a DTensor is cut along its first dimension; None if it is not just that."""
+    """The process group of a DTensor that is sharded along dimension 0 on one mesh dimension only; else None."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return None
@@ -55,16 +56,16 @@ def _group(tensor: Any) -> Any:
 class _Member(NamedTuple):
     name: str
     tensor: Any
-    dtype: torch.dtype  # that it is sent in
-    start: int  # bytes from the start of a rank's part of the batch
-    share: int  # bytes of a rank that has as many rows as any
+    dtype: torch.dtype  # in which the tensor is sent
+    start: int  # the offset in a rank's part of the batch, in bytes
+    share: int  # bytes of the largest shard
 
 
 class _Batch:
-    """Tensors whose parts are gathered over one group, as bytes of any dtypes.
+    """Tensors of any dtypes that are gathered over one group as bytes.
 
-    torch cuts a dimension into chunks of the same size and then a smaller one and empty ones, so what pads the
-    ranks' parts to one size lies behind all rows of the whole.
+    torch shards a dimension into chunks of equal size, then at most one smaller chunk, then empty chunks. So the
+    padding of the shards to one size lies behind all rows of the whole tensor.
     """
 
     def __init__(self, group: Any, device: str) -> None:
@@ -72,7 +73,7 @@ class _Batch:
         self._device = device
         self._ranks = torch.distributed.get_world_size(group)
         self._members: list[_Member] = []
-        self._end = 0  # of a rank's part
+        self._end = 0  # bytes of a rank's part
 
     def has_room(self, tensor: Any, group: Any, outgoing: Outgoing) -> bool:
         same = group is self._group and tensor.device_mesh.device_type == self._device
@@ -90,7 +91,7 @@ class _Batch:
             yield member.name, part[: member.tensor.numel()].view(member.tensor.shape)
 
     def _parts(self) -> torch.Tensor:
-        """All ranks' parts of the batch: uint8, [ranks, bytes]."""
+        """The parts of all ranks: uint8, [ranks, bytes]."""
         own = torch.empty(self._end, dtype=torch.uint8, device=self._device)
         for member in self._members:
             part = host_view(member.tensor._local_tensor.detach())
@@ -104,7 +105,7 @@ class _Batch:
 
 
 def _share(tensor: Any, outgoing: Outgoing, ranks: int) -> int:
-    """Bytes of a rank that has as many rows as any."""
+    """Bytes of the largest shard of a tensor."""
     row: int = math.prod(tensor.shape[1:]) * outgoing.sent_as(tensor.dtype).itemsize
     rows: int = -(-tensor.shape[0] // ranks)
     return rows * row
@@ -116,7 +117,7 @@ def all_gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> None:
 
 
 def _redistributed(tensor: Any, outgoing: Outgoing) -> torch.Tensor:
-    """A DTensor that is cut in another way, by itself."""
+    """Gather a DTensor with other placements, in a collective of its own."""
     from torch.distributed.tensor import DTensor
 
     part = outgoing.cast(host_view(tensor._local_tensor)).to(tensor.device_mesh.device_type)

@@ -1,4 +1,4 @@
-"""Parameters sharded by hand, as Megatron does: tensor-parallel shards, fused projections, pipeline stages."""
+"""Manually sharded parameters, as in Megatron: tensor-parallel shards, fused projections, pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """How the checkpoint's tensors lie in the shards of one parameter."""
+    """The layout of the checkpoint's tensors in the shards of one parameter."""
 
     @property
     def sharded(self) -> bool:
         """Whether the tensor-parallel ranks hold different parts."""
 
     def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-        """The shapes of the checkpoint's tensors, from the shape of one rank's shard."""
+        """The shapes of the checkpoint's tensors, given the shape of one shard and the number of ranks."""
 
     def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The checkpoint's tensors, from all ranks' shards in their order; they may be views."""
+        """The checkpoint's tensors, given the shards of all ranks in their order. The result may be views."""
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every tensor-parallel rank holds the whole: norms, routers."""
+    """Every tensor-parallel rank holds the whole parameter, e.g. a norm or a router."""
 
     sharded = False
 
@@ -47,9 +47,9 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """Cut along `dim`: 0 for column-parallel layers and vocabularies, 1 for row-parallel layers.
+    """Sharded along `dim`: 0 for column-parallel layers and vocabularies, 1 for row-parallel layers.
 
-    `size` is the true extent where the last rank's shard is padded, as vocabularies are.
+    `size` is the unpadded size of `dim`, if the last rank's shard is padded, e.g. in vocabularies.
     """
 
     dim: int
@@ -67,9 +67,10 @@ class Split:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """Attention's weight or bias as Megatron keeps it: for each key-value head its queries, its key, its value.
+    """Megatron's fused weight or bias of attention: for each key-value head its queries, its key and its value.
 
-    `[kv_heads * (heads / kv_heads + 2) * head_dim, ...]`, cut between key-value heads. Gives q, k and v.
+    Shape `[kv_heads * (heads / kv_heads + 2) * head_dim, ...]`, sharded between key-value heads. `merge` returns q, k
+    and v.
     """
 
     heads: int
@@ -91,7 +92,7 @@ class FusedQKV:
 
 @dataclass(frozen=True)
 class GateUp:
-    """A gated MLP's first weight: every rank's shard is its part of gate, then its part of up. Gives both."""
+    """The first weight of a gated MLP: each shard is a part of gate, then a part of up. `merge` returns gate and up."""
 
     sharded = True
 
@@ -104,48 +105,47 @@ class GateUp:
 
 
 NameMap = Callable[[str], tuple[Sequence[str], Layout] | None]
-"""Gives the checkpoint's names and the layout for a parameter's name on this rank; `None` leaves it out."""
+"""Maps a parameter's name on this rank to the checkpoint's names and the layout, or to `None` to skip it."""
 
 
 class _Entry(NamedTuple):
-    """One parameter, as every rank knows it."""
+    """The facts about a parameter that every rank knows."""
 
     owner: int  # rank within the pipeline group
-    names: tuple[str, ...]  # of the checkpoint's tensors that it holds
-    shapes: tuple[tuple[int, ...], ...]  # theirs
-    dtype: str  # its own, by torch's name
+    names: tuple[str, ...]  # names of the checkpoint's tensors in the parameter
+    shapes: tuple[tuple[int, ...], ...]  # shapes of these tensors
+    dtype: str  # torch's name of the parameter's dtype
 
 
 class _Local(NamedTuple):
-    """One parameter, as its owner knows it."""
+    """The facts about a parameter that only its owner knows."""
 
     name: str
     layout: Layout
 
 
 class MegatronSource:
-    """Shards gathered over the tensor-parallel group, then broadcast from the stage that owns them.
+    """Gathers shards over the tensor-parallel group, then broadcasts the tensors from the stage that owns them.
 
-    Made on all ranks together, and iterated by all in step. At any moment there exist one parameter's shards
-    and what is made of them.
+    All ranks must create the source together and iterate over it in step. At any time the source holds the shards of
+    one parameter and the tensors made of them.
 
-    Expert-parallel ranks must be other ranks than the tensor-parallel ones, as where Megatron's
-    `expert_tensor_parallel_size` is its `tensor_model_parallel_size`. Experts that are spread over the
-    tensor-parallel ranks cannot be sent by this source.
+    The source cannot send experts that are spread over the tensor-parallel ranks: expert-parallel ranks must be other
+    ranks, as if Megatron's `expert_tensor_parallel_size` equals its `tensor_model_parallel_size`.
 
     Args:
         parameters: This rank's shards by their local names, or their module. They may be offloaded.
-        name_map: See `NameMap`. It translates a stage's own layer numbers to the checkpoint's.
-        tp_group: The process group of tensor-parallel ranks; `None` where there is one only.
-        pp_group: The group of the ranks that hold other parameters: pipeline stages, and expert-parallel ranks
-            where there are any. A name that several hold is taken from the first. This rank is the only one that
-            it shares with `tp_group`. `None` where all hold all.
-        dtype: What floating-point tensors are sent as. Shards are cast before they are gathered.
-        device: Where shards are gathered; by default the current GPU if the process uses one.
+        name_map: See `NameMap`. It must translate the layer numbers of a stage to those of the checkpoint.
+        tp_group: The process group of the tensor-parallel ranks; `None` without tensor parallelism.
+        pp_group: The group of the ranks that hold other parameters: pipeline stages and expert-parallel ranks. If
+            several ranks hold a name, the first sends it. This rank must be the only rank in both `pp_group` and
+            `tp_group`. `None` if every rank holds all parameters.
+        dtype: The dtype in which floating-point tensors are sent. Shards are cast before the gather.
+        device: The device of the gathers; by default the current GPU if this process uses one, else the CPU.
 
     Raises:
-        InvalidRequestError: a layout does not give as many tensors as it has names, or the groups have more than one
-            rank in common. Here and for whatever else fails on one rank, e.g. in `name_map`, all ranks get the error.
+        InvalidRequestError: the number of a layout's tensors differs from the number of names, or the groups share more
+            than one rank. If one rank fails, with this error or another, e.g. in `name_map`, all ranks raise.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class MegatronSource:
                 yield name, self._share(tensors.pop(0), entry.owner)
 
     def _share(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        """From the owner to all stages; on the others `tensor` is only room for it."""
+        """Broadcast from the owner to all stages. On the other stages `tensor` is the buffer that receives."""
         if self._pp_group is None:
             return tensor
         tensor = tensor.contiguous()
@@ -211,7 +211,7 @@ class MegatronSource:
         return self._parameters
 
     def _plan(self, name_map: NameMap) -> list[_Entry]:
-        """All stages' parameters in the order of the stages: the same list on every rank, or an error on every one."""
+        """The parameters of all stages, in the order of the stages: the same list, or an error, on every rank."""
         own: list[_Entry] = []
         error: Exception | None = None
         try:
@@ -230,15 +230,19 @@ class MegatronSource:
         return list(planned.values())
 
     def _check_groups(self) -> None:
-        """Ranks in both groups would wait in different collectives: one in a gather, another in a broadcast."""
+        """Check that the groups share this rank only. Otherwise one rank gathers while another broadcasts: a deadlock.
+
+        Raises:
+            InvalidRequestError: the groups share more ranks.
+        """
         if self._tp_group is None or self._pp_group is None:
             return
         tensor, pipeline = (set(self._dist.get_process_group_ranks(one)) for one in (self._tp_group, self._pp_group))
         common = sorted(tensor & pipeline)
         if len(common) > 1:
             raise InvalidRequestError(
-                f"tp_group and pp_group share the ranks {common}: experts must lie on other ranks than tensor-parallel "
-                "shards (expert_tensor_parallel_size equal to tensor_model_parallel_size)",
+                f"tp_group and pp_group share the ranks {common}: expert-parallel ranks must not be tensor-parallel "
+                "ranks of one group (set expert_tensor_parallel_size to tensor_model_parallel_size)",
                 ranks=common,
             )
 
@@ -249,13 +253,15 @@ class MegatronSource:
                 names, layout = mapped
                 shapes = tuple(tuple(shape) for shape in layout.shapes(tensor.shape, self._tp_size))
                 if len(shapes) != len(names):
-                    raise InvalidRequestError(f"{local}: {layout} does not give {list(names)}", name=local)
+                    raise InvalidRequestError(
+                        f"{local}: {layout} makes {len(shapes)} tensors, but name_map returns {list(names)}", name=local
+                    )
                 self._own.setdefault(tuple(names), _Local(local, layout))
                 yield _Entry(self._stage, tuple(names), shapes, name_of(tensor.dtype))
 
 
 def _shared(group: Any, value: T, error: Exception | None, as_type: Any = Any) -> tuple[list[T], Exception | None]:
-    """All ranks' values, or an error if any rank of the group has one; see `Peers.share`."""
+    """The values of all ranks, or an error if a rank of the group has one; see `Peers.share`."""
     if group is None:
         return [value], error
     try:

@@ -9,7 +9,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.offloading import host_view
-from rl_memory_plugins.trainer.sources.gather import whole
+from rl_memory_plugins.trainer.sources.gather import gather_all
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import TensorSource, named_tensors
@@ -57,8 +57,8 @@ class ModelSource:
         return specs
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        named, self._listed = self._now(), None  # to collect takes as long as to send
-        return whole(named, self._outgoing)
+        named, self._listed = self._now(), None  # listing the tensors takes as long as sending them
+        return gather_all(named, self._outgoing)
 
     def resident(self) -> list[torch.Tensor] | None:
         """See `weights.source.ResidentSource`: none where some are gathered, cast, or made when they are asked for."""

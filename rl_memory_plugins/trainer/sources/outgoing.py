@@ -1,4 +1,4 @@
-"""Under which name and in which dtype a tensor leaves the trainer."""
+"""The name and the dtype under which a trainer sends a tensor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import name_of, without_wrappers
 
 Rename = Callable[[str], str | None]
-"""Gives the checkpoint's name for the trainer's; `None` leaves the tensor out."""
+"""Maps the trainer's name to the checkpoint's name, or to `None` to skip the tensor."""
 
 PIECE = 16 << 20
-"""Elements of host memory that are cast at a time on a GPU."""
+"""The number of elements in host memory that a GPU casts at a time."""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The options that all sources share.
+    """The common options of all sources.
 
     Args:
-        dtype: What floating-point tensors are sent as; `None` sends them as they are.
-        rename: See `Rename`. Wrappers' parts of a name have been taken out before.
+        dtype: The dtype in which floating-point tensors are sent; `None` keeps theirs.
+        rename: See `Rename`. It gets names without the parts that wrappers have added.
     """
 
     dtype: torch.dtype | None = None
@@ -38,13 +38,14 @@ class Outgoing:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def spec(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
-        """`name` is the checkpoint's, `dtype` the trainer's."""
+        """The spec of a tensor with the checkpoint's name and the trainer's dtype."""
         return TensorSpec(name, name_of(self.sent_as(dtype)), tuple(shape))
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the dtype that is sent: itself, or a new one on the current GPU if this process uses one.
+        """The tensor in the dtype in which it is sent: itself, or a copy.
 
-        A GPU reads host memory faster than one of a trainer's few threads converts it.
+        The current GPU casts tensors in host memory, if this process uses a GPU: it reads host memory faster than the
+        few threads of a trainer cast it.
         """
         tensor = tensor.detach()
         dtype = self.sent_as(tensor.dtype)
@@ -59,14 +60,14 @@ class Outgoing:
 
 
 def cast_to(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy in another dtype on another device. Waits for what it reads of host memory."""
+    """A copy in another dtype on another device. Returns after all host memory has been read."""
     made = torch.empty(tensor.shape, dtype=dtype, device=device)
     copy_into(made, tensor)
     return made
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy to a contiguous tensor of the same shape; what is cast is cast by the target's device, in pieces."""
+    """Copy to a contiguous tensor of the same shape. The target's device casts, in pieces."""
     if source.dtype == target.dtype or source.device == target.device:
         target.copy_(source)
         return

@@ -1,4 +1,4 @@
-"""Any code that makes tensors one after another."""
+"""A source for tensors from a generator."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class StreamSource:
-    """The tensors of a generator, whose names, dtypes and shapes are known before it runs.
+    """The tensors of a generator, whose names, dtypes and shapes are known in advance.
 
     Args:
-        specs: What will come, in order, in the dtypes that are sent.
-        make: Called for every update (so that one that broke off can be repeated); gives names and tensors.
-        dtype: What floating-point tensors are cast to as they come.
+        specs: The tensors in the generator's order, with the dtypes in which they are sent.
+        make: Returns a new iterable of names and tensors. Called for every update, so a failed update can be repeated.
+        dtype: The dtype to which floating-point tensors are cast.
     """
 
     def __init__(

@@ -205,7 +205,7 @@ def test_a_guess_leaves_a_part_of_the_host_free(arenas, pages, monkeypatch, capl
     arena = arenas()
     arena.prepare([10 * MiB, 40 * MiB]).join()
     assert arena.held_bytes == 10 * MiB
-    assert "not made in advance" in caplog.text
+    assert "not allocated in advance" in caplog.text
     arena.acquire(40 * MiB)  # a sleep itself takes it
     certain = arenas(prepares="start")
     certain.prepare([40 * MiB]).join()

@@ -13,7 +13,7 @@ from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, Invalid
 from rl_memory_plugins.memory import backup
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
-from rl_memory_plugins.trainer.offloading import _HostMemory, borrowed, host_view
+from rl_memory_plugins.trainer.offloading import _HostMemory, host_view, temporarily_loaded
 
 
 def everything(tensor):
@@ -155,12 +155,12 @@ def test_what_is_loaded_while_it_is_borrowed_stays():
     tensor = torch.arange(100.0)
     offloader = Offloader([tensor], moves=everything)
     offloader.offload()
-    with borrowed([tensor]):
+    with temporarily_loaded([tensor]):
         offloader.load()
         tensor[0] = -1
     assert tensor.tolist() == [-1.0, *map(float, range(1, 100))]
     offloader.offload()
-    with borrowed([tensor]):
+    with temporarily_loaded([tensor]):
         assert tensor[0] == -1
     assert tensor.untyped_storage().nbytes() == 0
 
@@ -190,11 +190,11 @@ def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
 def test_borrowed_tensors_are_there_for_a_moment():
     tensor = torch.arange(6.0)
     offloader = Offloader([tensor], moves=everything)
-    with borrowed([tensor]):
+    with temporarily_loaded([tensor]):
         pass
     assert storage_bytes(tensor) == [24]  # it was not away
     offloader.offload()
-    with borrowed([tensor]):
+    with temporarily_loaded([tensor]):
         assert torch.equal(tensor, torch.arange(6.0))
     assert storage_bytes(tensor) == [0]
     offloader.load()

@@ -8,7 +8,7 @@ import pytest
 
 from rl_memory_plugins import trainer
 from rl_memory_plugins.client import EngineClient
-from rl_memory_plugins.trainer import Engine
+from rl_memory_plugins.trainer import EngineHandle
 
 
 def test_importing_it_imports_no_torch_and_no_engine():
@@ -66,4 +66,4 @@ def test_all_is_sorted_and_complete():
 
 def test_the_client_is_an_engine():
     with EngineClient("http://127.0.0.1:1") as client:
-        assert isinstance(client, Engine)
+        assert isinstance(client, EngineHandle)

@@ -13,13 +13,13 @@ def test_every_byte_beside_the_regions_has_a_cause():
     output = run(
         """
         import json, torch
-        from rl_memory_plugins.memory import left
+        from rl_memory_plugins.memory import residual
         from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
         from rl_memory_plugins.tags import Tag
         vmm = CudaVmmAllocator(0)
-        with left.attributed("nccl"):
+        with residual.attributed("nccl"):
             pass
-        before = vmm.left()
+        before = vmm.residual_memory()
         with vmm.region(Tag.KV_CACHE):
             cache = torch.empty(512 << 20, dtype=torch.uint8, device="cuda:0")
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0")
@@ -27,13 +27,13 @@ def test_every_byte_beside_the_regions_has_a_cause():
         with torch.cuda.graph(graph):
             result = static + 1
         torch.cuda.empty_cache()
-        awake = vmm.left(), left.process_bytes(0)
+        awake = vmm.residual_memory(), residual.process_bytes(0)
         torch.empty(128 << 20, dtype=torch.uint8, device="cuda:0")
         torch.cuda.synchronize()
         vmm.release(Tag.KV_CACHE)
-        caching = vmm.left()
+        caching = vmm.residual_memory()
         torch.cuda.empty_cache()
-        asleep = vmm.left(), left.process_bytes(0)
+        asleep = vmm.residual_memory(), residual.process_bytes(0)
         vmm.reserve(Tag.KV_CACHE).commit()
         print(json.dumps([before, awake, caching, asleep]))
         """
@@ -62,14 +62,14 @@ def test_what_another_process_holds_is_not_ours():
         from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
         vmm = CudaVmmAllocator(0)
         workspace = torch.zeros(1, device="cuda:0")
-        alone = vmm.left()
+        alone = vmm.residual_memory()
         code = (
             "import sys, torch; held = torch.zeros(4 << 30, dtype=torch.uint8, device='cuda:0');"
             "print(1, flush=True); sys.stdin.read()"
         )
         other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         other.stdout.readline()
-        together = vmm.left()
+        together = vmm.residual_memory()
         other.kill()
         other.wait()
         print(json.dumps([alone, together]))

@@ -1,4 +1,4 @@
-"""What the trainer's side asks of an engine, and an engine object that can do it."""
+"""The interface through which a trainer calls an engine, and its implementation for an engine in this process."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """`client.EngineClient` is one."""
+class EngineHandle(Protocol):
+    """The calls that a trainer makes to an engine. `client.EngineClient` and `EngineObject` implement them."""
 
     def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort") -> Any: ...
 
     def wake_up(self, tags: Any = None) -> Any: ...
 
     def devices(self) -> list[str]:
-        """The devices of all ranks, as a weight update addresses them."""
+        """The device names of all ranks, which a weight update uses as addresses."""
 
     def post_update(self, body: dict[str, Any]) -> Any:
-        """Have the engine connect to senders that wait for it; blocks until the update is over."""
+        """Make the engine connect to the waiting senders. Blocks until the update is over."""
 
 
 class EngineObject:
     """An engine in this process: vLLM's `LLM` or `AsyncLLM`, SGLang's `Engine`, with this package enabled.
 
     Args:
-        engine: The object. Where its methods are coroutines they run on `loop`, which another thread must be
-            running, as `AsyncRolloutHandoff` sees to.
+        engine: The engine. If its methods are coroutines, they run on the event loop `loop` in another thread;
+            `AsyncRolloutHandoff` sets `loop`.
+
+    Raises:
+        InvalidRequestError: a call of a coroutine method while `loop` is not set.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -60,7 +63,7 @@ class EngineObject:
         if self.loop is None:
             if inspect.iscoroutine(result):
                 result.close()
-            raise InvalidRequestError("this engine's methods are coroutines: use AsyncRolloutHandoff")
+            raise InvalidRequestError("the methods of this engine are coroutines: use AsyncRolloutHandoff")
 
         async def wait() -> Any:
             return await result
@@ -68,19 +71,19 @@ class EngineObject:
         return asyncio.run_coroutine_threadsafe(wait(), self.loop).result()
 
 
-def as_engines(engines: Any) -> list[Engine]:
-    """One engine or several, each an `Engine` or an engine's own object."""
+def as_engines(engines: Any) -> list[EngineHandle]:
+    """Convert one engine or several to handles. Each is an `EngineHandle` or the engine's own Python object."""
     if not isinstance(engines, (list, tuple)):
         engines = [engines]
-    return [engine if isinstance(engine, Engine) else EngineObject(engine) for engine in engines]
+    return [engine if isinstance(engine, EngineHandle) else EngineObject(engine) for engine in engines]
 
 
-def on_all(engines: Sequence[Engine], call: Callable[[Engine], T]) -> list[T]:
-    """Call all engines at the same time; the results in their order.
+def on_all(engines: Sequence[EngineHandle], call: Callable[[EngineHandle], T]) -> list[T]:
+    """Call all engines in parallel. Returns their results in the order of `engines`.
 
     Raises:
-        Exception: the first engine's that failed, once all have answered; `details["engine"]` is its number
-            where there are several.
+        Exception: the error of the first engine that failed, after all have answered. With several engines,
+            `details["engine"]` is its index.
     """
     if len(engines) == 1:
         return [call(engines[0])]

@@ -1,8 +1,8 @@
-"""What a process holds on a GPU beside its regions, named as far as it can be known.
+"""The GPU memory of a process outside its regions, by cause. This memory stays on the GPU during a sleep.
 
-torch knows what its caching allocator holds. What lies beyond that is known to the driver alone, as one number
-for the process; it is split by measuring what it grew by while a known cause was at work. Where the driver's
-processes cannot be told apart (other PID namespaces, MIG), the causes beyond torch are left out.
+torch reports the memory of its caching allocator. The driver reports the rest as one number for the process. To split
+that number, `attributed` measures its growth while a known cause runs. If the driver's report cannot be assigned to
+this process (other PID namespaces, MIG), the causes outside torch are omitted.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import torch
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.memory.segments import Segment
 
-#: torch's pool of everything that is allocated in no other.
+#: torch's pool for allocations outside all private pools.
 DEFAULT_POOL = (0, 0)
 
 _grown: dict[tuple[int, str], int] = {}  # (GPU, cause) → bytes
 
 
 def process_bytes(index: int) -> int | None:
-    """All GPU memory of this process, by the driver's own account; None where that cannot be known."""
+    """All GPU memory of this process in bytes, as the driver reports it; None if the driver cannot tell."""
     try:
         nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()  # counts references; nothing is done where it was called before
+        nvml.nvmlInit()  # counts references: a second call does no harm
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu_name(index))
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except Exception:  # no NVML, or none for this GPU: NVML has an exception for each of its codes
+    except Exception:  # NVML is absent or does not know this GPU; it has an exception class for each error code
         return None
     used: dict[int, int | None] = {process.pid: process.usedGpuMemory for process in processes}
-    if len(used) == 1:  # in a container the number is the host's, and cannot be compared
+    if len(used) == 1:  # in a container NVML shows the host's PID, which is not comparable with os.getpid()
         return next(iter(used.values()))
     return used.get(os.getpid())
 
 
 def bytes_beyond_torch(index: int) -> int | None:
-    """What this process holds that torch's caching allocator does not, while no region is released."""
+    """Bytes that this process holds outside torch's caching allocator; None if unknown. No region is released."""
     used = process_bytes(index)
     return None if used is None else max(used - torch.cuda.memory_reserved(index), 0)
 
 
 @contextmanager
 def attributed(cause: str) -> Iterator[None]:
-    """What this process comes to hold on its current GPU inside, beyond torch's allocator, has this cause."""
+    """Attribute to `cause` the memory that the process adds inside, outside torch's allocator, on its current GPU."""
     if not torch.cuda.is_available():
         yield
         return
@@ -59,8 +59,9 @@ def attributed(cause: str) -> Iterator[None]:
         _grown[index, cause] = _grown.get((index, cause), 0) + max(after - before, 0)
 
 
-class Left:
-    """The account of one GPU. It is opened before any region is: what is there then is the context's.
+class ResidualMemory:
+    """Counts the residual memory of one GPU. Make it before the first region: it takes the present memory, less the
+    attributed memory, for the CUDA context.
 
     Args:
         index: torch's ordinal of the GPU.
@@ -78,12 +79,12 @@ class Left:
     ) -> dict[str, int]:
         """Bytes by cause: `context`, `nccl`, `workspace`, `graphs` and `other`.
 
-        What no tensor uses of torch's cache is left out: it does not stay (`memory/reclaim.py`).
+        Unused segments of torch's cache are not counted, because `memory/reclaim.py` frees them soon.
 
         Args:
             by_pool: torch's segments by pool.
             own: The pools of the regions.
-            resident_bytes: What of the regions has memory now.
+            resident_bytes: Bytes of the regions that have physical memory now.
         """
         others = {pool: segments for pool, segments in by_pool.items() if pool not in own}
         outside = others.pop(DEFAULT_POOL, ())

@@ -1,4 +1,4 @@
-"""How what is left on a GPU is split; the numbers themselves need one (`tests/gpu/test_left.py`)."""
+"""How the memory that stays on a GPU is split by cause. `tests/gpu/test_residual.py` checks the numbers on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import FakeRank
 
-from rl_memory_plugins.memory import left
+from rl_memory_plugins.memory import residual
 from rl_memory_plugins.memory.segments import Segment
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
@@ -17,7 +17,7 @@ OURS, GRAPHS = (0, 7), (0, 9)
 BY_POOL = {
     OURS: [Segment(0, 1000, 1000)],
     GRAPHS: [Segment(1000, 30, 30)],
-    left.DEFAULT_POOL: [Segment(2000, 200, 1), Segment(3000, CACHED, 0)],
+    residual.DEFAULT_POOL: [Segment(2000, 200, 1), Segment(3000, CACHED, 0)],
 }
 
 
@@ -31,8 +31,8 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(left, "_grown", {})
-    monkeypatch.setattr(left, "process_bytes", lambda index: gpu.used)
+    monkeypatch.setattr(residual, "_grown", {})
+    monkeypatch.setattr(residual, "process_bytes", lambda index: gpu.used)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: gpu.reserved)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -41,11 +41,11 @@ def gpu(monkeypatch):
 
 def test_every_byte_has_a_cause(gpu):
     gpu.used = 400
-    with left.attributed("nccl"):
+    with residual.attributed("nccl"):
         gpu.used = 450
         gpu.reserved = 10  # torch's own
     gpu.used = 500
-    account = left.Left(0)
+    account = residual.ResidualMemory(0)
     gpu.used = 2000
     causes = account(BY_POOL, {OURS}, resident_bytes=600)
     assert causes == {"context": 450, "nccl": 40, "workspace": 200, "graphs": 30, "other": 675}
@@ -54,15 +54,15 @@ def test_every_byte_has_a_cause(gpu):
 
 def test_without_the_drivers_account_only_torchs_causes_are_known(gpu):
     gpu.used = None
-    with left.attributed("nccl"):
+    with residual.attributed("nccl"):
         pass
-    assert left.Left(0)(BY_POOL, {OURS}, resident_bytes=600) == {"workspace": 200, "graphs": 30}
+    assert residual.ResidualMemory(0)(BY_POOL, {OURS}, resident_bytes=600) == {"workspace": 200, "graphs": 30}
 
 
 def test_causes_of_another_gpu_do_not_count(gpu):
-    with left.attributed("nccl"):
+    with residual.attributed("nccl"):
         gpu.used = 50
-    assert left.Left(1)({}, set(), 0) == {"context": 50}
+    assert residual.ResidualMemory(1)({}, set(), 0) == {"context": 50}
 
 
 @pytest.mark.parametrize(
@@ -76,29 +76,29 @@ def test_this_process_is_found_by_its_number_or_for_being_alone(monkeypatch, pro
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: running,
     )
-    monkeypatch.setattr(left.importlib, "import_module", lambda name: nvml)
-    monkeypatch.setattr(left, "gpu_name", lambda index: "GPU-0")
-    monkeypatch.setattr(left.os, "getpid", lambda: 42)
-    assert left.process_bytes(0) == expected
+    monkeypatch.setattr(residual.importlib, "import_module", lambda name: nvml)
+    monkeypatch.setattr(residual, "gpu_name", lambda index: "GPU-0")
+    monkeypatch.setattr(residual.os, "getpid", lambda: 42)
+    assert residual.process_bytes(0) == expected
 
 
 def test_a_machine_without_nvml_has_no_account(monkeypatch):
     def absent(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(left.importlib, "import_module", absent)
-    assert left.process_bytes(0) is None
+    monkeypatch.setattr(residual.importlib, "import_module", absent)
+    assert residual.process_bytes(0) is None
 
 
 def test_it_is_accounted_for_once_while_something_sleeps(monkeypatch):
     rank = FakeRank()
-    monkeypatch.setattr(rank.allocator, "left", lambda: {"context": 5})
+    monkeypatch.setattr(rank.allocator, "residual_memory", lambda: {"context": 5})
     assert rank.manager.account().left == {}
     rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
     rank.manager.commit_sleep()
     assert rank.manager.status().left == {}  # a status takes no time
     assert rank.manager.account().left == {"context": 5}
-    monkeypatch.setattr(rank.allocator, "left", lambda: pytest.fail("asked for again, which is slow"))
+    monkeypatch.setattr(rank.allocator, "residual_memory", lambda: pytest.fail("asked for again, which is slow"))
     assert rank.manager.account().left == rank.manager.status().left == {"context": 5}
     rank.manager.prepare_wake([Tag.WEIGHTS])
     rank.manager.commit_wake()
