@@ -114,7 +114,7 @@ def test_the_board_shows_the_state_before_the_reply_is_sent(world: World) -> Non
 
 def test_what_is_left_on_the_devices_is_shown_after_the_reply(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in world.ranks:
-        monkeypatch.setattr(rank.allocator, "left", lambda: {"context": 5})
+        monkeypatch.setattr(rank.allocator, "residual_memory", lambda: {"context": 5})
     world.run(commands.Sleep(level=1))
     assert [rank.left for rank in world.reader.read().ranks] == [{}, {}]
     world.engine.later.pop()()
@@ -128,7 +128,7 @@ def test_what_is_left_may_stay_unknown(world: World, monkeypatch: pytest.MonkeyP
     def fail() -> dict[str, int]:
         raise RuntimeError("no account")
 
-    monkeypatch.setattr(world.ranks[1].allocator, "left", fail)
+    monkeypatch.setattr(world.ranks[1].allocator, "residual_memory", fail)
     world.run(commands.Sleep(level=1))
     world.engine.later.pop()()
     world.run(commands.WakeUp())
