@@ -6,6 +6,7 @@ nothing checks them again.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -101,3 +102,10 @@ decode_reply = msgspec.msgpack.Decoder(Reply[Any]).decode
 
 def error_reply(rank: int, error: BaseException) -> Reply[Any]:
     return Reply(rank=rank, error=as_rl_memory_error(error).to_record())
+
+
+def done(reply: Reply[Any]) -> Future[bytes]:
+    """A future that holds the encoded reply already."""
+    future: Future[bytes] = Future()
+    future.set_result(encode_reply(reply))
+    return future

@@ -20,7 +20,7 @@ import msgspec
 from rl_memory_plugins import admission, commands
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
-from rl_memory_plugins.commands import AnyCommand, encode_reply, error_reply
+from rl_memory_plugins.commands import AnyCommand, done, encode_reply, error_reply
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import (
@@ -100,16 +100,14 @@ class Controller:
         try:
             command = commands.decode_command(payload)
         except msgspec.MsgspecError as error:
-            return self._refused(InvalidRequestError(f"not a command: {error}"))
+            return done(error_reply(self._engine_rank, InvalidRequestError(f"not a command: {error}")))
         return self.obey(command)
 
     def obey(self, command: AnyCommand) -> Future[bytes]:
         try:
             return self._handlers[type(command)](command)
         except Exception as error:
-            if not isinstance(error, RLMemoryError):
-                logger.exception("%s failed", type(command).__name__)
-            return self._refused(error)
+            return done(self._failed(type(command).__name__, error))
 
     def refusal(self) -> RLMemoryError | None:
         """Why the engine does not admit requests now; `None` if it does."""
@@ -318,7 +316,7 @@ class Controller:
         except Exception as failure:
             error = failure
         for operation in waiting:
-            operation.reply.set_result(encode_reply(self._failure(operation.name, error)))
+            operation.reply.set_result(encode_reply(self._failed(operation.name, error)))
         return self._answered({"cancelled": [operation.name for operation in waiting]})
 
     def _resume(self, command: commands.Resume) -> Future[bytes]:
@@ -366,7 +364,7 @@ class Controller:
         try:
             reply: Reply[Any] = Reply(rank=self._engine_rank, result=msgspec.to_builtins(act()))
         except Exception as error:
-            reply = self._failure(operation.name, error)
+            reply = self._failed(operation.name, error)
         self._busy = self._under_way()
         try:
             self._refresh_or_close()
@@ -376,7 +374,7 @@ class Controller:
                     operation.reply.set_result(encode_reply(reply))
                 self._resume_if_admitting(lift_pause=operation.name == "wake_up")
         except Exception as error:
-            reply = self._failure(operation.name, error)
+            reply = self._failed(operation.name, error)
         if not operation.reply.done():
             operation.reply.set_result(encode_reply(reply))
         if self.status.asleep_tags():
@@ -441,21 +439,10 @@ class Controller:
             self._board.publish(self.status)  # first: servers refuse requests by it
         self._engine.show(self.status.asleep_tags(), self._weight_version)
 
-    # -- replies ----------------------------------------------------------------------------------------------
-
     def _answered(self, result: Any) -> Future[bytes]:
-        return _done(Reply(rank=self._engine_rank, result=msgspec.to_builtins(result)))
+        return done(Reply(rank=self._engine_rank, result=msgspec.to_builtins(result)))
 
-    def _refused(self, error: BaseException) -> Future[bytes]:
-        return _done(error_reply(self._engine_rank, error))
-
-    def _failure(self, name: str, error: BaseException) -> Reply[Any]:
+    def _failed(self, name: str, error: BaseException) -> Reply[Any]:
         if not isinstance(error, RLMemoryError):
             logger.error("%s failed", name, exc_info=error)
         return error_reply(self._engine_rank, error)
-
-
-def _done(reply: Reply[Any]) -> Future[bytes]:
-    future: Future[bytes] = Future()
-    future.set_result(encode_reply(reply))
-    return future
