@@ -95,9 +95,11 @@ def _label(axes: Any, name: str, places: list[float], values: list[float], train
     first = values[0]
     inside = [value for place, value in zip(places, values, strict=True) if training <= place <= training + 1]
     other = max(inside, key=lambda value: abs(value - first))
-    for place, value in ((0.5, first), (training + 0.5, other)):
+    labels = ((0.5, first, "top" if other < first else "bottom"), (training + 0.5, other, "bottom"))
+    for place, value, anchor in labels:  # that of the awake engine below its curve: there are lines above
+        height = value + (0.1 if anchor == "bottom" else -0.15)
         text = f"{name} {value:.1f} GB"
-        axes.text(place, value + 0.1, text, va="bottom", ha="center", color=COLOURS[name], fontweight="bold")
+        axes.text(place, height, text, va=anchor, ha="center", color=COLOURS[name], fontweight="bold")
     if other < first:
         given_back = f"gives back\n{first - other:.1f} GB, {1 - other / first:.0%}"
         axes.text(2.07, (first + other) / 2 + 0.5, given_back, va="center", color=COLOURS[name])
