@@ -29,7 +29,9 @@ DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
 PYTEST_FLAGS = -q --timeout 900 --durations=25 -m "not gpu" -o cache_dir=.pytest_cache/$@
-SUITE := tests/conformance --ignore tests/conformance/test_long_run.py
+# What only test-long runs of the common suite, but for test_long_run.py with fewer updates on vLLM.
+PROPERTIES := tests/conformance/test_schema_properties.py
+SUITE := tests/conformance --ignore tests/conformance/test_long_run.py --ignore $(PROPERTIES)
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour.
@@ -65,7 +67,7 @@ test-vllm-own: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
 
 test-vllm-suite: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --engine vllm --fork --updates 100
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --ignore $(PROPERTIES) --engine vllm --fork --updates 100
 
 test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --fork --$* 2
@@ -91,14 +93,17 @@ test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
 test-long:
 	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine)))
 
-LONG_vllm := test-long-vllm-updates test-long-vllm-tp test-long-vllm-dp
-LONG_sglang := test-long-sglang-updates test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
+LONG_vllm := test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-dp
+LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
 
 test-long-vllm: $(LONG_vllm)
 test-long-sglang: $(LONG_sglang)
 
 test-long-vllm-updates test-long-sglang-updates: test-long-%-updates: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance/test_long_run.py --engine $*
+
+test-long-vllm-properties test-long-sglang-properties: test-long-%-properties: env-%
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(PROPERTIES) --engine $*
 
 test-long-vllm-tp test-long-sglang-tp: test-long-%-tp: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine $* --tp 2
@@ -113,7 +118,7 @@ test-long-sglang-kinds: env-sglang
 
 # Hosts of GPUs have many cores; small sums on all of them take longer than on a few.
 test-gpu:
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-8} $(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --engine $(ENGINE) --device cuda \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-8} $(GPU_PYTHON) -m pytest -q --timeout 600 tests/gpu tests/conformance --ignore $(PROPERTIES) --engine $(ENGINE) --device cuda \
 		$(if $(REPORT),--report $(REPORT))
 
 # -- habits: what every change passes, what a release passes -------------------------------------------------
