@@ -21,7 +21,7 @@ from tests.conformance.test_sleep_wake import states
 def request_head(server: Server, route: str, content_length: int) -> bytes:
     """For clients that do not read the answer."""
     key = f"Authorization: Bearer {server.launch.api_key}\r\n" if server.launch.api_key else ""
-    return f"POST {route} HTTP/1.1\r\nHost: x\r\n{key}Content-Length: {content_length}\r\n\r\n".encode()
+    return f"POST {route} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Length: {content_length}\r\n\r\n".encode()
 
 
 def last(operation: str, server: Server) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_memory_plugins.engines.sglang import engine, native
+from rl_memory_plugins.engines.sglang import native_calls as native
+from rl_memory_plugins.engines.sglang import scheduler_hooks as engine
 from tests.sglang.test_engine import Ranks
 
 IMAGE = 17

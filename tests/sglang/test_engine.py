@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_memory_plugins.engines.sglang import engine as module
+from rl_memory_plugins.engines.sglang import scheduler_hooks as module
 from rl_memory_plugins.engines.sglang.scheduler_hooks import SglangEngine
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.tags import PauseMode

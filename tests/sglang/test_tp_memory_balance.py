@@ -16,7 +16,8 @@ import pytest
 from torch import distributed
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.sglang import balance, worker
+from rl_memory_plugins.engines.sglang import tp_memory_balance as balance
+from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.worker import Memory
 
 PLAIN, STRICT = RLMemoryConfig(), RLMemoryConfig(strict_tp_balance=True)
