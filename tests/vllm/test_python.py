@@ -414,7 +414,7 @@ async def ask(engine: Any, tokens: int = 8, began: asyncio.Event | None = None) 
 
 async def push_async(engine: Any, model: Any, **options: Any) -> Any:
     sender = WeightSender(1, bucket_bytes=1 << 20, timeout_s=10)
-    sending = asyncio.create_task(asyncio.to_thread(sender.send, model))
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, ModelSource(model)))
     report = await engine.update_weights_from_ipc(sender.endpoints, sender.token, **options)
     await sending
     return report
