@@ -150,8 +150,8 @@ def started(
 
         def environment(self, launch: Launch) -> dict[str, str]:
             own = super().environment(launch)
-            path = [own["PYTHONPATH"]] if "PYTHONPATH" in own else []
-            return {**own, "PYTHONPATH": os.pathsep.join([*path, *map(str, sites)]), **environment}
+            path = [own.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), *map(str, sites)]
+            return {**own, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
 
     with Server(Extended(), launch, log) as server:
         yield server
