@@ -44,7 +44,7 @@ class Scheduler(types.SimpleNamespace):
             controller=types.SimpleNamespace(status=status, note_foreign_changes=lambda version: None),
             ranks=types.SimpleNamespace(gather=lambda mine: [mine]),
             worker=types.SimpleNamespace(region=nullcontext),
-            writes=types.SimpleNamespace(watch=nullcontext, wrote=True, settle=lambda **how: None),
+            updates=types.SimpleNamespace(record=nullcontext, wrote=True, settle=lambda: None),
         )
         super().__init__(rl_memory=added)
 
