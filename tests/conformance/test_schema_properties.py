@@ -9,16 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, Phase, assume, given, settings
+from schemathesis import checks
 
 from integration.engines.base import Server
 from rl_memory_plugins import errors
 from rl_memory_plugins.server.openapi import specification
 from rl_memory_plugins.server.router import PREFIXES
 from tests.conformance.conftest import PROMPT
-
-schemathesis = pytest.importorskip("schemathesis")
-checks = pytest.importorskip("schemathesis.checks")
 
 OPERATIONS = [
     (method.upper(), path) for path, item in specification(PREFIXES, has_key=False)["paths"].items() for method in item
