@@ -61,6 +61,8 @@ def test_any_request_has_an_answer_that_is_described(
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         assume(not is_native_update(case.body))
+        if mode is schemathesis.GenerationMode.POSITIVE:
+            for_every_device(case.body)
         key = server.launch.api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         answer = case.call(base_url=server.url, headers=headers, timeout=TIMEOUT_S)
@@ -78,6 +80,12 @@ def test_any_request_has_an_answer_that_is_described(
     server.control.wake_up()
     if server.control.memory()["content"] == "valid":
         assert server.generate(PROMPT) == first_tokens
+
+
+def for_every_device(body: Any) -> None:
+    """Made-up names of devices are none of the engine's, and would end each update before it looks for a socket."""
+    if isinstance(body, dict) and body.get("endpoints"):
+        body["endpoints"]["*"] = next(iter(body["endpoints"].values()))
 
 
 def is_native_update(body: Any) -> bool:
