@@ -50,7 +50,7 @@ demo: env-$(ENGINE)
 
 # The longest first, so that no long one is left for the end.
 test:
-	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-unit test-patches
+	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) coverage test-patches
 
 test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
