@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,46 +53,24 @@ class Allocation(NamedTuple):
     serial: int
 
 
-def allocations_of(description: dict[str, Any]) -> list[Allocation]:
-    """The allocations in the description of a trainer's buffer.
+def allocations_of(description: dict[str, Any], device: str) -> list[Allocation]:
+    """The allocations in the description of a trainer's buffer for a receiver on `device`.
 
     Raises:
-        WeightUpdateError: a handle has the wrong type or size, or an allocation is empty.
+        WeightUpdateError: the buffer is on another device; a handle has the wrong type or size; or an allocation is
+            empty.
     """
+    if description.get("device") != device:
+        raise WeightUpdateError(
+            f"the trainer offered memory on {description.get('device')} to a receiver on {device}",
+            reason="wrong device",
+            device=device,
+            got=description.get("device"),
+        )
     allocations = [Allocation(*one) for one in description["allocations"]]
     if any(not isinstance(one.handle, bytes) or len(one.handle) != 64 or one.nbytes < 1 for one in allocations):
         raise WeightUpdateError("the trainer's handles are not CUDA IPC handles")
     return allocations
-
-
-class Gpu(Protocol):
-    """The operations on a GPU that weight updates need. Tests have their own implementation."""
-
-    def allocate(self, nbytes: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def free_bytes(self) -> int:
-        """Bytes that torch can still allocate on this GPU."""
-
-    def find(self, address: int) -> Allocation | None:
-        """The allocation that contains the address; `None` if CUDA IPC cannot export it."""
-
-    def open(self, handle: bytes) -> int:
-        """Map another process's allocation. Returns its address in this process."""
-
-    def bytes_from(self, address: int) -> int:
-        """Bytes from an address to the end of its allocation, which may be another process's.
-
-        Raises:
-            UnsupportedError: no allocation contains the address.
-        """
-
-    def close(self, address: int) -> None: ...
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory."""
-
-    def unregister(self, address: int) -> None: ...
-    def view(self, address: int, nbytes: int) -> torch.Tensor: ...
-    def synchronize(self) -> None: ...
 
 
 class _Handle(ctypes.Structure):
@@ -124,19 +102,19 @@ class CudaGpu:
 
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
-        with self._current():
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes), needed_bytes=nbytes)
+        self._call_in_context("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes), needed_bytes=nbytes)
         return address.value
 
     def free(self, address: int) -> None:
-        with self._current():
-            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+        self._call_in_context("cuMemFree_v2", ctypes.c_uint64(address))
 
     def free_bytes(self) -> int:
+        """Bytes that torch can still allocate on this GPU."""
         unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return int(torch.cuda.mem_get_info(self.index)[0] + unused)
 
     def find(self, address: int) -> Allocation | None:
+        """The allocation that contains the address; `None` if CUDA IPC cannot export it."""
         capable, serial = ctypes.c_int(), ctypes.c_uint64()
         base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         pointer = ctypes.c_uint64(address)
@@ -158,39 +136,34 @@ class CudaGpu:
         return found
 
     def open(self, handle: bytes) -> int:
+        """Map another process's allocation. Returns its address in this process."""
         address = ctypes.c_uint64()
-        with self._current():
-            self._call(
-                "cuIpcOpenMemHandle_v2",
-                ctypes.byref(address),
-                _Handle.from_buffer_copy(handle),
-                _LAZY_ENABLE_PEER_ACCESS,
-            )
+        exported = _Handle.from_buffer_copy(handle)
+        self._call_in_context("cuIpcOpenMemHandle_v2", ctypes.byref(address), exported, _LAZY_ENABLE_PEER_ACCESS)
         return address.value
 
     def bytes_from(self, address: int) -> int:
-        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        with self._current():
-            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+        """Bytes from an address to the end of its allocation, which may be another process's.
+
+        Raises:
+            UnsupportedError: no allocation contains the address.
+        """
+        base, nbytes, pointer = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
+        self._call_in_context("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), pointer)
         return base.value + nbytes.value - address
 
     def close(self, address: int) -> None:
-        with self._current():
-            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        self._call_in_context("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory."""
         # not cudaHostRegister: torch's next error check would raise its failure again
-        with self._current():
-            self._call(
-                "cuMemHostRegister_v2",
-                ctypes.c_void_p(address),
-                ctypes.c_size_t(nbytes),
-                _HOST_REGISTER_PORTABLE,
-            )
+        self._call_in_context(
+            "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _HOST_REGISTER_PORTABLE
+        )
 
     def unregister(self, address: int) -> None:
-        with self._current():
-            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        self._call_in_context("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
         view: torch.Tensor = memory_view(address, nbytes, f"cuda:{self.index}")
@@ -206,6 +179,10 @@ class CudaGpu:
             yield
         finally:
             self._api.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def _call_in_context(self, name: str, *arguments: Any, needed_bytes: int = 0) -> None:
+        with self._current():
+            self._call(name, *arguments, needed_bytes=needed_bytes)
 
     def _call(self, name: str, *arguments: Any, needed_bytes: int = 0) -> None:
         code = getattr(self._api, name)(*arguments)
@@ -237,12 +214,10 @@ def local_gpus(*, initialise: bool = False) -> dict[str, int]:
     return {gpu_name(index): index for index in range(torch.cuda.device_count())}
 
 
-@functools.cache
-def _open_gpu(index: int) -> CudaGpu:
-    return CudaGpu(index)
+_open_gpu = functools.cache(CudaGpu)
 
 
-def local_gpu(name: str) -> Gpu:
+def local_gpu(name: str) -> CudaGpu:
     """The GPU with this name. Its ordinal may differ between processes.
 
     Raises:
@@ -263,13 +238,13 @@ class Mappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[tuple[Any, ...], tuple[Gpu, torch.Tensor]] = {}
+        self._open: dict[tuple[Any, ...], tuple[CudaGpu, torch.Tensor]] = {}
         self._lease: Connection | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, gpu: Gpu, process: str, allocations: Sequence[Allocation]) -> list[torch.Tensor]:
+    def open(self, gpu: CudaGpu, process: str, allocations: Sequence[Allocation]) -> list[torch.Tensor]:
         """Open these allocations and close all others.
 
         Returns: the bytes of each (uint8, one dimension). An allocation that was open already gives the same tensor.
@@ -325,7 +300,7 @@ class Mappings:
             gpu.close(memory.data_ptr())
 
 
-def _opened(gpu: Gpu, allocation: Allocation) -> torch.Tensor:
+def _opened(gpu: CudaGpu, allocation: Allocation) -> torch.Tensor:
     address = gpu.open(allocation.handle)
     try:
         _require_bytes(gpu, address, allocation)
@@ -335,7 +310,7 @@ def _opened(gpu: Gpu, allocation: Allocation) -> torch.Tensor:
         raise
 
 
-def _require_bytes(gpu: Gpu, address: int, allocation: Allocation) -> None:
+def _require_bytes(gpu: CudaGpu, address: int, allocation: Allocation) -> None:
     """Check the size that the trainer states: a read beyond the end of an allocation would kill this process."""
     found = gpu.bytes_from(address)
     if allocation.nbytes > found:
@@ -366,34 +341,18 @@ def _taking_turns() -> Iterator[None]:
             sys.setswitchinterval(former)
 
 
-class _Leases:
-    """The trainer's ends of the connections on which receivers keep its memory open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
-
-    def hold(self, receiver: str, connection: Connection) -> None:
-        with self._lock:
-            previous = self._connections.pop(receiver, None)
-            self._connections[receiver] = connection
-        if previous is not None:
-            previous.close()
-
-    def release(self, timeout_s: float) -> None:
-        with self._lock:
-            connections = dict(self._connections)
-        for connection in connections.values():
-            connection.finish()
-        for receiver, connection in connections.items():
-            connection.await_end(timeout_s)
-            with self._lock:  # only now: if this call times out, the next call must wait for this receiver again
-                if self._connections.get(receiver) is connection:
-                    del self._connections[receiver]
-            connection.close()
+_leases: dict[str, Connection] = {}
+"""The connection to each process of an engine that keeps this process's memory open."""
+_leases_lock = threading.Lock()
 
 
-leases = _Leases()
+def hold_lease(receiver: str, connection: Connection) -> None:
+    """Own the connection to a receiver that keeps this process's memory open, and close its earlier connection."""
+    with _leases_lock:
+        previous = _leases.get(receiver)
+        _leases[receiver] = connection
+    if previous is not None:
+        previous.close()
 
 
 def release_mapped(timeout_s: float = 10.0) -> None:
@@ -407,19 +366,13 @@ def release_mapped(timeout_s: float = 10.0) -> None:
     Raises:
         WeightUpdateError: an engine did not close the memory in time. The next call waits for that engine again.
     """
-    leases.release(timeout_s)
-
-
-def require_device(description: dict[str, Any], device: str) -> None:
-    """Check that a buffer is on the receiver's own GPU.
-
-    Raises:
-        WeightUpdateError: the buffer is on another device. The details name both devices.
-    """
-    if description.get("device") != device:
-        raise WeightUpdateError(
-            f"the trainer offered memory on {description.get('device')} to a receiver on {device}",
-            reason="wrong device",
-            device=device,
-            got=description.get("device"),
-        )
+    with _leases_lock:
+        connections = dict(_leases)
+    for connection in connections.values():
+        connection.finish()
+    for receiver, connection in connections.items():
+        connection.await_end(timeout_s)
+        with _leases_lock:  # only now: if this call times out, the next call must wait for this receiver again
+            if _leases.get(receiver) is connection:
+                del _leases[receiver]
+        connection.close()

@@ -312,7 +312,7 @@ class WeightSender:
             if route.transport == "cuda_direct":
                 for rank in route.ranks:
                     self._listener.ranks.remove(rank)
-                    cuda_ipc.leases.hold(rank.connection.peer_process(), rank.connection)
+                    cuda_ipc.hold_lease(rank.connection.peer_process(), rank.connection)
 
 
 def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:

@@ -76,7 +76,7 @@ class Session:
         try:
             plan = self._validate(connection, offer.manifest, expected)
             arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
-            self._model.load_opaque(plan, arrivals)
+            self._model.load_with_engine(plan, arrivals)
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)
             if not self._committed:

@@ -96,12 +96,11 @@ class DirectAttached:
     reused = False
 
     def __init__(self, description: dict[str, Any], device: str, mappings: Mappings) -> None:
-        cuda_ipc.require_device(description, device)
         self.keep = bool(description["keep"])
         self.kept = False
         self._mappings = mappings
         self.allocations = mappings.open(
-            cuda_ipc.local_gpu(device), str(description["process"]), allocations_of(description)
+            cuda_ipc.local_gpu(device), str(description["process"]), allocations_of(description, device)
         )
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:

@@ -174,10 +174,9 @@ class CudaAttached:
     reused = True
 
     def __init__(self, description: dict[str, Any], device: str) -> None:
-        cuda_ipc.require_device(description, device)
         self._mappings = Mappings()
         slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
-        allocations = allocations_of(description)
+        allocations = allocations_of(description, device)
         if len(allocations) != 1 or slot_bytes < 1 or allocations[0].nbytes < slot_bytes * slots:
             raise WeightUpdateError("the trainer's staging memory does not match its description")
         (memory,) = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)

@@ -163,7 +163,7 @@ def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
     send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
     assert gpu.mapped
-    (connection,) = cuda_ipc.leases._connections.values()
+    (connection,) = cuda_ipc._leases.values()
     connection.close()  # as the kernel does
     wait_until(lambda: gpu.mapped == [], "nothing is mapped")
 
@@ -526,7 +526,7 @@ def test_shared_memory_takes_tensors_of_any_layout():
     spec = TensorSpec("a", "float32", (4, 3))
     staging.put(0, BucketEntry(0, 256, 48), spec, tensor.t())
     staging.publish()
-    assert torch.equal(buffers.typed(staging.slot(0), 256, 48, "float32", (4, 3)), tensor.t())
+    assert torch.equal(buffers.typed(staging._slots[0], 256, 48, "float32", (4, 3)), tensor.t())
     staging.close()
 
 
@@ -596,8 +596,8 @@ def test_locking_pages_destroys_nothing_that_was_put(gpus, monkeypatch, denied):
     spec = TensorSpec("a", "float32", (4,))
     staging.put(0, BucketEntry(0, 0, 16), spec, torch.ones(4))
     staging.put(1, BucketEntry(1, 0, 16), spec, torch.full((4,), 2.0).as_subclass(OnGpu))
-    assert staging.slot(0)[:16].view(torch.float32).tolist() == [1] * 4
-    assert staging.slot(1)[:16].view(torch.float32).tolist() == [2] * 4
+    assert staging._slots[0][:16].view(torch.float32).tolist() == [1] * 4
+    assert staging._slots[1][:16].view(torch.float32).tolist() == [2] * 4
     assert len(gpus["GPU-0"].registered) == (not denied)
     staging.close()
 
