@@ -10,6 +10,7 @@ from typing import Any
 from rl_memory_plugins.capabilities import Capabilities, fixed_by
 from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.cuda_ipc import Mappings
 from rl_memory_plugins.weights.model_loader import ModelLoader
@@ -52,8 +53,8 @@ class WeightReceiver:
             WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
         """
         self._manager.require_writable()
-        session = Session(self._manager, self._model, self._mappings, timeout_s, check_finite=self._check_finite)
-        with session.timed("connect"):
+        session = Session(self._manager, self._model, self._mappings, timeout_s, self._check_finite)
+        with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)
         try:
             return session.run(connection, token)

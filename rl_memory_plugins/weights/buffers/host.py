@@ -110,6 +110,7 @@ class ShmAttached:
     """See `attach`."""
 
     reused = True
+    keep = False
 
     def __init__(self, description: dict[str, Any], fds: Sequence[int], device: str) -> None:
         self.transport = str(description["kind"])

@@ -172,6 +172,7 @@ class CudaAttached:
 
     transport = "cuda_ipc"
     reused = True
+    keep = False
 
     def __init__(self, description: dict[str, Any], device: str) -> None:
         self._mappings = Mappings()
