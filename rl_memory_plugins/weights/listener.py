@@ -6,7 +6,7 @@ import contextlib
 import hmac
 import os
 import secrets
-import select
+import selectors
 import shutil
 import socket
 import tempfile
@@ -52,8 +52,8 @@ class Listener:
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> None:
-        self._awaited = None if isinstance(receivers, int) else list(receivers)
         self._count = receivers if isinstance(receivers, int) else len(receivers)
+        self._missing = None if isinstance(receivers, int) else list(receivers)  # devices that have not connected
         self.timeout_s = timeout_s
         self.token = token or secrets.token_urlsafe(32)
         self.ranks: list[ConnectedRank] = []
@@ -73,8 +73,7 @@ class Listener:
             raise InvalidRequestError(
                 f"cannot create a socket in {where}: {error}", field="directory", got=where
             ) from None
-        names = ["*"] if self._awaited is None else self._awaited
-        self.endpoints: dict[str, str] = dict.fromkeys(names, path)
+        self.endpoints: dict[str, str] = dict.fromkeys(["*"] if self._missing is None else self._missing, path)
 
     def close(self) -> None:
         """Close all connections and remove the socket. May be called more than once."""
@@ -108,14 +107,13 @@ class Listener:
             while len(self.ranks) < self._count:
                 ready = self._select([self._listener, *strangers], deadline.remaining())
                 if not ready:
-                    here = [rank.device for rank in self.ranks]
+                    absent = self._count - len(self.ranks)
                     raise WeightUpdateError(
-                        f"{self._count - len(here)} of {self._count} receivers did not connect within "
-                        f"{self.timeout_s:g} s",
+                        f"{absent} of {self._count} receivers did not connect within {self.timeout_s:g} s",
                         reason="stalled",
                         timeout_s=self.timeout_s,
-                        connected=here,
-                        missing=self._still_awaited(),
+                        connected=[rank.device for rank in self.ranks],
+                        missing=self._missing,
                     )
                 for one in ready:
                     if isinstance(one, wire.Connection):
@@ -140,12 +138,11 @@ class Listener:
                 )
             if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
                 raise AuthenticationError("the token does not belong to this update")
-            awaited = self._still_awaited()
-            if awaited is not None and hello.device not in awaited:
+            if self._missing is not None and hello.device not in self._missing:
                 raise WeightUpdateError(
                     f"no receiver is expected on device {hello.device}, or it has already connected",
                     device=hello.device,
-                    awaited=awaited,
+                    awaited=self._missing,
                 )
             if len(self.ranks) == self._count:
                 raise WeightUpdateError(f"all {self._count} receivers have already connected", device=hello.device)
@@ -154,18 +151,8 @@ class Listener:
             connection.close()
             return
         self.ranks.append(ConnectedRank(connection, hello))
-
-    def _still_awaited(self) -> list[str] | None:
-        if self._awaited is None:
-            return None
-        left = list(self._awaited)
-        for rank in self.ranks:
-            left.remove(rank.device)
-        return left
-
-    def broadcast(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        for rank in self.ranks:
-            rank.connection.send(message, self.timeout_s, fds)
+        if self._missing is not None:
+            self._missing.remove(hello.device)
 
     def gather(self, ranks: Sequence[ConnectedRank], *types: type[wire.M]) -> list[tuple[ConnectedRank, wire.M]]:
         """Receive one message from each rank. The failure of one rank ends the wait for all.
@@ -195,11 +182,10 @@ class Listener:
         Raises:
             RLMemoryError: the error of `cancel`.
         """
-        poll = select.poll()  # select() cannot watch descriptors above 1023
-        by_fd = {one.fileno(): one for one in (self._wakeable, *waiting)}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        ready = [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
+        selector = selectors.PollSelector()  # select() cannot watch descriptors above 1023
+        for one in (self._wakeable, *waiting):
+            selector.register(one, selectors.EVENT_READ)
+        ready = [key.fileobj for key, _ in selector.select(timeout_s)]
         # Messages of receivers come first: they are closer to the cause than the error of `cancel`.
         if ready == [self._wakeable]:
             raise self._cancelled or WeightUpdateError("the update was cancelled")

@@ -175,11 +175,7 @@ def candidate_transports(wanted: str, device: str, local: Collection[str], home:
 
 def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
     devices = {tensor.device for tensor in tensors or ()}
-    indices = {device.index for device in devices if device.type == "cuda"}
-    if len(devices) != 1 or not indices:
-        return None
-    (index,) = indices
-    return next((name for name, ordinal in local.items() if ordinal == index), None)
+    return next((name for name, index in local.items() if devices == {torch.device("cuda", index)}), None)
 
 
 def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:
