@@ -33,13 +33,7 @@ class ConnectedRank:
 
 
 class Listener:
-    """A Unix socket in a new private directory.
-
-    Args:
-        receivers: The devices of all receivers, or their number.
-        timeout_s: The longest wait for a rank at any point, in seconds.
-        directory: The parent of the private directory; by default the directory for temporary files.
-        token: The secret that ranks must show; by default a new one.
+    """A Unix socket in a new private directory. The arguments are those of `WeightSender`.
 
     Raises:
         InvalidRequestError: no socket can be created in `directory`.

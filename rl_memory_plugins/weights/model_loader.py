@@ -133,13 +133,13 @@ class ModelLoader:
         written = Written()
         with recording(written) if plan.unproven else nullcontext():
             (self.load_opaque or self.load_weights)(weights)
-        written.anew.extend(plan.traced)
+        written.overwritten.extend(plan.traced)
         now = self.parameters() if plan.unproven else {}
         missing = [
             name
             for name, address in plan.unproven.items()
             # a parameter with new memory counts as written
-            if name in now and now[name].data_ptr() == address and written.anew.fraction(now[name]) < 1
+            if name in now and now[name].data_ptr() == address and written.overwritten.fraction(now[name]) < 1
         ]
         if missing:
             raise WeightUpdateError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,9 @@ class WeightSender:
             a GPU, because the two processes take turns there. If memory is short, the sender uses smaller ones.
         slots: The number of buckets that exist at a time.
         timeout_s: The longest wait for a receiver at any point, in seconds.
-        directory: The parent of the private directory for the socket. The engine must see it under the same path, which
-            must be short: the path of a socket has at most 107 bytes.
-        token: The secret that receivers must show. Several senders of one update share it.
+        directory: The parent of the private directory for the socket; by default the directory for temporary files.
+            The engine must see it under the same path, which must be short: the path of a socket has at most 107 bytes.
+        token: The secret that receivers must show; by default a new one. Several senders of one update share it.
         settle_unused: For several senders of one update. The sender calls it with the names that none of its receivers
             uses. It returns those that no receiver of any sender uses.
         transport: One of `buffers.TRANSPORTS`; or `auto`: for each receiver, the first transport that works. `auto`
@@ -183,8 +184,6 @@ class WeightSender:
         finally:
             self.close()
 
-    # -- the steps of a session -------------------------------------------------------------------------------
-
     def _offer(
         self, manifest: Manifest, routes: Routes
     ) -> tuple[list[tuple[ConnectedRank, wire.Answer]], list[list[BucketEntry]]]:
@@ -217,10 +216,8 @@ class WeightSender:
     def _require_accepted(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> None:
         """Raise one error with the mismatches of all ranks if there are any."""
         merged: dict[Mismatch, list[int]] = {}
-        ignored_by: dict[str, int] = {}
+        ignored_by = Counter(name for _, answer in answers for name in answer.unused)
         for rank, answer in answers:
-            for name in answer.unused:
-                ignored_by[name] = ignored_by.get(name, 0) + 1
             for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
                 merged.setdefault(mismatch, []).append(rank.rank)
         mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
@@ -301,7 +298,7 @@ class WeightSender:
         return placed
 
     def _hold_leases(self, routes: list[Route]) -> None:
-        """Keep open the connections to receivers that leave this process's memory open."""
+        """Keep the connections to receivers that leave this process's memory open."""
         for route in routes:
             if route.transport == "cuda_direct":
                 for rank in route.ranks:
@@ -310,7 +307,7 @@ class WeightSender:
 
 
 def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-    """Close a source's generator now, so that it releases its tensors. Ignores errors: another error is the cause."""
+    """Close a source's generator, which releases its tensors. Ignores errors: the update has already failed."""
     close = getattr(tensors, "close", None)
     if close is not None:
         with contextlib.suppress(Exception):

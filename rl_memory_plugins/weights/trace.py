@@ -118,8 +118,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self.steps.pop(name, None)
             self.wrong_dtype.pop(name, None)
 
-    # -- dispatch -------------------------------------------------------------------------------------------
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is aten._local_scalar_dense.default and self._names(args[0]):
@@ -213,8 +211,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.mark_opaque(names, why)
         if destination is not None:
             self._spread(names, destination)
-
-    # -- taint ----------------------------------------------------------------------------------------------
 
     def _names(self, *tensors: torch.Tensor) -> set[str]:
         names: set[str] = set()

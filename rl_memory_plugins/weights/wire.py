@@ -18,6 +18,7 @@ Either side may send `Failure` at any time and close the connection.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import socket
@@ -37,7 +38,6 @@ MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
 
 _LENGTH = struct.Struct("!I")
-_FD = struct.Struct("@i")
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -277,16 +277,12 @@ class Connection:
 
 def _receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], int]:
     """Like `socket.recv_fds`, with close-on-exec: some Python versions of `recv_fds` drop their flags."""
-    part, ancillary, flags, _ = sock.recvmsg(
-        nbytes, socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.size), socket.MSG_CMSG_CLOEXEC
-    )
-    fds = [
-        fd
-        for level, kind, data in ancillary
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-        for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])
-    ]
-    return part, fds, flags
+    part, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
+    return part, list(fds), flags
 
 
 def close_fds(fds: Sequence[int]) -> None:
