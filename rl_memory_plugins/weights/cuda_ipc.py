@@ -42,15 +42,12 @@ def process_id() -> str:
 
 
 class Allocation(NamedTuple):
-    """One GPU allocation, as its owner describes it. `handle` has 64 bytes.
+    """One GPU allocation, as its owner describes it."""
 
-    `serial` distinguishes it from a later allocation at the same address, which may have the same handle.
-    """
-
-    handle: bytes
+    handle: bytes  # 64 bytes
     address: int
     nbytes: int
-    serial: int
+    serial: int  # differs from that of a later allocation at the same address, which may have the same handle
 
 
 def allocations_of(description: dict[str, Any], device: str) -> list[Allocation]:
@@ -78,7 +75,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaGpu:
-    """A GPU of this process, through the driver. Any thread may call the methods.
+    """A GPU of this process, through the driver. Any thread may call the methods. Tests replace this class.
 
     Args:
         index: The GPU's ordinal in torch.
@@ -188,17 +185,16 @@ class CudaGpu:
         code = getattr(self._api, name)(*arguments)
         if code == 0:
             return
-        text = ctypes.c_char_p()
-        self._api.cuGetErrorName(code, ctypes.byref(text))
-        error = (text.value or b"?").decode()
         if code == _OUT_OF_MEMORY and needed_bytes:
-            free = int(torch.cuda.mem_get_info(self.index)[0])
             raise DeviceMemoryError(
                 f"cannot allocate {needed_bytes} bytes of GPU memory to stage weights",
                 needed_bytes=needed_bytes,
-                free_bytes=free,
+                free_bytes=int(torch.cuda.mem_get_info(self.index)[0]),
                 margin_bytes=0,
             )
+        text = ctypes.c_char_p()
+        self._api.cuGetErrorName(code, ctypes.byref(text))
+        error = (text.value or b"?").decode()
         raise UnsupportedError(f"{name} failed with {error} ({code})", cuda_error=error)
 
 
@@ -240,9 +236,6 @@ class Mappings:
         self._lock = threading.Lock()
         self._open: dict[tuple[Any, ...], tuple[CudaGpu, torch.Tensor]] = {}
         self._lease: Connection | None = None
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def open(self, gpu: CudaGpu, process: str, allocations: Sequence[Allocation]) -> list[torch.Tensor]:
         """Open these allocations and close all others.
@@ -293,7 +286,7 @@ class Mappings:
         connection.close()  # tells the trainer that its memory is no longer open here
 
     def _close(self, keys: set[tuple[Any, ...]]) -> None:
-        for gpu in {id(self._open[key][0]): self._open[key][0] for key in keys}.values():
+        for gpu in {self._open[key][0] for key in keys}:
             gpu.synchronize()
         for key in keys:
             gpu, memory = self._open.pop(key)
@@ -311,7 +304,7 @@ def _opened(gpu: CudaGpu, allocation: Allocation) -> torch.Tensor:
 
 
 def _require_bytes(gpu: CudaGpu, address: int, allocation: Allocation) -> None:
-    """Check the size that the trainer states: a read beyond the end of an allocation would kill this process."""
+    """Check the size that the trainer states: a read past the end of the allocation would kill this process."""
     found = gpu.bytes_from(address)
     if allocation.nbytes > found:
         raise WeightUpdateError(

@@ -130,16 +130,19 @@ class ModelLoader:
         if reload is not None:
             reload.load(weights, partial=plan.partial)
             return
+        load = self.load_opaque or self.load_weights
+        if not plan.unproven:
+            load(weights)
+            return
         written = Written()
-        with recording(written) if plan.unproven else nullcontext():
-            (self.load_opaque or self.load_weights)(weights)
+        with recording(written):
+            load(weights)
         written.overwritten.extend(plan.traced)
-        now = self.parameters() if plan.unproven else {}
         missing = [
             name
-            for name, address in plan.unproven.items()
+            for name, parameter in self.parameters().items()
             # a parameter with new memory counts as written
-            if name in now and now[name].data_ptr() == address and written.overwritten.fraction(now[name]) < 1
+            if parameter.data_ptr() == plan.unproven.get(name) and written.overwritten.fraction(parameter) < 1
         ]
         if missing:
             raise WeightUpdateError(
@@ -149,11 +152,9 @@ class ModelLoader:
             )
 
     def drop_outdated(self) -> Mapping[str, torch.Tensor]:
-        """Drop all plans if the model's tensors have been replaced: the plans would keep the old memory alive.
+        """Drop all plans if the engine has replaced tensors or transformed more weights since.
 
-        Also drops them if the engine has transformed more weights since they were made.
-
-        Returns: the current parameters.
+        Plans would keep replaced memory alive. Returns the current parameters.
         """
         expected = self.parameters()
         current = (self.transformed(), signature(expected), signature(self.buffers()))
@@ -165,6 +166,6 @@ class ModelLoader:
         return expected
 
     def note_complete(self, plan: LoadPlan) -> None:
-        """A complete update with this plan has arrived. A plan that replays nothing gives no checkpoint checksums."""
+        """Note a complete update with this plan. A plan that replays nothing gives no checkpoint checksums."""
         if plan.digest in self._plans:
             self.complete = plan if plan.steps else None

@@ -1,4 +1,4 @@
-"""Buckets that repeat between updates from the same memory: the receiver repeats their copies without new checks.
+"""Buckets of an update that the receiver can load again without new checks, because the memory is the same.
 
 With thousands of tensors, the host's work for each tensor takes longer than the copies on the GPU.
 """

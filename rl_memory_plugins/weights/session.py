@@ -1,4 +1,4 @@
-"""One weight update on one rank, and the state that ends with it."""
+"""One weight update on one rank, and the state that lives as long as the update."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ class Session:
     _received_bytes: int = field(default=0, init=False)  # of the next tensor
     _total_bytes: int = field(default=0, init=False)
     _committed: bool = field(default=False, init=False)
-    # the next tensor, if its rows cannot be loaded separately
-    _assembled: torch.Tensor | None = field(default=None, init=False)
-    # the buffer's memory as elements, by address and dtype
+    _assembled: torch.Tensor | None = field(default=None, init=False)  # the next tensor, if its rows do not load alone
+    # slots as elements, by address and dtype
     _elements: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict, init=False)
 
     def run(self, connection: wire.Connection, token: str) -> dict[str, Any]:
@@ -68,9 +67,8 @@ class Session:
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)
             if not self._committed:
-                raise WeightUpdateError(
-                    "the update broke off, but the engine's loader hid the error", rank=manager.rank
-                )
+                problem = "the update broke off, but the engine's loader hid the error"
+                raise WeightUpdateError(problem, rank=manager.rank)
             with timed(self.seconds, "load"):
                 manager.device.synchronize()
             self._elements.clear()
@@ -204,12 +202,9 @@ class Session:
             replays.keep(bucket.entries, batch)
 
     def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
-        """Check that the entry is the next tensor, or its next whole rows, and lies inside the slot."""
-        if (
-            entry.index != self._next_tensor
-            or entry.index >= len(manifest.tensors)
-            or entry.start != self._received_bytes
-        ):
+        """Count the entry as received. Checks that it is the next tensor or its next whole rows, inside the slot."""
+        expected = (self._next_tensor, self._received_bytes)
+        if (entry.index, entry.start) != expected or entry.index >= len(manifest.tensors):
             raise WeightUpdateError(
                 f"the trainer sent tensor {entry.index} out of order: tensor {self._next_tensor} was next",
                 rank=self.manager.rank,
@@ -223,11 +218,8 @@ class Session:
             or not 0 <= entry.offset <= slot_bytes - entry.nbytes
             or entry.offset % ITEMSIZE[spec.dtype]
         ):
-            raise WeightUpdateError(
-                f"the trainer announced an invalid byte range for {spec.name}",
-                name=spec.name,
-                rank=self.manager.rank,
-            )
+            problem = f"the trainer announced an invalid byte range for {spec.name}"
+            raise WeightUpdateError(problem, name=spec.name, rank=self.manager.rank)
         self._received_bytes += entry.nbytes
         self._total_bytes += entry.nbytes
         if self._received_bytes == nbytes:

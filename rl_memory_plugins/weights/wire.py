@@ -165,7 +165,7 @@ class Connection:
                 self.receive(Message, timeout_s=1.0)
 
     def receive(self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES) -> M:
-        """Receive a message of one of `types`, without file descriptors. See `receive_with_fds`."""
+        """`receive_with_fds` for a message without file descriptors."""
         message, fds = self.receive_with_fds(*types, timeout_s=timeout_s, limit=limit)
         if fds:
             close_fds(fds)
@@ -246,7 +246,7 @@ class Connection:
             self.send(Failure(error.to_record()), timeout_s)
 
     def peer_process(self) -> str:
-        """An identifier of the peer's process and its role."""
+        """Identifies the peer's process and its role."""
         pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return f"{pid}: {self.peer}"
 

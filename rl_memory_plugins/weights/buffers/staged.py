@@ -119,7 +119,7 @@ class CudaStaging:
             self._slots = []
             self._flat = {}
             if self._bounce is not None:
-                self._bounce.close()
+                self._bounce.copier.close()
                 self._bounce = None
             self._gpu.free(self._address)
             self._address = 0
@@ -131,7 +131,7 @@ class _Bounce:
     def __init__(self) -> None:
         self._buffers = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._read = [torch.cuda.Event(), torch.cuda.Event()]
-        self._copier = HostCopier()
+        self.copier = HostCopier()
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._current, self._used = 0, 0
         self._stream: Any = None  # the stream of the last copy
@@ -151,20 +151,17 @@ class _Bounce:
                 self._read[self._current].synchronize()
             step = min(len(source) - start, _BOUNCE_BYTES - self._used)
             piece = self._buffers[self._current][self._used : self._used + step]
-            self._copier.add(piece, source[start : start + step])
+            self.copier.add(piece, source[start : start + step])
             self._filled.append((destination[start : start + step], piece))
             self._used += step
             start += step
 
     def flush(self) -> None:
         """Read all sources, and enqueue their copies to the GPU."""
-        self._copier.run()
+        self.copier.run()
         for destination, piece in self._filled:
             destination.copy_(piece, non_blocking=True)
         self._filled.clear()
-
-    def close(self) -> None:
-        self._copier.close()
 
 
 class CudaAttached:

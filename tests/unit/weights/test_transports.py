@@ -629,7 +629,7 @@ def test_every_stream_that_a_source_gave_a_tensor_on_is_waited_for(gpus, monkeyp
 def test_a_bounce_buffer_is_read_on_all_streams_before_it_is_filled_again():
     bounce = _Bounce.__new__(_Bounce)  # which would pin memory
     bounce._buffers, bounce._current, bounce._used = [torch.zeros(256, dtype=torch.uint8)] * 2, 0, 0
-    bounce._copier, bounce._filled, bounce._stream = HostCopier(1), [], None
+    bounce.copier, bounce._filled, bounce._stream = HostCopier(1), [], None
     first, second = FakeStream(), FakeStream()
     for stream in (first, first, second):
         bounce.copy(torch.zeros(16), torch.ones(16), stream)
