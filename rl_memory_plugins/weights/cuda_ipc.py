@@ -30,7 +30,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
 _BUFFER_ID = 7
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10
-_MAX_FOUND = 4096
+_MAX_EXPORTED = 4096
 _SWITCH_INTERVAL_S = 50e-6
 
 _NONCE = secrets.token_hex(8)
@@ -86,7 +86,7 @@ class CudaGpu:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._found: dict[int, Allocation] = {}  # by serial; the driver never reuses a serial
+        self._exported: dict[int, Allocation] = {}  # by serial; the driver never reuses a serial
         try:
             self._api = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -119,7 +119,7 @@ class CudaGpu:
             attribute = self._api.cuPointerGetAttribute
             if attribute(ctypes.byref(serial), _BUFFER_ID, pointer):
                 return None
-            known = self._found.get(serial.value)
+            known = self._exported.get(serial.value)
             if known is not None and known.address <= address < known.address + known.nbytes:
                 return known
             if attribute(ctypes.byref(capable), _IS_LEGACY_CUDA_IPC_CAPABLE, pointer) or not capable.value:
@@ -127,9 +127,9 @@ class CudaGpu:
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), pointer)
             if self._api.cuIpcGetMemHandle(ctypes.byref(handle), base):
                 return None
-        if len(self._found) >= _MAX_FOUND:
-            self._found.clear()
-        found = self._found[serial.value] = Allocation(bytes(handle), base.value, nbytes.value, serial.value)
+        if len(self._exported) >= _MAX_EXPORTED:
+            self._exported.clear()
+        found = self._exported[serial.value] = Allocation(bytes(handle), base.value, nbytes.value, serial.value)
         return found
 
     def open(self, handle: bytes) -> int:
@@ -279,7 +279,7 @@ class Mappings:
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         poll.poll()
-        with self._lock, _taking_turns():
+        with self._lock, _short_switch_interval():
             if self._lease is connection:
                 self._lease = None
                 self._close(set(self._open))
@@ -315,17 +315,17 @@ def _require_bytes(gpu: CudaGpu, address: int, allocation: Allocation) -> None:
         )
 
 
-_turns = threading.Lock()
+_switch_interval_lock = threading.Lock()
 
 
 @contextmanager
-def _taking_turns() -> Iterator[None]:
+def _short_switch_interval() -> Iterator[None]:
     """Shorten Python's switch interval while a background thread makes many driver calls.
 
     Each call releases the GIL. A thread that spins, such as SGLang's idle scheduler, then holds the GIL for one switch
     interval, 5 ms by default: 800 allocations took 12 s to close.
     """
-    with _turns:
+    with _switch_interval_lock:
         former = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:

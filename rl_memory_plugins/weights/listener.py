@@ -52,7 +52,7 @@ class Listener:
         self.token = token or secrets.token_urlsafe(32)
         self.ranks: list[ConnectedRank] = []
         self._cancelled: RLMemoryError | None = None
-        self._wake, self._wakeable = socket.socketpair()
+        self._cancel_sender, self._cancel_receiver = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._directory: str | None = None
         try:
@@ -75,8 +75,8 @@ class Listener:
             rank.connection.close()
         self.ranks = []
         self._listener.close()
-        self._wake.close()
-        self._wakeable.close()
+        self._cancel_sender.close()
+        self._cancel_receiver.close()
         self._cancelled = None  # its traceback may refer to this object
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -85,7 +85,7 @@ class Listener:
         """Make the current or next wait in another thread raise `error`."""
         self._cancelled = error
         try:
-            self._wake.send(b"x")
+            self._cancel_sender.send(b"x")
         except OSError:  # closed: nothing waits
             self._cancelled = None
 
@@ -96,10 +96,10 @@ class Listener:
             WeightUpdateError: not all receivers have connected within `timeout_s`.
         """
         deadline = wire.Deadline(self.timeout_s)
-        strangers: list[wire.Connection] = []
+        newcomers: list[wire.Connection] = []
         try:
             while len(self.ranks) < self._count:
-                ready = self._select([self._listener, *strangers], deadline.remaining())
+                ready = self._select([self._listener, *newcomers], deadline.remaining())
                 if not ready:
                     absent = self._count - len(self.ranks)
                     raise WeightUpdateError(
@@ -111,17 +111,17 @@ class Listener:
                     )
                 for one in ready:
                     if isinstance(one, wire.Connection):
-                        strangers.remove(one)
-                        self._greet(one)
+                        newcomers.remove(one)
+                        self._authenticate(one)
                     else:
                         with contextlib.suppress(BlockingIOError):
                             sock, _ = self._listener.accept()
-                            strangers.append(wire.Connection(sock, "a connecting process"))
+                            newcomers.append(wire.Connection(sock, "a connecting process"))
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for newcomer in newcomers:
+                newcomer.close()
 
-    def _greet(self, connection: wire.Connection) -> None:
+    def _authenticate(self, connection: wire.Connection) -> None:
         try:
             hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
             if hello.protocol != wire.PROTOCOL:
@@ -177,10 +177,10 @@ class Listener:
             RLMemoryError: the error of `cancel`.
         """
         selector = selectors.PollSelector()  # select() cannot watch descriptors above 1023
-        for one in (self._wakeable, *waiting):
+        for one in (self._cancel_receiver, *waiting):
             selector.register(one, selectors.EVENT_READ)
         ready = [key.fileobj for key, _ in selector.select(timeout_s)]
         # Messages of receivers come first: they are closer to the cause than the error of `cancel`.
-        if ready == [self._wakeable]:
+        if ready == [self._cancel_receiver]:
             raise self._cancelled or WeightUpdateError("the update was cancelled")
-        return [one for one in ready if one is not self._wakeable]
+        return [one for one in ready if one is not self._cancel_receiver]

@@ -25,7 +25,7 @@ Write = tuple[torch.Tensor, Any]
 SMALL_BYTES = 4 << 20
 """Up to this size, many copies on a GPU share one kernel: a launch for each copy takes longer than the copy."""
 
-_ALONE = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
+_NOT_GROUPED = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
 """Dtypes that `torch._foreach_copy_` refuses on a GPU."""
 
 MAX_FAILURES = 64
@@ -36,13 +36,13 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
 
 
-def goes_with_others(source: torch.Tensor, destination: torch.dtype) -> bool:
+def can_group_copy(source: torch.Tensor, destination: torch.dtype) -> bool:
     """Whether `torch._foreach_copy_` may do this copy on a GPU.
 
     It must not cast: some torch releases use the kernel for the first destination's dtype for all destinations, and
     write wrong bytes to those of another dtype (pytorch/pytorch#173383).
     """
-    return source.nbytes <= SMALL_BYTES and source.dtype == destination and destination not in _ALONE
+    return source.nbytes <= SMALL_BYTES and source.dtype == destination and destination not in _NOT_GROUPED
 
 
 class LoadPlan:
@@ -143,7 +143,7 @@ class Batch:
         self._sources: list[torch.Tensor] = []
         for destination, value in writes:
             together = group and isinstance(value, torch.Tensor) and value.is_cuda
-            if together and goes_with_others(value, destination.dtype):
+            if together and can_group_copy(value, destination.dtype):
                 self._destinations.append(destination)
                 self._sources.append(value)
             else:
@@ -230,7 +230,7 @@ def trace(
         problems.append(Mismatch("loader", untried[0], reason))
     used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys() | set(untried)
     unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
-    if not manifest.partial and not tracer.blind:
+    if not manifest.partial and not tracer.unseen_writes:
         problems += _missing(tracer, expected)
     elif whole_layers:
         problems += _missing(tracer, expected, whole_layers=True)
@@ -241,7 +241,7 @@ def trace(
     if whole_layers:
         return LoadPlan(manifest, {}, {spec.name: whole_layers for spec in manifest.tensors}, unused)
     plan = LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
-    if not manifest.partial and tracer.blind:
+    if not manifest.partial and tracer.unseen_writes:
         plan.traced = tracer.written
         plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in _missing(tracer, expected)}
     return plan
@@ -292,7 +292,7 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
         first += position + 1
         if name in tracer.opaque or _needs_values(error):
             tracer.mark_opaque([name], f"the loader needs its values: {error}")
-            tracer.blind = True
+            tracer.unseen_writes = True
             in_a_row = 0
         else:
             failures[name] = _mismatch(name, error)

@@ -141,7 +141,8 @@ class WeightSender:
             with timed(self._seconds, "connect"):
                 self._listener.connect()
             resident = source.resident() if isinstance(source, ResidentSource) else None
-            routes = Routes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
+            ranks = self._listener.ranks
+            routes = Routes(manifest, self._transport, ranks, keep_mapped=self._keep_mapped, resident=resident)
             answers, buckets = self._offer(manifest, routes)
             self._require_accepted(answers)
             tensors = source.tensors()
@@ -191,8 +192,6 @@ class WeightSender:
 
         Returns: the answer of each rank, and the buckets for the routes.
         """
-        for rank in self._listener.ranks:
-            rank.candidate_transports = routes.candidate_transports(rank.device)
         answers: list[tuple[ConnectedRank, wire.Answer]] = []
         buckets: list[list[BucketEntry]] = []
         waiting = self._listener.ranks

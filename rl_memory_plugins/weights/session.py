@@ -28,11 +28,9 @@ class Session:
     """Receives one update.
 
     Attributes:
-        manager: As for `WeightReceiver`.
-        model: The plans of the model, which outlive the update.
+        manager, model, check_finite: As for `WeightReceiver`.
         mappings: The open allocations of the trainer, which may outlive the update.
         timeout_s: The longest wait for the trainer at any point, in seconds.
-        check_finite: As for `WeightReceiver`.
         lease: The connection to keep after an update whose trainer keeps its memory for the next one; else `None`.
         seconds: The duration of each step.
     """
@@ -154,11 +152,11 @@ class Session:
             if self._next_tensor == 0 and self._received_bytes == 0:
                 self.manager.begin_writing()
             with timed(self.seconds, "load"):
-                known = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None
-                if known is not None and known.entries[0].index == self._next_tensor:
-                    known.batch.run()
-                    self._next_tensor = known.entries[-1].index + 1
-                    self._total_bytes += known.nbytes
+                repeated = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None
+                if repeated is not None and repeated.entries[0].index == self._next_tensor:
+                    repeated.batch.run()
+                    self._next_tensor = repeated.entries[-1].index + 1
+                    self._total_bytes += repeated.nbytes
                 else:
                     yield from self._load(bucket, buffer, manifest, plan, replays)
                 if buffer.reused:

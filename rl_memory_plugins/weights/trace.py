@@ -51,7 +51,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         opaque: For each name that only the loader can load, the reason.
         wrong_dtype: Names whose copy would cast; empty with `allow_cast`.
         written: The real memory that the loader would overwrite.
-        blind: The loader would write more memory: values decide which part, or it stopped because it needs them.
+        unseen_writes: The loader would write more memory. It needs values, which decide which part or whether it goes on.
         derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
         current: The name that the loader read last.
     """
@@ -62,7 +62,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._memory = {_storage(tensor) for tensor in memory}
         self.derives = ""
-        self.blind = False
+        self.unseen_writes = False
         self.steps: dict[str, list[Step]] = {}
         self.opaque: dict[str, str] = {}
         self.wrong_dtype: dict[str, Mismatch] = {}
@@ -73,9 +73,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
         self._sources = {_storage(tensor): name for name, tensor in self._tensors.items()}
-        # By storage, the names whose data it holds or would hold. `_kept` keeps the tensors, so no id is reused.
+        # By storage, the names whose data it holds or would hold. `_tainted` keeps the tensors, so no id is reused.
         self._taint: dict[int, set[str]] = {storage: {name} for storage, name in self._sources.items()}
-        self._kept: list[torch.Tensor] = []
+        self._tainted: list[torch.Tensor] = []
         self._pending: list[tuple[int, FillStep, str | None]] = []
         self._previous: tuple[int, str] | None = None  # storage and name of the copy recorded last
 
@@ -159,7 +159,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         elif any(tensor.numel() for tensor in written):
             self.refuse(f"the loader runs {func} on the model's memory", *tensors_in((args, kwargs)))
             overwritten = overwritten_by(func, args, kwargs)
-            self.blind = self.blind or len(overwritten) < len(written)
+            self.unseen_writes = self.unseen_writes or len(overwritten) < len(written)
             for tensor in overwritten:
                 self.written.add(tensor)
         returns = func._schema.returns
@@ -223,7 +223,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             storage = _storage(tensor)
             if storage not in self._taint:
                 self._taint[storage] = set()
-                self._kept.append(tensor)
+                self._tainted.append(tensor)
             self._taint[storage] |= names
 
 

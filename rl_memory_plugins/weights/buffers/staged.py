@@ -13,7 +13,7 @@ from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
-from rl_memory_plugins.weights.plan import goes_with_others
+from rl_memory_plugins.weights.plan import can_group_copy
 
 _BOUNCE_BYTES = 64 << 20
 
@@ -36,8 +36,8 @@ class CudaStaging:
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
         self._gpu = cuda_ipc.local_gpu(device)
         self._stable = stable
-        self._bounce: _Bounce | None = None
-        self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
+        self._bounce: _BounceBuffers | None = None
+        self._small_copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         self._streams = Streams()
         self.nbytes = slot_bytes * slots
@@ -58,8 +58,8 @@ class CudaStaging:
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
-        if self._stable and tensor.device == memory.device and goes_with_others(tensor, tensor.dtype):
-            targets, tensors = self._small
+        if self._stable and tensor.device == memory.device and can_group_copy(tensor, tensor.dtype):
+            targets, tensors = self._small_copies
             targets.append(self._target(slot, entry, spec, tensor))
             tensors.append(tensor)
             return entry
@@ -75,7 +75,7 @@ class CudaStaging:
                 if not self._stable:
                     stream.synchronize()
             elif entry.nbytes:
-                self._bounce = self._bounce or _Bounce()
+                self._bounce = self._bounce or _BounceBuffers()
                 self._bounce.copy(memory[entry.offset : entry.offset + entry.nbytes], tensor, stream)
                 if not self._stable:
                     self._bounce.flush()
@@ -103,18 +103,18 @@ class CudaStaging:
 
     def publish(self) -> None:
         self._current_stream()
-        targets, tensors = self._small
+        targets, tensors = self._small_copies
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, tensors, non_blocking=True)
-            self._small = [], []
+            self._small_copies = [], []
         if self._bounce is not None:
             self._bounce.flush()
         self._streams.synchronize()
 
     def close(self) -> None:
         if self._address:
-            self._small = [], []
+            self._small_copies = [], []
             self._streams.synchronize()
             self._slots = []
             self._flat = {}
@@ -125,7 +125,7 @@ class CudaStaging:
             self._address = 0
 
 
-class _Bounce:
+class _BounceBuffers:
     """Copies host memory to a GPU through two pinned buffers: the host fills one while the GPU reads the other."""
 
     def __init__(self) -> None:

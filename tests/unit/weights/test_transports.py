@@ -25,7 +25,7 @@ from rl_memory_plugins.trainer import ModelSource, push
 from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights import buffers, cuda_ipc, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
-from rl_memory_plugins.weights.buffers.staged import _Bounce
+from rl_memory_plugins.weights.buffers.staged import _BounceBuffers
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
@@ -627,7 +627,7 @@ def test_every_stream_that_a_source_gave_a_tensor_on_is_waited_for(gpus, monkeyp
 
 
 def test_a_bounce_buffer_is_read_on_all_streams_before_it_is_filled_again():
-    bounce = _Bounce.__new__(_Bounce)  # which would pin memory
+    bounce = _BounceBuffers.__new__(_BounceBuffers)  # which would pin memory
     bounce._buffers, bounce._current, bounce._used = [torch.zeros(256, dtype=torch.uint8)] * 2, 0, 0
     bounce.copier, bounce._filled, bounce._stream = HostCopier(1), [], None
     first, second = FakeStream(), FakeStream()
