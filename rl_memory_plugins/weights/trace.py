@@ -51,7 +51,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         opaque: For each name that only the loader can load, the reason.
         wrong_dtype: Names whose copy would cast; empty with `allow_cast`.
         written: The real memory that the loader would overwrite.
-        unseen_writes: The loader would write more memory. It needs values, which decide which part or whether it goes on.
+        unseen_writes: The loader would write more memory: it needs values, which the trace does not have.
         derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
         current: The name that the loader read last.
     """
