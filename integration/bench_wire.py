@@ -32,6 +32,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.trainer import release_mapped
 from rl_memory_plugins.trainer.sources.model import as_source
+from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.sender import WeightSender
 
@@ -116,7 +117,7 @@ class Rank:
                 self.parameters[name] = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
                 self._places |= {part: (name, start) for part, (start, _) in parts.items()}
         self.manager = MemoryManager(0, allocator, PagedArena(), lambda tag: [])
-        self.receiver = WeightReceiver(self.manager, self.load_weights, lambda: self.parameters)
+        self.receiver = WeightReceiver(self.manager, ModelLoader(self.load_weights, lambda: self.parameters))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:

@@ -13,9 +13,9 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.coverage import canonical
-from rl_memory_plugins.weights.model_loader import Reload
+from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
 from rl_memory_plugins.weights.plan import Loader
-from rl_memory_plugins.weights.receiver import WeightReceiver, is_ignorable
+from rl_memory_plugins.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def build_agent(
     Args:
         model: Gives the model as it is now.
         load_weights: The loader of the model.
-        reload: See `WeightReceiver`.
+        reload: See `ModelLoader`.
         model_config: Gives the configuration of the model, which says whether the output layer is the embedding.
         **own: Arguments of `RankAgent` that only one engine has.
     """
@@ -85,17 +85,16 @@ def build_agent(
     def ignorable(name: str) -> bool:
         return is_ignorable(name, tied=bool(getattr(model_config(), "tie_word_embeddings", False)))
 
-    receiver = WeightReceiver(
-        manager,
-        load_weights=load_weights,
-        parameters=lambda: dict(model().named_parameters()),
+    loader = ModelLoader(
+        load_weights,
+        lambda: dict(model().named_parameters()),
         buffers=lambda: dict(model().named_buffers()),
         reload=reload,
         transformed=lambda: post_load.transformed_in(model()),
         ignorable=ignorable,
         allow_cast=config.allow_cast,
-        check_finite=config.check_finite,
     )
+    receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
     agent = RankAgent(manager, receiver, **own)
     manager.warm_up()
     receiver.warm_up()

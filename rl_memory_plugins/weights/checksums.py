@@ -197,23 +197,15 @@ def _merge(ranks: Sequence[dict[str, Any]]) -> tuple[Checksums, dict[str, int]]:
     for name in numel:
         if name in opaque:
             continue
-        regions, other = _distinct_regions(name, ranks)
-        if other is not None:
-            differing[name] = other
-        elif sum(math.prod(size) for _, size, _ in regions) == numel[name]:
-            tensors[name] = _hex(sum(regions.values()))
+        sums: dict[tuple[Any, ...], str] = {}  # by region
+        for number, rank in enumerate(ranks):
+            for offset, size, stride, value in rank["regions"].get(name, ()):
+                if sums.setdefault((offset, tuple(size), tuple(stride)), value) != value:
+                    differing.setdefault(name, number)
+        if name in differing:
+            continue
+        if sum(math.prod(size) for _, size, _ in sums) == numel[name]:
+            tensors[name] = _hex(sum(int(value, 16) for value in sums.values()))
         else:
             partial.append(name)
     return Checksums("checkpoint", tensors, partial, opaque), differing
-
-
-def _distinct_regions(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[dict[tuple[Any, ...], int], int | None]:
-    """The sum of each region of a tensor, and the first rank whose sum differs from that of an earlier rank."""
-    regions: dict[tuple[Any, ...], int] = {}
-    other: int | None = None
-    for number, rank in enumerate(ranks):
-        for offset, size, stride, value in rank["regions"].get(name, ()):
-            region = (offset, tuple(size), tuple(stride))
-            if regions.setdefault(region, int(value, 16)) != int(value, 16) and other is None:
-                other = number
-    return regions, other

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
 _BUFFER_ID = 7
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10
-_MAX_FOUND = 4096
+_MAX_EXPORTED = 4096
 _SWITCH_INTERVAL_S = 50e-6
 
 _NONCE = secrets.token_hex(8)
@@ -42,57 +42,32 @@ def process_id() -> str:
 
 
 class Allocation(NamedTuple):
-    """One GPU allocation, as its owner describes it. `handle` has 64 bytes.
+    """One GPU allocation, as its owner describes it."""
 
-    `serial` distinguishes it from a later allocation at the same address, which may have the same handle.
-    """
-
-    handle: bytes
+    handle: bytes  # 64 bytes
     address: int
     nbytes: int
-    serial: int
+    serial: int  # differs from that of a later allocation at the same address, which may have the same handle
 
 
-def allocations_of(description: dict[str, Any]) -> list[Allocation]:
-    """The allocations in the description of a trainer's buffer.
+def allocations_of(description: dict[str, Any], device: str) -> list[Allocation]:
+    """The allocations in the description of a trainer's buffer for a receiver on `device`.
 
     Raises:
-        WeightUpdateError: a handle has the wrong type or size, or an allocation is empty.
+        WeightUpdateError: the buffer is on another device; a handle has the wrong type or size; or an allocation is
+            empty.
     """
+    if description.get("device") != device:
+        raise WeightUpdateError(
+            f"the trainer offered memory on {description.get('device')} to a receiver on {device}",
+            reason="wrong device",
+            device=device,
+            got=description.get("device"),
+        )
     allocations = [Allocation(*one) for one in description["allocations"]]
     if any(not isinstance(one.handle, bytes) or len(one.handle) != 64 or one.nbytes < 1 for one in allocations):
         raise WeightUpdateError("the trainer's handles are not CUDA IPC handles")
     return allocations
-
-
-class Gpu(Protocol):
-    """The operations on a GPU that weight updates need. Tests have their own implementation."""
-
-    def allocate(self, nbytes: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def free_bytes(self) -> int:
-        """Bytes that torch can still allocate on this GPU."""
-
-    def find(self, address: int) -> Allocation | None:
-        """The allocation that contains the address; `None` if CUDA IPC cannot export it."""
-
-    def open(self, handle: bytes) -> int:
-        """Map another process's allocation. Returns its address in this process."""
-
-    def bytes_from(self, address: int) -> int:
-        """Bytes from an address to the end of its allocation, which may be another process's.
-
-        Raises:
-            UnsupportedError: no allocation contains the address.
-        """
-
-    def close(self, address: int) -> None: ...
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory."""
-
-    def unregister(self, address: int) -> None: ...
-    def view(self, address: int, nbytes: int) -> torch.Tensor: ...
-    def synchronize(self) -> None: ...
 
 
 class _Handle(ctypes.Structure):
@@ -100,7 +75,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaGpu:
-    """A GPU of this process, through the driver. Any thread may call the methods.
+    """A GPU of this process, through the driver. Any thread may call the methods. Tests replace this class.
 
     Args:
         index: The GPU's ordinal in torch.
@@ -111,7 +86,7 @@ class CudaGpu:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._found: dict[int, Allocation] = {}  # by serial; the driver never reuses a serial
+        self._exported: dict[int, Allocation] = {}  # by serial; the driver never reuses a serial
         try:
             self._api = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -124,19 +99,19 @@ class CudaGpu:
 
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
-        with self._current():
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes), needed_bytes=nbytes)
+        self._call_in_context("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes), needed_bytes=nbytes)
         return address.value
 
     def free(self, address: int) -> None:
-        with self._current():
-            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+        self._call_in_context("cuMemFree_v2", ctypes.c_uint64(address))
 
     def free_bytes(self) -> int:
+        """Bytes that torch can still allocate on this GPU."""
         unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return int(torch.cuda.mem_get_info(self.index)[0] + unused)
 
     def find(self, address: int) -> Allocation | None:
+        """The allocation that contains the address; `None` if CUDA IPC cannot export it."""
         capable, serial = ctypes.c_int(), ctypes.c_uint64()
         base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         pointer = ctypes.c_uint64(address)
@@ -144,7 +119,7 @@ class CudaGpu:
             attribute = self._api.cuPointerGetAttribute
             if attribute(ctypes.byref(serial), _BUFFER_ID, pointer):
                 return None
-            known = self._found.get(serial.value)
+            known = self._exported.get(serial.value)
             if known is not None and known.address <= address < known.address + known.nbytes:
                 return known
             if attribute(ctypes.byref(capable), _IS_LEGACY_CUDA_IPC_CAPABLE, pointer) or not capable.value:
@@ -152,45 +127,40 @@ class CudaGpu:
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), pointer)
             if self._api.cuIpcGetMemHandle(ctypes.byref(handle), base):
                 return None
-        if len(self._found) >= _MAX_FOUND:
-            self._found.clear()
-        found = self._found[serial.value] = Allocation(bytes(handle), base.value, nbytes.value, serial.value)
+        if len(self._exported) >= _MAX_EXPORTED:
+            self._exported.clear()
+        found = self._exported[serial.value] = Allocation(bytes(handle), base.value, nbytes.value, serial.value)
         return found
 
     def open(self, handle: bytes) -> int:
+        """Map another process's allocation. Returns its address in this process."""
         address = ctypes.c_uint64()
-        with self._current():
-            self._call(
-                "cuIpcOpenMemHandle_v2",
-                ctypes.byref(address),
-                _Handle.from_buffer_copy(handle),
-                _LAZY_ENABLE_PEER_ACCESS,
-            )
+        exported = _Handle.from_buffer_copy(handle)
+        self._call_in_context("cuIpcOpenMemHandle_v2", ctypes.byref(address), exported, _LAZY_ENABLE_PEER_ACCESS)
         return address.value
 
     def bytes_from(self, address: int) -> int:
-        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        with self._current():
-            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+        """Bytes from an address to the end of its allocation, which may be another process's.
+
+        Raises:
+            UnsupportedError: no allocation contains the address.
+        """
+        base, nbytes, pointer = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
+        self._call_in_context("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), pointer)
         return base.value + nbytes.value - address
 
     def close(self, address: int) -> None:
-        with self._current():
-            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        self._call_in_context("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory."""
         # not cudaHostRegister: torch's next error check would raise its failure again
-        with self._current():
-            self._call(
-                "cuMemHostRegister_v2",
-                ctypes.c_void_p(address),
-                ctypes.c_size_t(nbytes),
-                _HOST_REGISTER_PORTABLE,
-            )
+        self._call_in_context(
+            "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _HOST_REGISTER_PORTABLE
+        )
 
     def unregister(self, address: int) -> None:
-        with self._current():
-            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        self._call_in_context("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
         view: torch.Tensor = memory_view(address, nbytes, f"cuda:{self.index}")
@@ -207,21 +177,24 @@ class CudaGpu:
         finally:
             self._api.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
+    def _call_in_context(self, name: str, *arguments: Any, needed_bytes: int = 0) -> None:
+        with self._current():
+            self._call(name, *arguments, needed_bytes=needed_bytes)
+
     def _call(self, name: str, *arguments: Any, needed_bytes: int = 0) -> None:
         code = getattr(self._api, name)(*arguments)
         if code == 0:
             return
-        text = ctypes.c_char_p()
-        self._api.cuGetErrorName(code, ctypes.byref(text))
-        error = (text.value or b"?").decode()
         if code == _OUT_OF_MEMORY and needed_bytes:
-            free = int(torch.cuda.mem_get_info(self.index)[0])
             raise DeviceMemoryError(
                 f"cannot allocate {needed_bytes} bytes of GPU memory to stage weights",
                 needed_bytes=needed_bytes,
-                free_bytes=free,
+                free_bytes=int(torch.cuda.mem_get_info(self.index)[0]),
                 margin_bytes=0,
             )
+        text = ctypes.c_char_p()
+        self._api.cuGetErrorName(code, ctypes.byref(text))
+        error = (text.value or b"?").decode()
         raise UnsupportedError(f"{name} failed with {error} ({code})", cuda_error=error)
 
 
@@ -237,12 +210,10 @@ def local_gpus(*, initialise: bool = False) -> dict[str, int]:
     return {gpu_name(index): index for index in range(torch.cuda.device_count())}
 
 
-@functools.cache
-def _open_gpu(index: int) -> CudaGpu:
-    return CudaGpu(index)
+_open_gpu = functools.cache(CudaGpu)
 
 
-def local_gpu(name: str) -> Gpu:
+def local_gpu(name: str) -> CudaGpu:
     """The GPU with this name. Its ordinal may differ between processes.
 
     Raises:
@@ -263,13 +234,10 @@ class Mappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[tuple[Any, ...], tuple[Gpu, torch.Tensor]] = {}
+        self._open: dict[tuple[Any, ...], tuple[CudaGpu, torch.Tensor]] = {}
         self._lease: Connection | None = None
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def open(self, gpu: Gpu, process: str, allocations: Sequence[Allocation]) -> list[torch.Tensor]:
+    def open(self, gpu: CudaGpu, process: str, allocations: Sequence[Allocation]) -> list[torch.Tensor]:
         """Open these allocations and close all others.
 
         Returns: the bytes of each (uint8, one dimension). An allocation that was open already gives the same tensor.
@@ -311,21 +279,21 @@ class Mappings:
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         poll.poll()
-        with self._lock, _taking_turns():
+        with self._lock, _short_switch_interval():
             if self._lease is connection:
                 self._lease = None
                 self._close(set(self._open))
         connection.close()  # tells the trainer that its memory is no longer open here
 
     def _close(self, keys: set[tuple[Any, ...]]) -> None:
-        for gpu in {id(self._open[key][0]): self._open[key][0] for key in keys}.values():
+        for gpu in {self._open[key][0] for key in keys}:
             gpu.synchronize()
         for key in keys:
             gpu, memory = self._open.pop(key)
             gpu.close(memory.data_ptr())
 
 
-def _opened(gpu: Gpu, allocation: Allocation) -> torch.Tensor:
+def _opened(gpu: CudaGpu, allocation: Allocation) -> torch.Tensor:
     address = gpu.open(allocation.handle)
     try:
         _require_bytes(gpu, address, allocation)
@@ -335,8 +303,8 @@ def _opened(gpu: Gpu, allocation: Allocation) -> torch.Tensor:
         raise
 
 
-def _require_bytes(gpu: Gpu, address: int, allocation: Allocation) -> None:
-    """Check the size that the trainer states: a read beyond the end of an allocation would kill this process."""
+def _require_bytes(gpu: CudaGpu, address: int, allocation: Allocation) -> None:
+    """Check the size that the trainer states: a read past the end of the allocation would kill this process."""
     found = gpu.bytes_from(address)
     if allocation.nbytes > found:
         raise WeightUpdateError(
@@ -347,17 +315,17 @@ def _require_bytes(gpu: Gpu, address: int, allocation: Allocation) -> None:
         )
 
 
-_turns = threading.Lock()
+_switch_interval_lock = threading.Lock()
 
 
 @contextmanager
-def _taking_turns() -> Iterator[None]:
+def _short_switch_interval() -> Iterator[None]:
     """Shorten Python's switch interval while a background thread makes many driver calls.
 
     Each call releases the GIL. A thread that spins, such as SGLang's idle scheduler, then holds the GIL for one switch
     interval, 5 ms by default: 800 allocations took 12 s to close.
     """
-    with _turns:
+    with _switch_interval_lock:
         former = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
@@ -366,34 +334,18 @@ def _taking_turns() -> Iterator[None]:
             sys.setswitchinterval(former)
 
 
-class _Leases:
-    """The trainer's ends of the connections on which receivers keep its memory open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
-
-    def hold(self, receiver: str, connection: Connection) -> None:
-        with self._lock:
-            previous = self._connections.pop(receiver, None)
-            self._connections[receiver] = connection
-        if previous is not None:
-            previous.close()
-
-    def release(self, timeout_s: float) -> None:
-        with self._lock:
-            connections = dict(self._connections)
-        for connection in connections.values():
-            connection.finish()
-        for receiver, connection in connections.items():
-            connection.await_end(timeout_s)
-            with self._lock:  # only now: if this call times out, the next call must wait for this receiver again
-                if self._connections.get(receiver) is connection:
-                    del self._connections[receiver]
-            connection.close()
+_leases: dict[str, Connection] = {}
+"""The connection to each process of an engine that keeps this process's memory open."""
+_leases_lock = threading.Lock()
 
 
-leases = _Leases()
+def hold_lease(receiver: str, connection: Connection) -> None:
+    """Own the connection to a receiver that keeps this process's memory open, and close its earlier connection."""
+    with _leases_lock:
+        previous = _leases.get(receiver)
+        _leases[receiver] = connection
+    if previous is not None:
+        previous.close()
 
 
 def release_mapped(timeout_s: float = 10.0) -> None:
@@ -407,19 +359,13 @@ def release_mapped(timeout_s: float = 10.0) -> None:
     Raises:
         WeightUpdateError: an engine did not close the memory in time. The next call waits for that engine again.
     """
-    leases.release(timeout_s)
-
-
-def require_device(description: dict[str, Any], device: str) -> None:
-    """Check that a buffer is on the receiver's own GPU.
-
-    Raises:
-        WeightUpdateError: the buffer is on another device. The details name both devices.
-    """
-    if description.get("device") != device:
-        raise WeightUpdateError(
-            f"the trainer offered memory on {description.get('device')} to a receiver on {device}",
-            reason="wrong device",
-            device=device,
-            got=description.get("device"),
-        )
+    with _leases_lock:
+        connections = dict(_leases)
+    for connection in connections.values():
+        connection.finish()
+    for receiver, connection in connections.items():
+        connection.await_end(timeout_s)
+        with _leases_lock:  # only now: if this call times out, the next call must wait for this receiver again
+            if _leases.get(receiver) is connection:
+                del _leases[receiver]
+        connection.close()

@@ -65,7 +65,7 @@ class EngineUpdates:
                 yield
         except BaseException:
             self._undo()
-            if self._recorded.touched.is_empty or (not self._is_open and self._covers(self._recorded.anew)):
+            if self._recorded.touched.is_empty or (not self._is_open and self._covers(self._recorded.overwritten)):
                 self.settle()
             else:
                 self.fail()
@@ -94,7 +94,7 @@ class EngineUpdates:
         """Account for the recorded call, which has succeeded on every rank."""
         recorded, self._recorded = self._recorded, Written()
         self._forget_outdated()
-        self._written.extend(recorded.anew)
+        self._written.extend(recorded.overwritten)
         if self._is_open:
             self._wrote = self._wrote or not recorded.touched.is_empty
             if self.manager.content is not Content.UPDATING:  # an earlier call of this update failed

@@ -13,16 +13,16 @@ from rl_memory_plugins.errors import WeightUpdateError
 if TYPE_CHECKING:
     import torch
 
-_SINGLE = 2 << 20
+_ONE_THREAD_BYTES = 2 << 20
 """Up to this many bytes, one thread is faster than several."""
 
 
 class HostCopier:
-    """Copies with several threads. The first large `run` starts them."""
+    """Copies with several threads. The first large `run` starts the threads."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(self._threads, "rl-memory-copy")
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -44,27 +44,23 @@ class HostCopier:
         """Run all added copies. Each thread gets an equal share of the bytes."""
         ranges = [(to.data_ptr(), source.data_ptr(), source.nbytes) for to, source in self._pending]
         total = sum(nbytes for _, _, nbytes in ranges)
-        if total <= _SINGLE or self._threads == 1:
-            _move(ranges)
+        if total <= _ONE_THREAD_BYTES or self._threads == 1:
+            _copy_ranges(ranges)
         else:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, "rl-memory-copy")
-            list(self._pool.map(_move, _shares(ranges, -(-total // self._threads))))
+            list(self._pool.map(_copy_ranges, _even_shares(ranges, -(-total // self._threads))))
         self._pending.clear()
 
     def close(self) -> None:
         self._pending.clear()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._pool.shutdown()
 
 
-def _move(ranges: Sequence[tuple[int, int, int]]) -> None:
+def _copy_ranges(ranges: Sequence[tuple[int, int, int]]) -> None:
     for to, origin, nbytes in ranges:
         ctypes.memmove(to, origin, nbytes)  # releases the GIL
 
 
-def _shares(ranges: Sequence[tuple[int, int, int]], share: int) -> Iterator[list[tuple[int, int, int]]]:
+def _even_shares(ranges: Sequence[tuple[int, int, int]], share: int) -> Iterator[list[tuple[int, int, int]]]:
     """Cut the ranges into lists of `share` bytes each. The last list has the rest."""
     found: list[tuple[int, int, int]] = []
     room = share

@@ -6,7 +6,7 @@ import contextlib
 import hmac
 import os
 import secrets
-import select
+import selectors
 import shutil
 import socket
 import tempfile
@@ -33,13 +33,7 @@ class ConnectedRank:
 
 
 class Listener:
-    """A Unix socket in a new private directory.
-
-    Args:
-        receivers: The devices of all receivers, or their number.
-        timeout_s: The longest wait for a rank at any point, in seconds.
-        directory: The parent of the private directory; by default the directory for temporary files.
-        token: The secret that ranks must show; by default a new one.
+    """A Unix socket in a new private directory. The arguments are those of `WeightSender`.
 
     Raises:
         InvalidRequestError: no socket can be created in `directory`.
@@ -52,13 +46,13 @@ class Listener:
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> None:
-        self._awaited = None if isinstance(receivers, int) else list(receivers)
         self._count = receivers if isinstance(receivers, int) else len(receivers)
+        self._missing = None if isinstance(receivers, int) else list(receivers)  # devices that have not connected
         self.timeout_s = timeout_s
         self.token = token or secrets.token_urlsafe(32)
         self.ranks: list[ConnectedRank] = []
         self._cancelled: RLMemoryError | None = None
-        self._wake, self._wakeable = socket.socketpair()
+        self._cancel_sender, self._cancel_receiver = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._directory: str | None = None
         try:
@@ -73,8 +67,7 @@ class Listener:
             raise InvalidRequestError(
                 f"cannot create a socket in {where}: {error}", field="directory", got=where
             ) from None
-        names = ["*"] if self._awaited is None else self._awaited
-        self.endpoints: dict[str, str] = dict.fromkeys(names, path)
+        self.endpoints: dict[str, str] = dict.fromkeys(["*"] if self._missing is None else self._missing, path)
 
     def close(self) -> None:
         """Close all connections and remove the socket. May be called more than once."""
@@ -82,8 +75,8 @@ class Listener:
             rank.connection.close()
         self.ranks = []
         self._listener.close()
-        self._wake.close()
-        self._wakeable.close()
+        self._cancel_sender.close()
+        self._cancel_receiver.close()
         self._cancelled = None  # its traceback may refer to this object
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -92,7 +85,7 @@ class Listener:
         """Make the current or next wait in another thread raise `error`."""
         self._cancelled = error
         try:
-            self._wake.send(b"x")
+            self._cancel_sender.send(b"x")
         except OSError:  # closed: nothing waits
             self._cancelled = None
 
@@ -103,33 +96,32 @@ class Listener:
             WeightUpdateError: not all receivers have connected within `timeout_s`.
         """
         deadline = wire.Deadline(self.timeout_s)
-        strangers: list[wire.Connection] = []
+        newcomers: list[wire.Connection] = []
         try:
             while len(self.ranks) < self._count:
-                ready = self._select([self._listener, *strangers], deadline.remaining())
+                ready = self._select([self._listener, *newcomers], deadline.remaining())
                 if not ready:
-                    here = [rank.device for rank in self.ranks]
+                    absent = self._count - len(self.ranks)
                     raise WeightUpdateError(
-                        f"{self._count - len(here)} of {self._count} receivers did not connect within "
-                        f"{self.timeout_s:g} s",
+                        f"{absent} of {self._count} receivers did not connect within {self.timeout_s:g} s",
                         reason="stalled",
                         timeout_s=self.timeout_s,
-                        connected=here,
-                        missing=self._still_awaited(),
+                        connected=[rank.device for rank in self.ranks],
+                        missing=self._missing,
                     )
                 for one in ready:
                     if isinstance(one, wire.Connection):
-                        strangers.remove(one)
-                        self._greet(one)
+                        newcomers.remove(one)
+                        self._authenticate(one)
                     else:
                         with contextlib.suppress(BlockingIOError):
                             sock, _ = self._listener.accept()
-                            strangers.append(wire.Connection(sock, "a connecting process"))
+                            newcomers.append(wire.Connection(sock, "a connecting process"))
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for newcomer in newcomers:
+                newcomer.close()
 
-    def _greet(self, connection: wire.Connection) -> None:
+    def _authenticate(self, connection: wire.Connection) -> None:
         try:
             hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
             if hello.protocol != wire.PROTOCOL:
@@ -140,12 +132,11 @@ class Listener:
                 )
             if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
                 raise AuthenticationError("the token does not belong to this update")
-            awaited = self._still_awaited()
-            if awaited is not None and hello.device not in awaited:
+            if self._missing is not None and hello.device not in self._missing:
                 raise WeightUpdateError(
                     f"no receiver is expected on device {hello.device}, or it has already connected",
                     device=hello.device,
-                    awaited=awaited,
+                    awaited=self._missing,
                 )
             if len(self.ranks) == self._count:
                 raise WeightUpdateError(f"all {self._count} receivers have already connected", device=hello.device)
@@ -154,18 +145,8 @@ class Listener:
             connection.close()
             return
         self.ranks.append(ConnectedRank(connection, hello))
-
-    def _still_awaited(self) -> list[str] | None:
-        if self._awaited is None:
-            return None
-        left = list(self._awaited)
-        for rank in self.ranks:
-            left.remove(rank.device)
-        return left
-
-    def broadcast(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        for rank in self.ranks:
-            rank.connection.send(message, self.timeout_s, fds)
+        if self._missing is not None:
+            self._missing.remove(hello.device)
 
     def gather(self, ranks: Sequence[ConnectedRank], *types: type[wire.M]) -> list[tuple[ConnectedRank, wire.M]]:
         """Receive one message from each rank. The failure of one rank ends the wait for all.
@@ -195,12 +176,11 @@ class Listener:
         Raises:
             RLMemoryError: the error of `cancel`.
         """
-        poll = select.poll()  # select() cannot watch descriptors above 1023
-        by_fd = {one.fileno(): one for one in (self._wakeable, *waiting)}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        ready = [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
+        selector = selectors.PollSelector()  # select() cannot watch descriptors above 1023
+        for one in (self._cancel_receiver, *waiting):
+            selector.register(one, selectors.EVENT_READ)
+        ready = [key.fileobj for key, _ in selector.select(timeout_s)]
         # Messages of receivers come first: they are closer to the cause than the error of `cancel`.
-        if ready == [self._wakeable]:
+        if ready == [self._cancel_receiver]:
             raise self._cancelled or WeightUpdateError("the update was cancelled")
-        return [one for one in ready if one is not self._wakeable]
+        return [one for one in ready if one is not self._cancel_receiver]

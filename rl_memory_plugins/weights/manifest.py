@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -158,15 +157,13 @@ def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def manifest_error(mismatches: Sequence[Mismatch], unused: Iterable[str] = (), **details: Any) -> ManifestError:
+def manifest_error(mismatches: Sequence[Mismatch], unused: Iterable[str] = ()) -> ManifestError:
     """One error for all mismatches. `unused` are names that the model's loader ignored."""
-    unused = list(unused)
     lines = [f"{m.name}: {m.kind}: {m.message}" for m in mismatches[:5]]
     if len(mismatches) > len(lines):
         lines.append(f"and {len(mismatches) - len(lines)} more")
     return ManifestError(
         f"the manifest does not fit the model in {len(mismatches)} places: " + "; ".join(lines),
         mismatches=msgspec.json.decode(msgspec.json.encode(mismatches)),  # in the form that clients see
-        unused=unused,
-        **details,
+        unused=list(unused),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
-from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
 from rl_memory_plugins.weights.replay import Replays
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 MAX_PLANS = 4
 """The number of plans to keep. A trainer may alternate between manifests (complete, LoRA, …)."""
+
+
+def is_ignorable(name: str, *, tied: bool = False) -> bool:
+    """Whether engines' loaders skip a name of the checkpoint on purpose: they compute that tensor, or have it already.
+
+    Args:
+        tied: The output layer shares the weights of the embedding.
+    """
+    computed = name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
+    return computed or (tied and name.startswith("lm_head."))
 
 
 class Reload(Protocol):
@@ -43,38 +53,40 @@ class Reload(Protocol):
         """
 
 
+@dataclass(eq=False)
 class ModelLoader:
-    """Keeps the valid plans of one model. The arguments are those of `WeightReceiver`.
+    """Keeps the valid plans of one model.
 
     Attributes:
+        load_weights: The model's loader. Planning runs it on meta tensors.
+        parameters: The parameters that a complete update must cover, by the engine's name.
+        buffers: The model's buffers, by the engine's name. Plans replay only writes into parameters and buffers; the
+            loader does all other writes in each update.
+        load_opaque: Loads the tensors that the plan cannot replay. It is called once for each update that has such
+            tensors, with an iterator over them; it may keep the tensors. Default: `load_weights`.
+        reload: Returns the `Reload` that loads all tensors if the engine has transformed weights, else `None`. It is
+            called for each new plan and for each update with opaque tensors. Raises `UnsupportedError` if the engine
+            has transformed weights and cannot repeat that.
+        transformed: The number of the engine's post-load steps that have transformed weights. A change makes all plans
+            invalid.
+        ignorable: Whether the loader may ignore a name of the manifest.
+        allow_cast: Accept tensors whose dtype is not the engine's.
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
         replays: The buckets of the latest update.
     """
 
-    def __init__(
-        self,
-        load_weights: Loader,
-        parameters: Callable[[], Mapping[str, torch.Tensor]],
-        *,
-        buffers: Callable[[], Mapping[str, torch.Tensor]],
-        load_opaque: Loader,
-        reload: Callable[[], Reload | None],
-        transformed: Callable[[], int],
-        ignorable: Callable[[str], bool],
-        allow_cast: bool,
-    ) -> None:
-        self._load_weights = load_weights
-        self._parameters = parameters
-        self._buffers = buffers
-        self._load_opaque = load_opaque
-        self._reload = reload
-        self._transformed = transformed
-        self._ignorable = ignorable
-        self._allow_cast = allow_cast
-        self._plans: dict[str, LoadPlan] = {}
-        self._signature: tuple[Any, ...] = ()
-        self.complete: LoadPlan | None = None
-        self.replays = Replays()
+    load_weights: Loader
+    parameters: Callable[[], Mapping[str, torch.Tensor]]
+    buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
+    load_opaque: Loader | None = None
+    reload: Callable[[], Reload | None] = lambda: None
+    transformed: Callable[[], int] = lambda: 0
+    ignorable: Callable[[str], bool] = is_ignorable
+    allow_cast: bool = False
+    complete: LoadPlan | None = field(default=None, init=False)
+    replays: Replays = field(default_factory=Replays, init=False)
+    _plans: dict[str, LoadPlan] = field(default_factory=dict, init=False)
+    _signature: tuple[Any, ...] = field(default=(), init=False)
 
     def plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
         """The plan for a manifest, from the cache or from a new trace. Writes no weights.
@@ -89,15 +101,15 @@ class ModelLoader:
         digest = manifest.digest()
         if digest in self._plans:
             return self._plans[digest]
-        reload = self._reload()
+        reload = self.reload()
         with nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
             plan = trace(
-                self._load_weights,
+                self.load_weights,
                 manifest,
                 expected=layout,
-                ignorable=self._ignorable,
-                owned=[*expected.values(), *self._buffers().values()],
-                allow_cast=self._allow_cast,
+                ignorable=self.ignorable,
+                owned=[*expected.values(), *self.buffers().values()],
+                allow_cast=self.allow_cast,
                 whole_layers="" if reload is None else reload.why,
             )
         while len(self._plans) >= MAX_PLANS:
@@ -106,15 +118,7 @@ class ModelLoader:
         self.drop_outdated()  # the loader may have made new tensors even in a trace
         return plan
 
-    def refusal(self) -> UnsupportedError | None:
-        """Why the model's weights can never be updated; `None` if they can."""
-        try:
-            self._reload()
-        except UnsupportedError as error:
-            return error
-        return None
-
-    def load_opaque(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_with_engine(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the opaque tensors of the plan through the engine's own loader. Does nothing if there are none.
 
         Raises:
@@ -122,22 +126,24 @@ class ModelLoader:
         """
         if not plan.opaque:
             return
-        reload = self._reload()
+        reload = self.reload()
         if reload is not None:
             reload.load(weights, partial=plan.partial)
-        elif not plan.unproven:
-            self._load_opaque(weights)
-        else:
-            written = Written()
-            with recording(written):
-                self._load_opaque(weights)
-            written.anew.extend(plan.traced)
-            self._require_written(plan, written.anew)
-
-    def _require_written(self, plan: LoadPlan, written: Coverage) -> None:
-        now = self._parameters()
-        same = {name: now[name] for name, address in plan.unproven.items() if _lies_at(now.get(name), address)}
-        missing = [name for name, parameter in same.items() if written.fraction(parameter) < 1]
+            return
+        load = self.load_opaque or self.load_weights
+        if not plan.unproven:
+            load(weights)
+            return
+        written = Written()
+        with recording(written):
+            load(weights)
+        written.overwritten.extend(plan.traced)
+        missing = [
+            name
+            for name, parameter in self.parameters().items()
+            # a parameter with new memory counts as written
+            if parameter.data_ptr() == plan.unproven.get(name) and written.overwritten.fraction(parameter) < 1
+        ]
         if missing:
             raise WeightUpdateError(
                 f"the update did not cover {len(missing)} parameters, the first being {missing[0]}",
@@ -146,14 +152,12 @@ class ModelLoader:
             )
 
     def drop_outdated(self) -> Mapping[str, torch.Tensor]:
-        """Drop all plans if the model's tensors have been replaced: the plans would keep the old memory alive.
+        """Drop all plans if the engine has replaced tensors or transformed more weights since.
 
-        Also drops them if the engine has transformed more weights since they were made.
-
-        Returns: the current parameters.
+        Plans would keep replaced memory alive. Returns the current parameters.
         """
-        expected = self._parameters()
-        current = (self._transformed(), signature(expected), signature(self._buffers()))
+        expected = self.parameters()
+        current = (self.transformed(), signature(expected), signature(self.buffers()))
         if current != self._signature:
             self._plans.clear()
             self.replays.clear()
@@ -162,11 +166,6 @@ class ModelLoader:
         return expected
 
     def note_complete(self, plan: LoadPlan) -> None:
-        """A complete update with this plan has arrived. A plan that replays nothing gives no checkpoint checksums."""
+        """Note a complete update with this plan. A plan that replays nothing gives no checkpoint checksums."""
         if plan.digest in self._plans:
             self.complete = plan if plan.steps else None
-
-
-def _lies_at(parameter: torch.Tensor | None, address: int) -> bool:
-    """Whether the parameter has kept its memory. New memory counts as written."""
-    return parameter is not None and parameter.data_ptr() == address

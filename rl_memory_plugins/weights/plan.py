@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.pools import inline, intercepted
@@ -28,7 +25,7 @@ Write = tuple[torch.Tensor, Any]
 SMALL_BYTES = 4 << 20
 """Up to this size, many copies on a GPU share one kernel: a launch for each copy takes longer than the copy."""
 
-_ALONE = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
+_NOT_GROUPED = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
 """Dtypes that `torch._foreach_copy_` refuses on a GPU."""
 
 MAX_FAILURES = 64
@@ -39,13 +36,13 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
 
 
-def goes_with_others(source: torch.Tensor, destination: torch.dtype) -> bool:
+def can_group_copy(source: torch.Tensor, destination: torch.dtype) -> bool:
     """Whether `torch._foreach_copy_` may do this copy on a GPU.
 
     It must not cast: some torch releases use the kernel for the first destination's dtype for all destinations, and
     write wrong bytes to those of another dtype (pytorch/pytorch#173383).
     """
-    return source.nbytes <= SMALL_BYTES and source.dtype == destination and destination not in _ALONE
+    return source.nbytes <= SMALL_BYTES and source.dtype == destination and destination not in _NOT_GROUPED
 
 
 class LoadPlan:
@@ -146,7 +143,7 @@ class Batch:
         self._sources: list[torch.Tensor] = []
         for destination, value in writes:
             together = group and isinstance(value, torch.Tensor) and value.is_cuda
-            if together and goes_with_others(value, destination.dtype):
+            if together and can_group_copy(value, destination.dtype):
                 self._destinations.append(destination)
                 self._sources.append(value)
             else:
@@ -223,27 +220,20 @@ def trace(
     problems = manifest.mismatches()
     if problems:
         raise manifest_error(problems)
-    tracer = Tracer(manifest.tensors, (expected or {}).values(), allow_cast=allow_cast)
-    failures, untried, blind = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
-    blind = blind or tracer.blind
-    if owned is not None:
-        _leave_to_the_loader(tracer, owned)
-    tracer.finish()
+    expected = expected or {}
+    tracer = Tracer(manifest.tensors, expected.values(), allow_cast=allow_cast)
+    failures, untried = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
+    tracer.finish(owned)
     problems = [*failures.values(), *tracer.wrong_dtype.values()]
     if untried:
-        problems.append(
-            Mismatch(
-                "loader",
-                untried[0],
-                f"not tried after {MAX_FAILURES} failures in a row, nor {len(untried) - 1} more names",
-            )
-        )
+        reason = f"not tried after {MAX_FAILURES} failures in a row, nor {len(untried) - 1} more names"
+        problems.append(Mismatch("loader", untried[0], reason))
     used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys() | set(untried)
     unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
-    if expected is not None and not manifest.partial and not blind:
+    if not manifest.partial and not tracer.unseen_writes:
         problems += _missing(tracer, expected)
-    elif expected is not None and whole_layers:
-        problems += _torn(tracer, expected)
+    elif whole_layers:
+        problems += _missing(tracer, expected, whole_layers=True)
     if problems:
         raise manifest_error(problems, unused)
     if tracer.derives:
@@ -251,35 +241,20 @@ def trace(
     if whole_layers:
         return LoadPlan(manifest, {}, {spec.name: whole_layers for spec in manifest.tensors}, unused)
     plan = LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
-    if expected is not None and not manifest.partial and blind:
+    if not manifest.partial and tracer.unseen_writes:
         plan.traced = tracer.written
         plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in _missing(tracer, expected)}
     return plan
 
 
-def _leave_to_the_loader(tracer: Tracer, owned: Iterable[torch.Tensor]) -> None:
-    """Make names opaque that write outside `owned`: nobody would notice if the model replaced that memory."""
-    storages = (tensor.untyped_storage() for tensor in owned)
-    ranges = merge(Block(storage.data_ptr(), storage.nbytes()) for storage in storages)
-
-    def is_owned(tensor: torch.Tensor) -> bool:
-        at = bisect_right(ranges, tensor.data_ptr(), key=lambda block: block.address) - 1
-        return at >= 0 and _end(tensor) <= ranges[at].end
-
-    for name, destinations in tracer.destinations():
-        if not all(is_owned(destination) for destination in destinations):
-            tracer.mark_opaque([name], "the loader writes memory outside the model's parameters and buffers")
-
-
-def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str], bool]:
+def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str]]:
     """Feed all names to the loader. Skip each name that the loader fails on, and go on.
 
-    Returns: the mismatch of each failed name; the names that were not tried (see `MAX_FAILURES`); and whether the
-    loader stopped because it needs real values, so that the trace does not know all its writes.
+    Returns: the mismatch of each failed name, and the names that were not tried (see `MAX_FAILURES`).
     """
     failures: dict[str, Mismatch] = {}
-    blind = False
     in_a_row = 0
+    singly = False  # feed the remaining names one at a time, because the loader defers names
 
     def load(batch: Sequence[str]) -> Exception | None:
         tracer.current = None
@@ -292,44 +267,37 @@ def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[di
             return error
         return None
 
-    def blame(name: str, error: Exception) -> None:
-        nonlocal blind, in_a_row
-        tracer.forget(name)
-        if name in tracer.opaque or _needs_values(error):
-            tracer.mark_opaque([name], f"the loader needs its values: {error}")
-            blind, in_a_row = True, 0
-        else:
-            in_a_row += 1
-            failures[name] = _mismatch(name, error)
-
-    rest = list(names)
-    while rest and in_a_row < MAX_FAILURES:
-        error = load(rest)
+    first = 0
+    while first < len(names) and in_a_row < MAX_FAILURES:
+        batch = names[first : first + 1] if singly else names[first:]
+        if singly:
+            tracer.forget(batch[0])
+        error = load(batch)
         if error is None:
-            return failures, [], blind
-        name = tracer.current
+            first += len(batch)
+            in_a_row = 0
+            continue
+        name = batch[0] if singly else tracer.current
         if name is None:  # the loader failed before it read a name
             raise manifest_error([Mismatch("loader", "", f"{type(error).__name__}: {error}")])
-        position = rest.index(name)
+        position = batch.index(name)
+        tracer.forget(name)
         if position > 0:  # this name may have failed, or an earlier name that the loader deferred
             in_a_row = 0
-            tracer.forget(name)
             error = load([name])
-        if error is not None:
-            blame(name, error)
-            rest = rest[position + 1 :]
-            continue
-        for position, each in enumerate(rest):
-            if in_a_row == MAX_FAILURES:
-                return failures, rest[position:], blind
-            tracer.forget(each)
-            alone = load([each])
-            if alone is None:
-                in_a_row = 0
-            else:
-                blame(each, alone)
-        return failures, [], blind
-    return failures, rest, blind
+            if error is None:
+                singly = True
+                continue
+            tracer.forget(name)
+        first += position + 1
+        if name in tracer.opaque or _needs_values(error):
+            tracer.mark_opaque([name], f"the loader needs its values: {error}")
+            tracer.unseen_writes = True
+            in_a_row = 0
+        else:
+            failures[name] = _mismatch(name, error)
+            in_a_row += 1
+    return failures, names[first:]
 
 
 def _needs_values(error: Exception) -> bool:
@@ -347,30 +315,15 @@ def _mismatch(name: str, error: Exception) -> Mismatch:
     return Mismatch("loader", name, text)
 
 
-def _missing(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Mismatch]:
-    found = []
-    for name, parameter in expected.items():
-        fraction = tracer.written.fraction(parameter)
-        if fraction < 1.0:
-            found.append(Mismatch("missing", name, f"the manifest covers {fraction:.1%} of this parameter"))
-    return found
-
-
-def _torn(tracer: Tracer, expected: Mapping[str, torch.Tensor]) -> list[Mismatch]:
-    """The missing parameters of layers that the manifest covers only in part."""
-    layers: dict[str, dict[str, float]] = {}
-    for name, parameter in expected.items():
-        layers.setdefault(name.rpartition(".")[0], {})[name] = tracer.written.fraction(parameter)
+def _missing(tracer: Tracer, expected: Mapping[str, torch.Tensor], *, whole_layers: bool = False) -> list[Mismatch]:
+    """The parameters that the manifest does not cover; with `whole_layers` only those of layers that it touches."""
+    fractions = {name: tracer.written.fraction(parameter) for name, parameter in expected.items()}
+    touched = {name.rpartition(".")[0] for name, fraction in fractions.items() if fraction}
+    reason = ", but the engine reloads whole layers" if whole_layers else ""
     return [
-        Mismatch(
-            "missing",
-            name,
-            f"the manifest covers {fraction:.1%} of this parameter, but the engine reloads whole layers",
-        )
-        for fractions in layers.values()
-        if any(fractions.values())
+        Mismatch("missing", name, f"the manifest covers {fraction:.1%} of this parameter{reason}")
         for name, fraction in fractions.items()
-        if fraction < 1.0
+        if fraction < 1 and (not whole_layers or name.rpartition(".")[0] in touched)
     ]
 
 

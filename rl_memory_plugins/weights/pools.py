@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 Call = Callable[[], Any]
-Submit = Callable[[Call], "Future[Any]"]
-"""Submits a call to its original pool."""
+Submit = Callable[[Call], "Future[Any]"]  # to the original pool
 
 
-class _Here(threading.local):
-    instead: Callable[[Submit, Call], Future[Any]] | None = None
+class _ThreadState(threading.local):
+    handler: Callable[[Submit, Call], Future[Any]] | None = None
 
 
-_here = _Here()
+_thread = _ThreadState()
 _lock = threading.Lock()
 _users = 0
 _original = ThreadPoolExecutor.submit
@@ -27,8 +26,8 @@ _installed: Any = None
 
 
 @contextmanager
-def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None]:
-    """Call `instead` for each call that this thread submits to any thread pool.
+def intercepted(handler: Callable[[Submit, Call], Future[Any]]) -> Iterator[None]:
+    """Call `handler` for each call that this thread submits to any thread pool.
 
     Instrumentation may replace `ThreadPoolExecutor.submit` meanwhile. Its replacement then stays.
     """
@@ -39,11 +38,11 @@ def intercepted(instead: Callable[[Submit, Call], Future[Any]]) -> Iterator[None
             _installed = _wrapped(_original)
             ThreadPoolExecutor.submit = _installed  # type: ignore[method-assign]
         _users += 1
-    before, _here.instead = _here.instead, instead
+    before, _thread.handler = _thread.handler, handler
     try:
         yield
     finally:
-        _here.instead = before
+        _thread.handler = before
         with _lock:
             _users -= 1
             if _users == 0:
@@ -57,10 +56,10 @@ def _wrapped(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]
 
     @functools.wraps(original)
     def submit(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        instead = _here.instead
-        if instead is None or submit is not _installed:
+        handler = _thread.handler
+        if handler is None or submit is not _installed:
             return original(pool, call, *args, **kwargs)
-        return instead(functools.partial(original, pool), functools.partial(call, *args, **kwargs))
+        return handler(functools.partial(original, pool), functools.partial(call, *args, **kwargs))
 
     return submit
 

@@ -5,30 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_memory_plugins.capabilities import Capabilities, fixed_by
-from rl_memory_plugins.errors import InvalidRequestError, WeightUpdateError
+from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.cuda_ipc import Mappings
-from rl_memory_plugins.weights.model_loader import ModelLoader, Reload
-from rl_memory_plugins.weights.plan import Loader, warm_up
+from rl_memory_plugins.weights.model_loader import ModelLoader
+from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.session import Session
-
-if TYPE_CHECKING:
-    import torch
-
-
-def is_ignorable(name: str, *, tied: bool = False) -> bool:
-    """Whether engines' loaders skip a name of the checkpoint on purpose: they compute that tensor, or have it already.
-
-    Args:
-        tied: The output layer shares the weights of the embedding.
-    """
-    computed = name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
-    return computed or (tied and name.startswith("lm_head."))
 
 
 class WeightReceiver:
@@ -36,49 +23,15 @@ class WeightReceiver:
 
     Args:
         manager: The manager of the rank. The receiver calls its `begin_writing` before the first byte is written.
-        load_weights: The model's loader. Planning runs it on meta tensors.
-        parameters: The parameters that a complete update must cover, by the engine's name.
-        buffers: The model's buffers, by the engine's name. Plans replay only writes into parameters and buffers; the
-            loader does all other writes in each update.
-        load_opaque: Loads the tensors that the plan cannot replay. The receiver calls this once for each update that
-            has such tensors, with an iterator over them; the function may keep the tensors. Default: `load_weights`.
-        reload: Returns the `Reload` that loads all tensors if the engine has transformed weights, else `None`. The
-            receiver calls this for each new plan and for each update with opaque tensors. Raises `UnsupportedError` if
-            the engine has transformed weights and cannot repeat that.
-        transformed: The number of the engine's post-load steps that have transformed weights. A change makes all plans
-            invalid.
-        ignorable: Whether the model's loader may ignore a name of the manifest.
-        allow_cast: Accept tensors whose dtype is not the engine's.
+        model: How the model loads tensors.
         check_finite: Refuse tensors that contain a NaN or an infinity.
     """
 
-    def __init__(
-        self,
-        manager: MemoryManager,
-        load_weights: Loader,
-        parameters: Callable[[], Mapping[str, torch.Tensor]],
-        *,
-        buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
-        load_opaque: Loader | None = None,
-        reload: Callable[[], Reload | None] = lambda: None,
-        transformed: Callable[[], int] = lambda: 0,
-        ignorable: Callable[[str], bool] = is_ignorable,
-        allow_cast: bool = False,
-        check_finite: bool = False,
-    ) -> None:
+    def __init__(self, manager: MemoryManager, model: ModelLoader, *, check_finite: bool = False) -> None:
         self._manager = manager
+        self._model = model
         self._check_finite = check_finite
         self._mappings = Mappings()
-        self._model = ModelLoader(
-            load_weights,
-            parameters,
-            buffers=buffers,
-            load_opaque=load_opaque or load_weights,
-            reload=reload,
-            transformed=transformed,
-            ignorable=ignorable,
-            allow_cast=allow_cast,
-        )
 
     def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
         """Receive one update from the trainer.
@@ -100,8 +53,8 @@ class WeightReceiver:
             WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
         """
         self._manager.require_writable()
-        session = Session(self._manager, self._model, self._mappings, timeout_s, check_finite=self._check_finite)
-        with session.timed("connect"):
+        session = Session(self._manager, self._model, self._mappings, timeout_s, self._check_finite)
+        with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)
         try:
             return session.run(connection, token)
@@ -121,8 +74,11 @@ class WeightReceiver:
 
     def capabilities(self) -> Capabilities:
         """Whether this model's weights can be updated."""
-        refusal = self._model.refusal()
-        return Capabilities() if refusal is None else fixed_by(refusal)
+        try:
+            self._model.reload()
+        except UnsupportedError as error:
+            return fixed_by(error)
+        return Capabilities()
 
     def warm_up(self) -> None:
         """Import in the background what the first update needs."""

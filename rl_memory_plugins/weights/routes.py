@@ -43,24 +43,28 @@ class Routes:
     """The routes of one update.
 
     Args:
-        transport: One of `buffers.TRANSPORTS`, or `auto`.
-        keep_mapped: As for `WeightSender`.
+        transport, keep_mapped: As for `WeightSender`.
         resident: The tensors, if all of them exist before the update.
     """
 
     def __init__(
-        self, manifest: Manifest, transport: str, *, keep_mapped: bool, resident: Sequence[torch.Tensor] | None
+        self,
+        manifest: Manifest,
+        transport: str,
+        ranks: Sequence[ConnectedRank],
+        *,
+        keep_mapped: bool,
+        resident: Sequence[torch.Tensor] | None,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
-        self._gpus = cuda_ipc.local_gpus(initialise=transport == "cuda_ipc")
-        self._home = _home(resident, self._gpus)  # the GPU that holds all tensors
+        gpus = cuda_ipc.local_gpus(initialise=transport == "cuda_ipc")
+        self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
         self._routes: dict[tuple[str, str], Route] = {}
-
-    def candidate_transports(self, device: str) -> list[str]:
-        return candidate_transports(self._transport, device, self._gpus, self._home)
+        for rank in ranks:
+            rank.candidate_transports = candidate_transports(transport, rank.device, gpus, self._source_gpu)
 
     def assign(self, rank: ConnectedRank) -> Route:
         """Assign the rank to the route of its best remaining transport. Creates the route if needed.
@@ -96,7 +100,7 @@ class Routes:
         if transport == "cuda_direct":
             if self._resident is None:
                 raise UnsupportedError("the source creates its tensors one at a time")
-            if self._home != device:
+            if self._source_gpu != device:
                 raise UnsupportedError(f"not all tensors are on {device}")
             mean = 0 if self._keep_mapped or self._transport == transport else MIN_MEAN_ALLOCATION
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
@@ -106,23 +110,23 @@ class Routes:
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
-        """Allocate slots of the size that `_share` gives. While memory is short, halve the size.
+        """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
 
         A source that creates tensors one at a time also needs memory for the largest tensor and its inputs. Without
         that memory the source would fail after the engine has written the first bytes.
         """
         needed = 0 if stable else 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
-        cut = _with_buckets(self._manifest, _share(self._manifest))
+        cut = _with_buckets(self._manifest, _staged_bucket_bytes(self._manifest))
         while True:
             try:
-                staging = _allocated(device, cut, stable)
+                staging = _allocate_staging(device, cut, stable)
             except OutOfMemoryError:
-                smaller = _halved(cut)
+                smaller = _with_half_buckets(cut)
                 if smaller is None:
                     raise
             else:
                 is_short = needed and cuda_ipc.local_gpu(device).free_bytes() < needed
-                smaller = _halved(cut) if is_short else None
+                smaller = _with_half_buckets(cut) if is_short else None
                 if smaller is None:
                     self._manifest = cut
                     return staging
@@ -130,7 +134,7 @@ class Routes:
             cut = smaller
 
     def refuse(self, rank: ConnectedRank, reason: str) -> None:
-        """Give up the rank's best remaining transport, and remove the rank from its route."""
+        """Note why the rank's best remaining transport does not work, and remove the rank from its route."""
         transport = rank.candidate_transports.pop(0)
         for route in self._routes.values():
             if rank in route.ranks:
@@ -155,31 +159,27 @@ class Routes:
                 closing.callback(route.buffer.close)
 
 
-def candidate_transports(wanted: str, device: str, local: Collection[str], home: str | None) -> list[str]:
+def candidate_transports(wanted: str, device: str, local: Collection[str], source_gpu: str | None) -> list[str]:
     """The transports to try for a rank, the best first.
 
     Args:
         wanted: A transport, or `auto`.
         device: The rank's device.
         local: The GPUs that this process can use.
-        home: The GPU that holds all tensors; `None` if they are spread or on the host.
+        source_gpu: The GPU that holds all tensors; `None` if they are spread or on the host.
     """
     if wanted != "auto":
         return [wanted]
     if not device.startswith(("GPU-", "MIG-")):
         return ["shm"]
-    found = ["cuda_direct"] if device == home else []
+    found = ["cuda_direct"] if device == source_gpu else []
     found += ["cuda_ipc"] if device in local else []
     return [*found, "shm_pinned", "shm"]
 
 
-def _home(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
+def _source_gpu(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
     devices = {tensor.device for tensor in tensors or ()}
-    indices = {device.index for device in devices if device.type == "cuda"}
-    if len(devices) != 1 or not indices:
-        return None
-    (index,) = indices
-    return next((name for name, ordinal in local.items() if ordinal == index), None)
+    return next((name for name, index in local.items() if devices == {torch.device("cuda", index)}), None)
 
 
 def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:
@@ -187,7 +187,7 @@ def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:
     return msgspec.structs.replace(manifest, bucket_bytes=min(manifest.bucket_bytes, nbytes))
 
 
-def _halved(manifest: Manifest) -> Manifest | None:
+def _with_half_buckets(manifest: Manifest) -> Manifest | None:
     """The manifest with buckets of half the size; `None` if that is too small, or a row needs more."""
     slot_bytes = manifest.slot_bytes()
     smaller = _with_buckets(manifest, slot_bytes // 2)
@@ -196,7 +196,7 @@ def _halved(manifest: Manifest) -> Manifest | None:
     return smaller
 
 
-def _allocated(device: str, manifest: Manifest, stable: bool) -> CudaStaging:
+def _allocate_staging(device: str, manifest: Manifest, stable: bool) -> CudaStaging:
     slot_bytes, slots = manifest.slot_bytes(), manifest.slots
     try:
         return CudaStaging(device, slot_bytes, slots, stable=stable)
@@ -205,8 +205,8 @@ def _allocated(device: str, manifest: Manifest, stable: bool) -> CudaStaging:
         return CudaStaging(device, slot_bytes, slots, stable=stable)
 
 
-def _share(manifest: Manifest) -> int:
-    """The bucket size, in bytes, at which each slot is filled twice: packing then overlaps loading.
+def _staged_bucket_bytes(manifest: Manifest) -> int:
+    """The bucket size, in bytes, at which the sender fills each slot twice: packing then overlaps loading.
 
     The size is at least `MIN_STAGED_BUCKET_BYTES`, but all slots together are never larger than all tensors.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,9 +43,9 @@ class WeightSender:
             a GPU, because the two processes take turns there. If memory is short, the sender uses smaller ones.
         slots: The number of buckets that exist at a time.
         timeout_s: The longest wait for a receiver at any point, in seconds.
-        directory: The parent of the private directory for the socket. The engine must see it under the same path, which
-            must be short: the path of a socket has at most 107 bytes.
-        token: The secret that receivers must show. Several senders of one update share it.
+        directory: The parent of the private directory for the socket; by default the directory for temporary files.
+            The engine must see it under the same path, which must be short: the path of a socket has at most 107 bytes.
+        token: The secret that receivers must show; by default a new one. Several senders of one update share it.
         settle_unused: For several senders of one update. The sender calls it with the names that none of its receivers
             uses. It returns those that no receiver of any sender uses.
         transport: One of `buffers.TRANSPORTS`; or `auto`: for each receiver, the first transport that works. `auto`
@@ -73,11 +73,9 @@ class WeightSender:
         keep_mapped: bool = False,
     ) -> None:
         if transport not in ("auto", *TRANSPORTS):
+            allowed = ["auto", *TRANSPORTS]
             raise InvalidRequestError(
-                f"unknown transport {transport!r}",
-                field="transport",
-                got=transport,
-                allowed=["auto", *TRANSPORTS],
+                f"unknown transport {transport!r}", field="transport", got=transport, allowed=allowed
             )
         count = receivers if isinstance(receivers, int) else len(receivers)
         if count < 1 or slots < 1 or bucket_bytes < 1:
@@ -93,6 +91,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._settle_unused = settle_unused
         self._current: Any = None  # the tensor that is packed in parts
+        self._seconds: dict[str, float] = {}  # by step
         self._listener = Listener(receivers, timeout_s, directory, token)
         self.endpoints = self._listener.endpoints
         self.token = self._listener.token
@@ -100,9 +99,7 @@ class WeightSender:
     def __enter__(self) -> WeightSender:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -134,26 +131,28 @@ class WeightSender:
             OutOfMemoryError: the memory for staging cannot be allocated.
             RLMemoryError: a receiver reported another error.
         """
-        seconds: dict[str, float] = {}
         routes: Routes | None = None
-        given: Iterator[tuple[str, torch.Tensor]] | None = None
+        tensors: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
             manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
             mismatches = manifest.mismatches()
             if mismatches:
                 raise manifest_error(mismatches)
-            with timed(seconds, "connect"):
+            with timed(self._seconds, "connect"):
                 self._listener.connect()
             resident = source.resident() if isinstance(source, ResidentSource) else None
-            routes = Routes(manifest, self._transport, keep_mapped=self._keep_mapped, resident=resident)
-            answers, buckets = self._offer(manifest, routes, seconds)
-            self._judge(answers)
-            given = source.tensors()
-            self._stream(manifest, buckets, routes.in_use(), given, seconds)
-            with timed(seconds, "commit"):
-                self._listener.broadcast(wire.Commit())
+            ranks = self._listener.ranks
+            routes = Routes(manifest, self._transport, ranks, keep_mapped=self._keep_mapped, resident=resident)
+            answers, buckets = self._offer(manifest, routes)
+            self._require_accepted(answers)
+            tensors = source.tensors()
+            self._stream(manifest, buckets, routes.in_use(), tensors)
+            with timed(self._seconds, "commit"):
+                for rank in self._listener.ranks:
+                    rank.connection.send(wire.Commit(), self._timeout_s)
                 done = self._listener.gather(self._listener.ranks, wire.Done)
-            self._hold_leases(routes.in_use())
+            if self._keep_mapped:
+                self._hold_leases(routes.in_use())
             report = {
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
@@ -161,7 +160,7 @@ class WeightSender:
                 "staging_bytes": sum(route.buffer.nbytes for route in routes.in_use()),
                 "transport": max((route.transport for route in routes.in_use()), key=TRANSPORTS.index),
                 "fallbacks": [refusal for rank, _ in done for refusal in rank.refused],
-                "seconds": seconds,
+                "seconds": self._seconds,
                 "receivers": [message.report for _, message in done],
             }
             routes.close()
@@ -176,7 +175,7 @@ class WeightSender:
             # The frames of the traceback must not keep tensors alive as long as the error.
             self._current = routes = resident = None
             traceback.clear_frames(error.__traceback__)
-            close_iterator(given)
+            close_iterator(tensors)
             try:
                 if known is error or not isinstance(error, Exception):
                     raise
@@ -186,27 +185,23 @@ class WeightSender:
         finally:
             self.close()
 
-    # -- the steps of a session -------------------------------------------------------------------------------
-
     def _offer(
-        self, manifest: Manifest, routes: Routes, seconds: dict[str, float]
+        self, manifest: Manifest, routes: Routes
     ) -> tuple[list[tuple[ConnectedRank, wire.Answer]], list[list[BucketEntry]]]:
         """Find a route for each rank, and let all ranks check the manifest.
 
         Returns: the answer of each rank, and the buckets for the routes.
         """
-        for rank in self._listener.ranks:
-            rank.candidate_transports = routes.candidate_transports(rank.device)
         answers: list[tuple[ConnectedRank, wire.Answer]] = []
         buckets: list[list[BucketEntry]] = []
         waiting = self._listener.ranks
         while waiting:
             for rank in waiting:
-                with timed(seconds, "open"):
+                with timed(self._seconds, "open"):
                     description, fds = routes.assign(rank).buffer.export()
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
             buckets = routes.buckets()  # overlaps with the ranks' checks
-            with timed(seconds, "validate"):
+            with timed(self._seconds, "validate"):
                 got = self._listener.gather(waiting, wire.Answer, wire.Unopened)
             waiting = []
             for rank, answer in got:
@@ -217,13 +212,11 @@ class WeightSender:
                     waiting.append(rank)
         return answers, buckets
 
-    def _judge(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> None:
-        """Raise one error with the mismatches of all ranks, if there are any."""
+    def _require_accepted(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> None:
+        """Raise one error with the mismatches of all ranks if there are any."""
         merged: dict[Mismatch, list[int]] = {}
-        ignored_by: dict[str, int] = {}
+        ignored_by = Counter(name for _, answer in answers for name in answer.unused)
         for rank, answer in answers:
-            for name in answer.unused:
-                ignored_by[name] = ignored_by.get(name, 0) + 1
             for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
                 merged.setdefault(mismatch, []).append(rank.rank)
         mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
@@ -247,14 +240,13 @@ class WeightSender:
         buckets: list[list[BucketEntry]],
         routes: list[Route],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        seconds: dict[str, float],
     ) -> None:
         """Pack and announce the buckets. Packing overlaps with the loading of earlier buckets."""
         for number, entries in enumerate(buckets):
             slot = number % self._slots
-            with timed(seconds, "wait"):
+            with timed(self._seconds, "wait"):
                 self._await_slot(slot)
-            with timed(seconds, "pack"):
+            with timed(self._seconds, "pack"):
                 placed = self._pack(slot, entries, manifest, routes, tensors)
             for route, places in placed.items():
                 for rank in route.ranks:
@@ -262,7 +254,7 @@ class WeightSender:
                     rank.connection.send(wire.Bucket(slot, places), self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
-        with timed(seconds, "wait"):
+        with timed(self._seconds, "wait"):
             for slot in range(self._slots):
                 self._await_slot(slot)
 
@@ -293,30 +285,28 @@ class WeightSender:
             spec = manifest.tensors[entry.index]
             if entry.start == 0:
                 self._current = _next(spec, tensors)
-            part, nbytes = self._current, spec.nbytes
-            if entry.nbytes != nbytes:
+            part = self._current
+            if entry.nbytes != spec.nbytes:
                 part = part.narrow(0, entry.start // spec.row_nbytes, entry.nbytes // spec.row_nbytes)
             for route, places in placed.items():
                 places.append(route.buffer.put(slot, entry, spec, part))
-            if entry.start + entry.nbytes == nbytes:
+            if entry.start + entry.nbytes == spec.nbytes:
                 self._current = part = None
         for route in placed:
             route.buffer.publish()
         return placed
 
     def _hold_leases(self, routes: list[Route]) -> None:
-        """Keep open the connections to receivers that leave this process's memory open."""
-        if not self._keep_mapped:
-            return
+        """Keep the connections to receivers that leave this process's memory open."""
         for route in routes:
             if route.transport == "cuda_direct":
                 for rank in route.ranks:
                     self._listener.ranks.remove(rank)
-                    cuda_ipc.leases.hold(rank.connection.peer_process(), rank.connection)
+                    cuda_ipc.hold_lease(rank.connection.peer_process(), rank.connection)
 
 
 def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-    """Close a source's generator now, so that it releases its tensors. Ignores errors: another error is the cause."""
+    """Close a source's generator, which releases its tensors. Ignores errors: the update has already failed."""
     close = getattr(tensors, "close", None)
     if close is not None:
         with contextlib.suppress(Exception):

@@ -1,9 +1,10 @@
-"""One weight update on one rank, and the state that ends with it."""
+"""One weight update on one rank, and the state that lives as long as the update."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,200 +23,189 @@ from rl_memory_plugins.weights.plan import LoadPlan, Write
 from rl_memory_plugins.weights.replay import Replays
 
 
+@dataclass(eq=False)
 class Session:
     """Receives one update.
 
-    Args:
-        manager: As for `WeightReceiver`.
-        model: The plans of the model, which outlive the update.
+    Attributes:
+        manager, model, check_finite: As for `WeightReceiver`.
         mappings: The open allocations of the trainer, which may outlive the update.
         timeout_s: The longest wait for the trainer at any point, in seconds.
-        check_finite: As for `WeightReceiver`.
-
-    Attributes:
         lease: The connection to keep after an update whose trainer keeps its memory for the next one; else `None`.
+        seconds: The duration of each step.
     """
 
-    def __init__(
-        self,
-        manager: MemoryManager,
-        model: ModelLoader,
-        mappings: Mappings,
-        timeout_s: float,
-        *,
-        check_finite: bool,
-    ) -> None:
-        self._manager = manager
-        self._model = model
-        self._mappings = mappings
-        self._timeout_s = timeout_s
-        self._check_finite = check_finite
-        self._seconds: dict[str, float] = {}
-        self._next = 0  # index of the next tensor
-        self._came = 0  # bytes of that tensor that have arrived
-        self._whole: torch.Tensor | None = None  # that tensor, if its rows cannot be loaded separately
-        self._bytes = 0
-        self._committed = False
-        self._transport = ""
-        index = local_gpus().get(self._manager.device.name)
-        self._device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        self._flat: dict[tuple[int, str], torch.Tensor] = {}  # the buffer's memory as elements
-        self.lease: wire.Connection | None = None
+    manager: MemoryManager
+    model: ModelLoader
+    mappings: Mappings
+    timeout_s: float
+    check_finite: bool
+    lease: wire.Connection | None = field(default=None, init=False)
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
 
-    def timed(self, step: str) -> AbstractContextManager[None]:
-        return timed(self._seconds, step)
+    _next_tensor: int = field(default=0, init=False)  # index into the manifest
+    _received_bytes: int = field(default=0, init=False)  # of the next tensor
+    _total_bytes: int = field(default=0, init=False)
+    _committed: bool = field(default=False, init=False)
+    _assembled: torch.Tensor | None = field(default=None, init=False)  # the next tensor, if its rows do not load alone
+    # slots as elements, by address and dtype
+    _elements: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict, init=False)
 
     def run(self, connection: wire.Connection, token: str) -> dict[str, Any]:
-        manager, timeout_s = self._manager, self._timeout_s
-        with self.timed("connect"):
-            hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank)
-            connection.send(hello, timeout_s)
-            expected = self._model.drop_outdated()  # overlaps with the preparation of the offer
+        """Receive the update. Returns the report of `WeightReceiver.receive`."""
+        manager = self.manager
+        with timed(self.seconds, "connect"):
+            connection.send(wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank), self.timeout_s)
+            expected = self.model.drop_outdated()  # overlaps with the preparation of the offer
             offer, buffer = self._attach(connection)
-        self._transport = buffer.transport
         try:
             plan = self._validate(connection, offer.manifest, expected)
             arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
-            self._model.load_opaque(plan, arrivals)
+            self.model.load_with_engine(plan, arrivals)
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)
             if not self._committed:
-                raise WeightUpdateError(
-                    "the update broke off, but the engine's loader hid the error", rank=manager.rank
-                )
-            with self.timed("load"):
+                problem = "the update broke off, but the engine's loader hid the error"
+                raise WeightUpdateError(problem, rank=manager.rank)
+            with timed(self.seconds, "load"):
                 manager.device.synchronize()
-            self._flat.clear()
-            keep = isinstance(buffer, DirectAttached) and buffer.keep
-            if not keep:
+            self._elements.clear()
+            if not buffer.keep:
                 buffer.close()
             if plan.opaque:  # the engine's loader may have made new tensors
-                self._model.drop_outdated()
+                self.model.drop_outdated()
             if not plan.partial:
-                self._model.note_complete(plan)
-            report = self._report(plan)
-            connection.send(wire.Done(report), timeout_s)
-            if isinstance(buffer, DirectAttached) and keep:
-                buffer.kept = True
+                self.model.note_complete(plan)
+            report = {
+                "rank": manager.rank,
+                "device": manager.device.name,
+                "bytes": self._total_bytes,
+                "tensors": self._next_tensor,
+                "replayed": len(plan.steps),
+                "opaque": len(plan.opaque),
+                "partial": plan.partial,
+                "transport": buffer.transport,
+                "seconds": dict(self.seconds),
+            }
+            connection.send(wire.Done(report), self.timeout_s)
+            if buffer.keep:
                 self.lease = connection
             return report
         finally:
-            self._flat.clear()
-            buffer.close()
+            self._elements.clear()
+            if self.lease is None:
+                buffer.close()
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        index = local_gpus().get(self.manager.device.name)
+        return torch.device("cpu") if index is None else torch.device("cuda", index)
 
     def _attach(self, connection: wire.Connection) -> tuple[wire.Offer, AttachedBuffer]:
         """Receive offers until this rank can open the buffer."""
         while True:
-            offer, fds = connection.receive_with_fds(wire.Offer, timeout_s=self._timeout_s)
+            offer, fds = connection.receive_with_fds(wire.Offer, timeout_s=self.timeout_s)
             try:
-                buffer = attach(
-                    offer.buffer,
-                    fds,
-                    device=self._manager.device.name,
-                    mappings=self._mappings,
-                )
-                return offer, buffer
+                return offer, attach(offer.buffer, fds, device=self.manager.device.name, mappings=self.mappings)
             except UnsupportedError as error:
-                connection.send(wire.Unopened(str(error)), self._timeout_s)
+                connection.send(wire.Unopened(str(error)), self.timeout_s)
             finally:
                 wire.close_fds(fds)
 
     def _validate(
         self, connection: wire.Connection, manifest: Manifest, expected: Mapping[str, torch.Tensor]
     ) -> LoadPlan:
-        if manifest.partial and self._manager.content is not Content.VALID:
+        if manifest.partial and self.manager.content is not Content.VALID:
             raise StateConflictError(
-                f"a partial update needs valid weights, but the weights are {self._manager.content}",
-                rank=self._manager.rank,
-                content=str(self._manager.content),
+                f"a partial update needs valid weights, but the weights are {self.manager.content}",
+                rank=self.manager.rank,
+                content=str(self.manager.content),
             )
         try:
-            with self.timed("validate"):
-                plan = self._model.plan(manifest, expected)
+            with timed(self.seconds, "validate"):
+                plan = self.model.plan(manifest, expected)
         except ManifestError as error:
-            error.details["rank"] = self._manager.rank
+            error.details["rank"] = self.manager.rank
             mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]
-            connection.send(wire.Reject(error.details["unused"], mismatches), self._timeout_s)
+            connection.send(wire.Reject(error.details["unused"], mismatches), self.timeout_s)
             raise
-        connection.send(wire.Accept(plan.unused), self._timeout_s)
+        connection.send(wire.Accept(plan.unused), self.timeout_s)
         return plan
 
     def _arrivals(
         self, connection: wire.Connection, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive buckets until the commit. Replays planned tensors, and yields copies of opaque tensors."""
-        manager = self._manager
-        replays = self._replays(plan, buffer)
+        """Receive buckets until the commit. Loads planned tensors, and yields copies of opaque tensors."""
+        replays = None
+        if isinstance(buffer, DirectAttached) and buffer.keep and not plan.opaque and not self.check_finite:
+            replays = self.model.replays
+            replays.begin(plan, buffer.allocations)
         while True:
-            with self.timed("wait"):
-                message = connection.receive(wire.Bucket, wire.Commit, timeout_s=self._timeout_s)
-            if not isinstance(message, wire.Bucket):
+            with timed(self.seconds, "wait"):
+                bucket = connection.receive(wire.Bucket, wire.Commit, timeout_s=self.timeout_s)
+            if not isinstance(bucket, wire.Bucket):
                 break
-            if not 0 <= message.slot < manifest.slots:
+            if not 0 <= bucket.slot < manifest.slots:
                 raise WeightUpdateError(
-                    f"the trainer announced slot {message.slot}; valid slots are 0 to {manifest.slots - 1}"
+                    f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
-            if self._next == 0 and self._came == 0:
-                manager.begin_writing()
-            known = replays.find(message.entries) if replays is not None and not self._came else None
-            if known is not None and known.entries[0].index == self._next:
-                with self.timed("load"):
-                    known.batch.run()
-                self._next = known.entries[-1].index + 1
-                self._bytes += known.nbytes
-                connection.send(wire.Ack(message.slot), self._timeout_s)
-                continue
-            with self.timed("load"):
-                repeatable = replays is not None and not self._came
-                writes: list[Write] = []
-                for entry in message.entries:
-                    memory = buffer.memory(message.slot, entry)
-                    spec = self._take(entry, manifest, len(memory))
-                    if self._check_finite:
-                        _require_finite(spec.name, _tensor(memory, entry, spec))
-                    loadable = self._writes(plan, spec, memory, entry)
-                    if loadable is not None:
-                        writes += loadable
-                        continue
-                    repeatable = False
-                    plan.run(writes)
-                    writes.clear()
-                    # a copy: the trainer reuses the slot while the loader may still hold the tensor
-                    tensor = self._assemble(spec, memory, entry)
-                    if tensor is None:
-                        continue
-                    if spec.name in plan.opaque:
-                        yield spec.name, tensor
-                    else:
-                        plan.apply(spec.name, tensor)
-                batch = plan.run(writes)
-                if replays is not None and repeatable and message.entries and not self._came:
-                    replays.keep(message.entries, batch)
+            if self._next_tensor == 0 and self._received_bytes == 0:
+                self.manager.begin_writing()
+            with timed(self.seconds, "load"):
+                repeated = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None
+                if repeated is not None and repeated.entries[0].index == self._next_tensor:
+                    repeated.batch.run()
+                    self._next_tensor = repeated.entries[-1].index + 1
+                    self._total_bytes += repeated.nbytes
+                else:
+                    yield from self._load(bucket, buffer, manifest, plan, replays)
                 if buffer.reused:
-                    manager.device.synchronize()
-            connection.send(wire.Ack(message.slot), self._timeout_s)
-        if self._next != len(manifest.tensors):
-            missing = [spec.name for spec in manifest.tensors[self._next :]]
+                    self.manager.device.synchronize()
+            connection.send(wire.Ack(bucket.slot), self.timeout_s)
+        if self._next_tensor != len(manifest.tensors):
+            missing = [spec.name for spec in manifest.tensors[self._next_tensor :]]
             raise WeightUpdateError(
                 f"the trainer committed without sending {len(missing)} tensors; the first is {missing[0]}",
                 missing=missing,
-                rank=self._manager.rank,
+                rank=self.manager.rank,
             )
         self._committed = True
 
-    def _replays(self, plan: LoadPlan, buffer: AttachedBuffer) -> Replays | None:
-        """The buckets of the latest update, if this update may repeat them unchecked; else `None`."""
-        if not isinstance(buffer, DirectAttached) or not buffer.keep or plan.opaque or self._check_finite:
-            return None
-        self._model.replays.begin(plan, buffer.allocations)
-        return self._model.replays
+    def _load(
+        self, bucket: wire.Bucket, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan, replays: Replays | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Load the planned tensors of a bucket, and yield copies of the opaque ones."""
+        repeatable = replays is not None and not self._received_bytes
+        writes: list[Write] = []
+        for entry in bucket.entries:
+            memory = buffer.memory(bucket.slot, entry)
+            spec = self._take(entry, manifest, len(memory))
+            if self.check_finite:
+                _require_finite(spec.name, _tensor(memory, entry, spec))
+            planned = self._writes(plan, spec, memory, entry)
+            if planned is not None:
+                writes += planned
+                continue
+            repeatable = False
+            plan.run(writes)
+            writes.clear()
+            # a copy: the trainer reuses the slot while the loader may still hold the tensor
+            tensor = self._assemble(spec, memory, entry)
+            if tensor is not None and spec.name in plan.opaque:
+                yield spec.name, tensor
+            elif tensor is not None:
+                plan.apply(spec.name, tensor)
+        batch = plan.run(writes)
+        if replays is not None and repeatable and bucket.entries and not self._received_bytes:
+            replays.keep(bucket.entries, batch)
 
     def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
-        """Check that the entry is the next tensor, or its next whole rows, and lies inside the slot."""
-        if entry.index != self._next or entry.index >= len(manifest.tensors) or entry.start != self._came:
+        """Count the entry as received. Checks that it is the next tensor or its next whole rows, inside the slot."""
+        expected = (self._next_tensor, self._received_bytes)
+        if (entry.index, entry.start) != expected or entry.index >= len(manifest.tensors):
             raise WeightUpdateError(
-                f"the trainer sent tensor {entry.index} out of order: tensor {self._next} was next",
-                rank=self._manager.rank,
+                f"the trainer sent tensor {entry.index} out of order: tensor {self._next_tensor} was next",
+                rank=self.manager.rank,
             )
         spec = manifest.tensors[entry.index]
         nbytes = spec.nbytes
@@ -226,16 +216,13 @@ class Session:
             or not 0 <= entry.offset <= slot_bytes - entry.nbytes
             or entry.offset % ITEMSIZE[spec.dtype]
         ):
-            raise WeightUpdateError(
-                f"the trainer announced an invalid byte range for {spec.name}",
-                name=spec.name,
-                rank=self._manager.rank,
-            )
-        self._came += entry.nbytes
-        self._bytes += entry.nbytes
-        if self._came == nbytes:
-            self._next += 1
-            self._came = 0
+            problem = f"the trainer announced an invalid byte range for {spec.name}"
+            raise WeightUpdateError(problem, name=spec.name, rank=self.manager.rank)
+        self._received_bytes += entry.nbytes
+        self._total_bytes += entry.nbytes
+        if self._received_bytes == nbytes:
+            self._next_tensor += 1
+            self._received_bytes = 0
         return spec
 
     def _writes(self, plan: LoadPlan, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> list[Write] | None:
@@ -244,51 +231,35 @@ class Session:
             return None
         itemsize = ITEMSIZE[spec.dtype]
         key = (memory.data_ptr(), spec.dtype)
-        if key not in self._flat:  # with thousands of tensors, a view for each takes too long
+        if key not in self._elements:  # with thousands of tensors, a view for each takes too long
             whole = memory[: len(memory) // itemsize * itemsize]
-            self._flat[key] = whole.view(getattr(torch, spec.dtype))
-        flat = self._flat[key]
-        writes = self._planned(plan, spec, entry, flat, flat.storage_offset() + entry.offset // itemsize)
+            self._elements[key] = whole.view(getattr(torch, spec.dtype))
+        elements = self._elements[key]
+
+        def writes_from(source: torch.Tensor, start: int) -> list[Write] | None:
+            if entry.nbytes == spec.nbytes:
+                return plan.writes(spec.name, source, start)
+            first = entry.start // spec.row_nbytes
+            return plan.row_writes(spec.name, source, start, first, first + entry.nbytes // spec.row_nbytes)
+
+        writes = writes_from(elements, elements.storage_offset() + entry.offset // itemsize)
         if writes is None or memory.is_cuda or all(_is_plain(*write) for write in writes):
             return writes
         # Copy as is, then cast or gather on the GPU: the host is slower.
-        tensor = _tensor(memory, entry, spec).to(writes[0][0].device, non_blocking=True)
-        return self._planned(plan, spec, entry, tensor, 0)
-
-    @staticmethod
-    def _planned(
-        plan: LoadPlan, spec: TensorSpec, entry: BucketEntry, memory: torch.Tensor, start: int
-    ) -> list[Write] | None:
-        if entry.nbytes == spec.nbytes:
-            return plan.writes(spec.name, memory, start)
-        first = entry.start // spec.row_nbytes
-        return plan.row_writes(spec.name, memory, start, first, first + entry.nbytes // spec.row_nbytes)
+        return writes_from(_tensor(memory, entry, spec).to(writes[0][0].device, non_blocking=True), 0)
 
     def _assemble(self, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> torch.Tensor | None:
         """A copy of the tensor once all its rows have arrived; `None` before."""
         rows = _tensor(memory, entry, spec)
         if entry.nbytes == spec.nbytes:
             return rows.to(self._device, copy=True)
-        if self._whole is None:
-            self._whole = torch.empty(spec.shape, dtype=rows.dtype, device=self._device)
-        self._whole.narrow(0, entry.start // spec.row_nbytes, len(rows)).copy_(rows, non_blocking=True)
+        if self._assembled is None:
+            self._assembled = torch.empty(spec.shape, dtype=rows.dtype, device=self._device)
+        self._assembled.narrow(0, entry.start // spec.row_nbytes, len(rows)).copy_(rows, non_blocking=True)
         if entry.start + entry.nbytes < spec.nbytes:
             return None
-        whole, self._whole = self._whole, None
+        whole, self._assembled = self._assembled, None
         return whole
-
-    def _report(self, plan: LoadPlan) -> dict[str, Any]:
-        return {
-            "rank": self._manager.rank,
-            "device": self._manager.device.name,
-            "bytes": self._bytes,
-            "tensors": self._next,
-            "replayed": len(plan.steps),
-            "opaque": len(plan.opaque),
-            "partial": plan.partial,
-            "transport": self._transport,
-            "seconds": dict(self._seconds),
-        }
 
 
 def _tensor(memory: torch.Tensor, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:

@@ -17,33 +17,32 @@ from rl_memory_plugins.weights.manifest import TensorSpec
 class TensorSource(Protocol):
     """Tensors under the names of the checkpoint that the engine loads.
 
-    A source that gathers or converts does so in `tensors()`, one tensor at a time; nothing is asked for before
-    there is room for it.
+    A source that gathers or converts tensors does so in `tensors()`, one at a time. The sender takes the next tensor
+    only when a slot has room for it.
     """
 
     def specs(self) -> list[TensorSpec]:
-        """All tensors, in the order in which `tensors()` gives them."""
+        """All tensors in the order of `tensors()`."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, each once.
+        """Yields each tensor once.
 
-        A tensor in host memory has been read when the next is asked for. A GPU's may not have been: it is copied in
-        the order of the stream of its GPU that was current when it was given. So what the source writes into it
-        must be ordered before that stream, and what it writes into a tensor that it gave before, after it. Memory
-        that was allocated on another stream needs `record_stream`, as for any copy.
+        The sender has read a tensor in host memory before it takes the next. It copies a tensor on a GPU on the stream
+        of that GPU that is current at the yield. The source must order its writes before that stream, and later writes
+        into the same memory after that stream. Memory from another stream needs `record_stream`.
         """
 
 
 @runtime_checkable
 class ResidentSource(TensorSource, Protocol):
-    """A source whose tensors all exist, and stay as they are during an update: nothing need be staged."""
+    """A source whose tensors all exist before an update and do not change during it. They need no staging."""
 
     def resident(self) -> list[torch.Tensor] | None:
-        """The very tensors that `tensors()` gives, in its order; None if some are made on the way."""
+        """The same tensor objects as `tensors()`, in the same order; `None` if `tensors()` makes some of them."""
 
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What FSDP1, activation checkpointing and torch.compile put into names."""
+"""The parts that FSDP1, activation checkpointing and torch.compile add to names."""
 
 
 def without_wrappers(name: str) -> str:
@@ -57,18 +56,18 @@ def named_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A module's parameters and persistent buffers, or a mapping's entries.
 
-    Tensors that are the same object under two names (tied weights) come once, under the first that is sent. Modules'
-    extra state is left out where it is no tensor. Not detached: those would stay on the old memory where a parameter's
+    Yields a tensor with several names (tied weights) once, under the first name that `rename` keeps. Leaves out extra
+    state that is not a tensor. The tensors are not detached: a detached one keeps the old memory if a parameter's
     `data` is replaced.
 
     Args:
-        rename: Gives the name that is sent; None leaves an entry out.
+        rename: Returns the name to send, or `None` to leave an entry out.
 
     Raises:
-        InvalidRequestError: another entry is no tensor, or a tensor has no content (the meta device).
+        InvalidRequestError: another entry is not a tensor, or a tensor is on the meta device.
     """
     entries = module.state_dict(keep_vars=True) if isinstance(module, torch.nn.Module) else module
-    seen: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a mapping that makes its tensors uses one twice
+    seen: dict[int, weakref.ref[torch.Tensor]] = {}  # by id: a mapping that makes its tensors may reuse an id
     for name, tensor in entries.items():
         is_tensor = isinstance(tensor, torch.Tensor)
         if not is_tensor and name.endswith("_extra_state"):
@@ -77,8 +76,8 @@ def named_tensors(
         if sent is None:
             continue
         if not is_tensor or tensor.is_meta:
-            what = "is on the meta device" if is_tensor else f"is no tensor but a {type(tensor).__name__}"
-            raise InvalidRequestError(f"{name} {what}: it cannot be sent", name=name)
+            problem = "is on the meta device" if is_tensor else f"is a {type(tensor).__name__} and not a tensor"
+            raise InvalidRequestError(f"{name} cannot be sent: it {problem}", name=name)
         known = seen.get(id(tensor))
         if known is None or known() is not tensor:
             seen[id(tensor)] = weakref.ref(tensor)
@@ -91,5 +90,5 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
 
 @functools.cache
 def name_of(dtype: torch.dtype) -> str:
-    """torch's name for it, without the prefix."""
+    """torch's name of a dtype without the prefix, e.g. `bfloat16`."""
     return str(dtype).removeprefix("torch.")

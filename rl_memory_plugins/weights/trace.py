@@ -51,7 +51,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         opaque: For each name that only the loader can load, the reason.
         wrong_dtype: Names whose copy would cast; empty with `allow_cast`.
         written: The real memory that the loader would overwrite.
-        blind: The loader would write more memory, and values decide which part.
+        unseen_writes: The loader would write more memory: it needs values, which the trace does not have.
         derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
         current: The name that the loader read last.
     """
@@ -62,7 +62,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._memory = {_storage(tensor) for tensor in memory}
         self.derives = ""
-        self.blind = False
+        self.unseen_writes = False
         self.steps: dict[str, list[Step]] = {}
         self.opaque: dict[str, str] = {}
         self.wrong_dtype: dict[str, Mismatch] = {}
@@ -73,9 +73,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
         self._sources = {_storage(tensor): name for name, tensor in self._tensors.items()}
-        # By storage, the names whose data it holds or would hold. `_kept` keeps the tensors, so no id is reused.
+        # By storage, the names whose data it holds or would hold. `_tainted` keeps the tensors, so no id is reused.
         self._taint: dict[int, set[str]] = {storage: {name} for storage, name in self._sources.items()}
-        self._kept: list[torch.Tensor] = []
+        self._tainted: list[torch.Tensor] = []
         self._pending: list[tuple[int, FillStep, str | None]] = []
         self._previous: tuple[int, str] | None = None  # storage and name of the copy recorded last
 
@@ -99,22 +99,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.refuse("the loader reads its values", tensor)
         return 1.0 if tensor.is_floating_point() else 1
 
-    def destinations(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """For each name, the memory that its loading writes."""
-        found = [(name, [step.destination for step in steps]) for name, steps in self.steps.items()]
-        return [*found, *((name, [fill.destination]) for _, fill, name in self._pending if name is not None)]
+    def finish(self, owned: Iterable[torch.Tensor] | None) -> None:
+        """Assign the remaining fills and drop the steps of opaque names. Call this once, after the loader.
 
-    def finish(self) -> None:
-        """Assign the remaining fills and drop the steps of opaque names. Call this once, after the loader."""
+        Args:
+            owned: A name that writes other storages becomes opaque: nobody would notice if the model replaced them.
+        """
         for _, fill, name in self._pending:  # fills of memory without a copy
             if name is not None:
                 self.steps.setdefault(name, []).append(fill)
         self._pending = []
+        if owned is not None:
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in owned}
+            for name, steps in self.steps.items():
+                if any(step.destination.untyped_storage().data_ptr() not in addresses for step in steps):
+                    self.mark_opaque([name], "the loader writes memory outside the model's parameters and buffers")
         for name in self.opaque:
             self.steps.pop(name, None)
             self.wrong_dtype.pop(name, None)
-
-    # -- dispatch -------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -157,7 +159,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         elif any(tensor.numel() for tensor in written):
             self.refuse(f"the loader runs {func} on the model's memory", *tensors_in((args, kwargs)))
             overwritten = overwritten_by(func, args, kwargs)
-            self.blind = self.blind or len(overwritten) < len(written)
+            self.unseen_writes = self.unseen_writes or len(overwritten) < len(written)
             for tensor in overwritten:
                 self.written.add(tensor)
         returns = func._schema.returns
@@ -168,8 +170,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         return tuple(written)
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        storage = _storage(source)
-        name = self._sources.get(storage)
+        name = self._sources.get(_storage(source))
         if name is None:
             self.refuse("the loader computes the values that it writes", source, destination=destination)
         else:
@@ -182,20 +183,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             if source.dtype != destination.dtype and not self._allow_cast:
                 expected, got = str(destination.dtype)[6:], str(source.dtype)[6:]
                 self.wrong_dtype[name] = Mismatch("dtype", name, f"the trainer sends {got}, the engine has {expected}")
-            self._record_copy(name, destination, source)
+            self._spread({name}, destination)
+            if destination.numel():
+                target = _storage(destination)
+                steps = self.steps.setdefault(name, [])
+                steps += [fill for storage, fill, _ in self._pending if storage == target]
+                self._pending = [pending for pending in self._pending if pending[0] != target]
+                layout = tuple(source.shape), tuple(source.stride()), int(source.storage_offset())
+                steps.append(CopyStep(destination, *layout))
+                self._previous = (target, name)
         if not destination.is_meta:
             self.written.add(destination)
-
-    def _record_copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
-        storage = _storage(destination)
-        self._spread({name}, destination)
-        if destination.numel() == 0:
-            return
-        steps = self.steps.setdefault(name, [])
-        steps += [fill for target, fill, _ in self._pending if target == storage]
-        self._pending = [pending for pending in self._pending if pending[0] != storage]
-        steps.append(CopyStep(destination, tuple(source.shape), tuple(source.stride()), int(source.storage_offset())))
-        self._previous = (storage, name)
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:
         """Record a fill (e.g. of vocabulary padding) with the name whose copy writes the same storage."""
@@ -214,8 +212,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if destination is not None:
             self._spread(names, destination)
 
-    # -- taint ----------------------------------------------------------------------------------------------
-
     def _names(self, *tensors: torch.Tensor) -> set[str]:
         names: set[str] = set()
         for tensor in tensors:
@@ -227,7 +223,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             storage = _storage(tensor)
             if storage not in self._taint:
                 self._taint[storage] = set()
-                self._kept.append(tensor)
+                self._tainted.append(tensor)
             self._taint[storage] |= names
 
 

@@ -18,6 +18,7 @@ Either side may send `Failure` at any time and close the connection.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import socket
@@ -37,7 +38,6 @@ MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
 
 _LENGTH = struct.Struct("!I")
-_FD = struct.Struct("@i")
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -109,11 +109,17 @@ class Deadline:
     """The point in time at which waits end."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     def remaining(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
+
+    def limit(self, sock: socket.socket) -> None:
+        """Make the next wait of a socket end at the deadline. Raises `TimeoutError` after the deadline."""
+        left = self.remaining()
+        if left <= 0:  # as a timeout of a socket, 0 would mean not to wait
+            raise TimeoutError
+        sock.settimeout(left)
 
 
 class Connection:
@@ -147,25 +153,23 @@ class Connection:
         deadline = Deadline(timeout_s)
         try:
             if fds:
-                self._sock.settimeout(self._left(deadline))
+                deadline.limit(self._sock)
                 data = data[socket.send_fds(self._sock, [data], list(fds)) :]
             while data:
-                self._sock.settimeout(self._left(deadline))
+                deadline.limit(self._sock)
                 data = data[self._sock.send(data) :]
         except TimeoutError:
             raise self.stalled(f"did not read {type(message).__name__}", timeout_s) from None
-        except OSError as error:
-            with contextlib.suppress(_PeerLost):
-                while True:  # until `receive` raises the peer's error, or the loss
-                    self.receive(Message, timeout_s=1.0)
-            raise self._lost(error) from None
+        except OSError:
+            while True:  # until `receive` raises the peer's own error, or the loss of the connection
+                self.receive(Message, timeout_s=1.0)
 
     def receive(self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES) -> M:
-        """Receive a message of one of `types`, without file descriptors. See `receive_with_fds`."""
+        """`receive_with_fds` for a message without file descriptors."""
         message, fds = self.receive_with_fds(*types, timeout_s=timeout_s, limit=limit)
         if fds:
             close_fds(fds)
-            raise WeightUpdateError(f"{self.peer} sent unexpected file descriptors", **self.details)
+            raise self._error("sent unexpected file descriptors")
         return message
 
     def receive_with_fds(
@@ -181,87 +185,60 @@ class Connection:
             RLMemoryError: the peer's own error, if it sent a `Failure`.
         """
         fds: list[int] = []
+        wanted = " or ".join(expected.__name__ for expected in types)
         try:
             message = self._receive(Deadline(timeout_s), limit, fds)
             if isinstance(message, Failure):
-                raise self._told(message)
+                raise self._peer_error(message)
             if not isinstance(message, types):
-                wanted = " or ".join(expected.__name__ for expected in types)
-                raise WeightUpdateError(
-                    f"{self.peer} sent {type(message).__name__} instead of {wanted}", **self.details
-                )
+                raise self._error(f"sent {type(message).__name__} instead of {wanted}")
+            received, fds = fds, []
+            return message, received
         except TimeoutError:
-            close_fds(fds)
-            wanted = " or ".join(expected.__name__ for expected in types)
             raise self.stalled(f"did not send {wanted}", timeout_s) from None
         except OSError as error:
-            close_fds(fds)
-            raise self._lost(error) from None
+            raise self._error(f"closed the connection during an update ({error.args[-1]})", reason="lost") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._error(f"sent an invalid message: {error}") from None
+        finally:
             close_fds(fds)
-            raise WeightUpdateError(f"{self.peer} sent an invalid message: {error}", **self.details) from None
-        except BaseException:
-            close_fds(fds)
-            raise
-        return message, fds
 
     def _receive(self, deadline: Deadline, limit: int, fds: list[int]) -> Any:
         header = b""
         while len(header) < _LENGTH.size:
-            self._sock.settimeout(self._left(deadline))
+            deadline.limit(self._sock)
             part, received, flags = _receive_fds(self._sock, _LENGTH.size - len(header))
             fds += received
             if flags & socket.MSG_CTRUNC:
-                raise WeightUpdateError(
-                    f"file descriptors from {self.peer} were lost: this process cannot open more files",
-                    **self.details,
-                )
+                raise self._error("sent file descriptors that were lost: this process cannot open more files")
             if not part:
                 raise ConnectionResetError("end of stream")
             header += part
         (length,) = _LENGTH.unpack(header)
         if length > limit:
-            raise WeightUpdateError(
-                f"{self.peer} announced a message of {length} bytes; the limit is {limit} bytes", **self.details
-            )
+            raise self._error(f"announced a message of {length} bytes; the limit is {limit} bytes")
         payload = bytearray(length)
         view = memoryview(payload)
         while view:
-            self._sock.settimeout(self._left(deadline))
+            deadline.limit(self._sock)
             count = self._sock.recv_into(view)
             if not count:
                 raise ConnectionResetError("end of stream")
             view = view[count:]
         return _decode(payload)
 
-    @staticmethod
-    def _left(deadline: Deadline) -> float:
-        left = deadline.remaining()
-        if left <= 0:
-            raise TimeoutError
-        return left
+    def _error(self, problem: str, **details: Any) -> WeightUpdateError:
+        return WeightUpdateError(f"{self.peer} {problem}", **details, **self.details)
 
-    def stalled(self, what: str, timeout_s: float) -> WeightUpdateError:
-        return WeightUpdateError(
-            f"{self.peer} stalled: it {what} within {timeout_s:g} s",
-            reason="stalled",
-            timeout_s=timeout_s,
-            **self.details,
-        )
+    def stalled(self, problem: str, timeout_s: float) -> WeightUpdateError:
+        return self._error(f"stalled: it {problem} within {timeout_s:g} s", reason="stalled", timeout_s=timeout_s)
 
-    def _told(self, failure: Failure) -> RLMemoryError:
-        """The peer's error. Made in its own function: in the frame that raises it, a variable would form a cycle."""
+    def _peer_error(self, failure: Failure) -> RLMemoryError:
+        """The error that the peer sent. A variable in the frame that raises this error would form a reference cycle."""
         error = from_record(failure.error)
         for key, value in self.details.items():
             error.details.setdefault(key, value)
         return error
-
-    def _lost(self, error: OSError) -> WeightUpdateError:
-        return _PeerLost(
-            f"{self.peer} closed the connection during an update ({error.args[-1]})",
-            reason="lost",
-            **self.details,
-        )
 
     def fail(self, error: RLMemoryError, timeout_s: float = 1.0) -> None:
         """Try to send the peer the error that ends the update on this side."""
@@ -269,7 +246,7 @@ class Connection:
             self.send(Failure(error.to_record()), timeout_s)
 
     def peer_process(self) -> str:
-        """An identifier of the peer's process and its role."""
+        """Identifies the peer's process and its role."""
         pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return f"{pid}: {self.peer}"
 
@@ -286,9 +263,9 @@ class Connection:
         """
         deadline = Deadline(timeout_s)
         try:
-            self._sock.settimeout(self._left(deadline))
+            deadline.limit(self._sock)
             while self._sock.recv(4096):
-                self._sock.settimeout(self._left(deadline))
+                deadline.limit(self._sock)
         except TimeoutError:
             raise self.stalled("did not close the connection", timeout_s) from None
         except OSError:
@@ -298,26 +275,14 @@ class Connection:
         self._sock.close()
 
 
-class _PeerLost(WeightUpdateError):
-    """A lost connection. `send` distinguishes it from an error that the peer sent."""
-
-    @property
-    def code(self) -> str:
-        return WeightUpdateError.__name__
-
-
 def _receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], int]:
     """Like `socket.recv_fds`, with close-on-exec: some Python versions of `recv_fds` drop their flags."""
-    part, ancillary, flags, _ = sock.recvmsg(
-        nbytes, socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.size), socket.MSG_CMSG_CLOEXEC
-    )
-    fds = [
-        fd
-        for level, kind, data in ancillary
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-        for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])
-    ]
-    return part, fds, flags
+    part, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
+    return part, list(fds), flags
 
 
 def close_fds(fds: Sequence[int]) -> None:

@@ -45,12 +45,12 @@ class Written:
 
     Attributes:
         touched: All written memory.
-        anew: The overwritten part of it, whose bytes do not depend on the old ones.
+        overwritten: The overwritten part of it, whose bytes do not depend on the old ones.
     """
 
     def __init__(self) -> None:
         self.touched = Coverage()
-        self.anew = Coverage()
+        self.overwritten = Coverage()
 
 
 class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
@@ -67,12 +67,12 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
             for tensor in written_by(func, args, kwargs):
                 self._add(self.written.touched, tensor)
             for tensor in overwritten_by(func, args, kwargs):
-                self._add(self.written.anew, tensor)
+                self._add(self.written.overwritten, tensor)
             selecting = _SELECTING.get(func._overloadpacket)
             if selecting is not None and not args[0].is_meta and not _is_recorded(args[0]):
                 mask = torch.zeros(args[0].shape, dtype=torch.bool, device=args[0].device)
                 selecting(mask, *args[1:], **kwargs)
-                self.written.anew.add_where(args[0], mask)
+                self.written.overwritten.add_where(args[0], mask)
         return result
 
     @staticmethod

@@ -23,11 +23,9 @@ from rl_memory_plugins.weights.cuda_ipc import Mappings
 __all__ = [
     "TRANSPORTS",
     "AttachedBuffer",
-    "CudaAttached",
     "CudaStaging",
     "DirectAttached",
     "DirectExport",
-    "ShmAttached",
     "ShmStaging",
     "StagingBuffer",
     "attach",

@@ -85,23 +85,16 @@ class DirectExport:
 
 
 class DirectAttached:
-    """See `attach`.
-
-    Attributes:
-        keep: Whether the trainer allows the allocations to stay open.
-        kept: The session sets this after a complete update: `close` then leaves the mappings open.
-    """
+    """See `attach`."""
 
     transport = "cuda_direct"
     reused = False
 
     def __init__(self, description: dict[str, Any], device: str, mappings: Mappings) -> None:
-        cuda_ipc.require_device(description, device)
         self.keep = bool(description["keep"])
-        self.kept = False
         self._mappings = mappings
         self.allocations = mappings.open(
-            cuda_ipc.local_gpu(device), str(description["process"]), allocations_of(description)
+            cuda_ipc.local_gpu(device), str(description["process"]), allocations_of(description, device)
         )
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
@@ -113,5 +106,4 @@ class DirectAttached:
 
     def close(self) -> None:
         self.allocations = []
-        if not self.kept:
-            self._mappings.close()
+        self._mappings.close()

@@ -40,7 +40,7 @@ class ShmStaging:
         self._stable = stable
         self._pinned = pinned
         self._written = False
-        self._registered: list[cuda_ipc.Gpu] = []
+        self._registered: list[cuda_ipc.CudaGpu] = []
         self._streams = Streams()
         self._fd = os.memfd_create("rl-memory-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -53,9 +53,6 @@ class ShmStaging:
                 f"cannot allocate shared memory for {slots} slots of {slot_bytes} bytes: {error}",
                 needed_bytes=self.nbytes,
             ) from None
-
-    def slot(self, index: int) -> torch.Tensor:
-        return self._slots[index]
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         target = typed(self._slots[slot], entry.offset, entry.nbytes, spec.dtype, tensor.shape)
@@ -113,6 +110,7 @@ class ShmAttached:
     """See `attach`."""
 
     reused = True
+    keep = False
 
     def __init__(self, description: dict[str, Any], fds: Sequence[int], device: str) -> None:
         self.transport = str(description["kind"])
@@ -123,14 +121,11 @@ class ShmAttached:
         if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise WeightUpdateError("the trainer's shared memory is not sealed against resizing")
         self._slots = _map(fds[0], slot_bytes, slots)
-        self._gpu: cuda_ipc.Gpu | None = None
+        self._gpu: cuda_ipc.CudaGpu | None = None
         if self.transport == "shm_pinned":
             gpu = cuda_ipc.local_gpu(device)
             gpu.register(*_range(self._slots))
             self._gpu = gpu
-
-    def slot(self, index: int) -> torch.Tensor:
-        return self._slots[index]
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
         return self._slots[slot]

@@ -40,10 +40,12 @@ class AttachedBuffer(Protocol):
     Attributes:
         transport: One of `TRANSPORTS`.
         reused: Whether the trainer writes a slot again after its acknowledgement.
+        keep: Whether the trainer allows its memory to stay open after a complete update.
     """
 
     transport: str
     reused: bool
+    keep: bool
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
         """The memory that `entry.offset` refers to: uint8, one dimension."""

@@ -13,7 +13,7 @@ from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
-from rl_memory_plugins.weights.plan import goes_with_others
+from rl_memory_plugins.weights.plan import can_group_copy
 
 _BOUNCE_BYTES = 64 << 20
 
@@ -36,8 +36,8 @@ class CudaStaging:
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
         self._gpu = cuda_ipc.local_gpu(device)
         self._stable = stable
-        self._bounce: _Bounce | None = None
-        self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
+        self._bounce: _BounceBuffers | None = None
+        self._small_copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         self._streams = Streams()
         self.nbytes = slot_bytes * slots
@@ -58,8 +58,8 @@ class CudaStaging:
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
-        if self._stable and tensor.device == memory.device and goes_with_others(tensor, tensor.dtype):
-            targets, tensors = self._small
+        if self._stable and tensor.device == memory.device and can_group_copy(tensor, tensor.dtype):
+            targets, tensors = self._small_copies
             targets.append(self._target(slot, entry, spec, tensor))
             tensors.append(tensor)
             return entry
@@ -75,7 +75,7 @@ class CudaStaging:
                 if not self._stable:
                     stream.synchronize()
             elif entry.nbytes:
-                self._bounce = self._bounce or _Bounce()
+                self._bounce = self._bounce or _BounceBuffers()
                 self._bounce.copy(memory[entry.offset : entry.offset + entry.nbytes], tensor, stream)
                 if not self._stable:
                     self._bounce.flush()
@@ -103,35 +103,35 @@ class CudaStaging:
 
     def publish(self) -> None:
         self._current_stream()
-        targets, tensors = self._small
+        targets, tensors = self._small_copies
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, tensors, non_blocking=True)
-            self._small = [], []
+            self._small_copies = [], []
         if self._bounce is not None:
             self._bounce.flush()
         self._streams.synchronize()
 
     def close(self) -> None:
         if self._address:
-            self._small = [], []
+            self._small_copies = [], []
             self._streams.synchronize()
             self._slots = []
             self._flat = {}
             if self._bounce is not None:
-                self._bounce.close()
+                self._bounce.copier.close()
                 self._bounce = None
             self._gpu.free(self._address)
             self._address = 0
 
 
-class _Bounce:
+class _BounceBuffers:
     """Copies host memory to a GPU through two pinned buffers: the host fills one while the GPU reads the other."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._read = [torch.cuda.Event(), torch.cuda.Event()]
-        self._copier = HostCopier()
+        self.copier = HostCopier()
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._current, self._used = 0, 0
         self._stream: Any = None  # the stream of the last copy
@@ -151,20 +151,17 @@ class _Bounce:
                 self._read[self._current].synchronize()
             step = min(len(source) - start, _BOUNCE_BYTES - self._used)
             piece = self._buffers[self._current][self._used : self._used + step]
-            self._copier.add(piece, source[start : start + step])
+            self.copier.add(piece, source[start : start + step])
             self._filled.append((destination[start : start + step], piece))
             self._used += step
             start += step
 
     def flush(self) -> None:
         """Read all sources, and enqueue their copies to the GPU."""
-        self._copier.run()
+        self.copier.run()
         for destination, piece in self._filled:
             destination.copy_(piece, non_blocking=True)
         self._filled.clear()
-
-    def close(self) -> None:
-        self._copier.close()
 
 
 class CudaAttached:
@@ -172,12 +169,12 @@ class CudaAttached:
 
     transport = "cuda_ipc"
     reused = True
+    keep = False
 
     def __init__(self, description: dict[str, Any], device: str) -> None:
-        cuda_ipc.require_device(description, device)
         self._mappings = Mappings()
         slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
-        allocations = allocations_of(description)
+        allocations = allocations_of(description, device)
         if len(allocations) != 1 or slot_bytes < 1 or allocations[0].nbytes < slot_bytes * slots:
             raise WeightUpdateError("the trainer's staging memory does not match its description")
         (memory,) = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)

@@ -224,7 +224,7 @@ def fail_once(method, error):
 def break_once(receiver):
     """The second tensor that this rank copies raises."""
     model = receiver._model
-    write, calls = model._load_weights, []
+    write, calls = model.load_weights, []
 
     def load(weights):
         calls.append(1)
@@ -232,7 +232,7 @@ def break_once(receiver):
             raise WeightUpdateError("the worker broke")
         write(weights)
 
-    model._load_weights = model._load_opaque = load
+    model.load_weights = load
 
 
 @pytest.mark.parametrize("own_gpus", [False, True], ids=["one sender", "two senders"])

@@ -28,6 +28,6 @@ def gpus(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-0": 0, "GPU-1": 1})
     monkeypatch.setattr(cuda_ipc, "process_id", process_id)
     monkeypatch.setattr(routes, "MIN_MEAN_ALLOCATION", 0)
-    monkeypatch.setattr(routes, "_home", lambda resident, local: "GPU-0" if resident else None)
+    monkeypatch.setattr(routes, "_source_gpu", lambda resident, local: "GPU-0" if resident else None)
     yield found
     cuda_ipc.release_mapped()

@@ -11,7 +11,7 @@ from rl_memory_plugins.weights.cuda_ipc import Allocation
 
 
 class FakeGpu:
-    """Implements `cuda_ipc.Gpu`. What `denied` names fails as a driver's refusal."""
+    """Has the methods of `cuda_ipc.CudaGpu`. What `denied` names fails as a driver's refusal."""
 
     def __init__(self, capacity=1 << 24):
         self.capacity = capacity

@@ -55,7 +55,7 @@ class Driver:
 
 def gpu_of(driver):
     gpu = CudaGpu.__new__(CudaGpu)  # which would load the real one
-    gpu._api, gpu._context, gpu._found = driver, ctypes.c_void_p(), {}
+    gpu._api, gpu._context, gpu._exported = driver, ctypes.c_void_p(), {}
     return gpu
 
 
@@ -94,27 +94,26 @@ def test_the_driver_says_how_many_bytes_there_are():
 
 
 def test_what_is_known_is_bounded(monkeypatch):
-    monkeypatch.setattr(cuda_ipc, "_MAX_FOUND", 3)
+    monkeypatch.setattr(cuda_ipc, "_MAX_EXPORTED", 3)
     driver = Driver()
     gpu = gpu_of(driver)
     for number in range(1, 11):
         driver.allocations[number * SIZE] = number
         assert gpu.find(number * SIZE).serial == number
-        assert len(gpu._found) <= 3
+        assert len(gpu._exported) <= 3
 
 
 def test_what_was_not_given_back_in_time_is_waited_for_by_the_next_call_too():
     pairs = [socket.socketpair() for _ in range(3)]
-    leases = cuda_ipc._Leases()
     for number, (own, _) in enumerate(pairs):
-        leases.hold(str(number), Connection(own, f"rank {number}"))
+        cuda_ipc.hold_lease(str(number), Connection(own, f"rank {number}"))
     engines = [theirs for _, theirs in pairs]
     engines[0].close()
     for _ in range(2):
         with pytest.raises(WeightUpdateError, match="rank 1 stalled"):
-            leases.release(0.01)
+            cuda_ipc.release_mapped(0.01)
     assert [engine.recv(1) for engine in engines[1:]] == [b"", b""]  # all have been asked
     for engine in engines[1:]:
         engine.close()
-    leases.release(10)
-    assert leases._connections == {} and all(own.fileno() == -1 for own, _ in pairs)
+    cuda_ipc.release_mapped(10)
+    assert cuda_ipc._leases == {} and all(own.fileno() == -1 for own, _ in pairs)

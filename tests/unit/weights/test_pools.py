@@ -88,5 +88,5 @@ def test_what_pools_of_pools_write_is_recorded():
     with recording(written), ThreadPoolExecutor() as pool:
         pool.submit(memory[:4].fill_, 1).result()
         pool.submit(outer).result()
-    assert written.anew.fraction(memory) == 1
+    assert written.overwritten.fraction(memory) == 1
     assert ThreadPoolExecutor.submit is SUBMIT

@@ -25,7 +25,7 @@ from rl_memory_plugins.trainer import ModelSource, push
 from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights import buffers, cuda_ipc, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
-from rl_memory_plugins.weights.buffers.staged import _Bounce
+from rl_memory_plugins.weights.buffers.staged import _BounceBuffers
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
@@ -163,7 +163,7 @@ def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
     send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
     assert gpu.mapped
-    (connection,) = cuda_ipc.leases._connections.values()
+    (connection,) = cuda_ipc._leases.values()
     connection.close()  # as the kernel does
     wait_until(lambda: gpu.mapped == [], "nothing is mapped")
 
@@ -526,7 +526,7 @@ def test_shared_memory_takes_tensors_of_any_layout():
     spec = TensorSpec("a", "float32", (4, 3))
     staging.put(0, BucketEntry(0, 256, 48), spec, tensor.t())
     staging.publish()
-    assert torch.equal(buffers.typed(staging.slot(0), 256, 48, "float32", (4, 3)), tensor.t())
+    assert torch.equal(buffers.typed(staging._slots[0], 256, 48, "float32", (4, 3)), tensor.t())
     staging.close()
 
 
@@ -596,8 +596,8 @@ def test_locking_pages_destroys_nothing_that_was_put(gpus, monkeypatch, denied):
     spec = TensorSpec("a", "float32", (4,))
     staging.put(0, BucketEntry(0, 0, 16), spec, torch.ones(4))
     staging.put(1, BucketEntry(1, 0, 16), spec, torch.full((4,), 2.0).as_subclass(OnGpu))
-    assert staging.slot(0)[:16].view(torch.float32).tolist() == [1] * 4
-    assert staging.slot(1)[:16].view(torch.float32).tolist() == [2] * 4
+    assert staging._slots[0][:16].view(torch.float32).tolist() == [1] * 4
+    assert staging._slots[1][:16].view(torch.float32).tolist() == [2] * 4
     assert len(gpus["GPU-0"].registered) == (not denied)
     staging.close()
 
@@ -627,9 +627,9 @@ def test_every_stream_that_a_source_gave_a_tensor_on_is_waited_for(gpus, monkeyp
 
 
 def test_a_bounce_buffer_is_read_on_all_streams_before_it_is_filled_again():
-    bounce = _Bounce.__new__(_Bounce)  # which would pin memory
+    bounce = _BounceBuffers.__new__(_BounceBuffers)  # which would pin memory
     bounce._buffers, bounce._current, bounce._used = [torch.zeros(256, dtype=torch.uint8)] * 2, 0, 0
-    bounce._copier, bounce._filled, bounce._stream = HostCopier(1), [], None
+    bounce.copier, bounce._filled, bounce._stream = HostCopier(1), [], None
     first, second = FakeStream(), FakeStream()
     for stream in (first, first, second):
         bounce.copy(torch.zeros(16), torch.ones(16), stream)

@@ -262,7 +262,7 @@ def test_a_loader_that_fails_in_the_middle_is_reported_to_all():
         for name, _ in weights:
             raise RuntimeError(f"cannot pack {name}")
 
-    ranks[1].receiver._model._load_opaque = failing
+    ranks[1].receiver._model.load_opaque = failing
     error, threads = update(ranks, checkpoint(2))
     assert isinstance(error, WeightUpdateError) and "cannot pack packed.weight" in str(error)
     assert error.details["rank"] == 1

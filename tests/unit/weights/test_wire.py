@@ -177,8 +177,8 @@ def test_shared_memory_is_shared_and_its_description_is_checked():
     staging = buffers.ShmStaging(4096, 2)
     description, fds = staging.export()
     attached = buffers.attach(description, fds)
-    staging.slot(1).fill_(5)
-    assert int(attached.slot(1).sum()) == 5 * 4096 and int(attached.slot(0).sum()) == 0
+    staging._slots[1].fill_(5)
+    assert int(attached._slots[1].sum()) == 5 * 4096 and int(attached._slots[0].sum()) == 0
     with pytest.raises(WeightUpdateError, match="description"):
         buffers.attach(description | {"slots": 3}, fds)
     with pytest.raises(UnsupportedError):
@@ -190,7 +190,7 @@ def test_shared_memory_is_shared_and_its_description_is_checked():
     with pytest.raises(WeightUpdateError, match="seal"):
         buffers.attach(description, [unsealed])
     os.close(unsealed)
-    kept = attached.slot(1)
+    kept = attached._slots[1]
     attached.close()
     staging.close()
     assert int(kept[0]) == 5  # a tensor that outlives the buffer keeps its memory

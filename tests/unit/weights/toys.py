@@ -13,6 +13,7 @@ from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.trainer.sources.model import as_source
+from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.sender import WeightSender
 
@@ -118,9 +119,9 @@ class Rank:
         device = FakeDevice(f"fake:{rank}")
         self.manager = MemoryManager(rank, FakeAllocator(device), PagedArena(), list)
         options.setdefault("ignorable", lambda name: name == "lm_head.weight")
-        self.receiver = WeightReceiver(
-            self.manager, self.model.load_weights, lambda: dict(self.model.named_parameters()), **options
-        )
+        check_finite = options.pop("check_finite", False)
+        loader = ModelLoader(self.model.load_weights, lambda: dict(self.model.named_parameters()), **options)
+        self.receiver = WeightReceiver(self.manager, loader, check_finite=check_finite)
 
 
 class Receiving(threading.Thread):
