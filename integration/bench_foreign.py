@@ -50,7 +50,8 @@ IN_ENGINE = "RL_MEMORY_BENCH_FOREIGN"
 if IN_ENGINE in os.environ and "vllm" in sys.modules:
     from vllm import _custom_ops
 
-    # vLLM for CPUs would replace the weights of linear layers by packed ones, and could load none. The plugin forbids it.
+    # vLLM for CPUs would replace the weights of linear layers by packed ones, and could load none. With the plugin
+    # it does not.
     _custom_ops._supports_onednn = False
 
 

@@ -130,7 +130,7 @@ class Controller:
         self._show_ranks(replies)
 
     def _refresh_content(self, contents: Sequence[tuple[str, int]] | None) -> None:
-        """Publish the content and its epoch alone. Trainers load tensor by tensor; the memory takes longer to look up."""
+        """Publish content and epoch alone: trainers load tensor by tensor, and the whole status takes longer."""
         if self._busy == UNKNOWN:
             self.refresh()
             return
@@ -179,7 +179,7 @@ class Controller:
             weight_version: The version that the caller gave the new weights, if it gave one.
             paused: The engine is paused by its own API. Requests in that pause are kept over an update of the engine's
                 own, as on an engine without the plugin.
-            contents: The content of each rank's weights and its epoch, if they are known. The ranks are asked otherwise.
+            contents: The content of each rank's weights and its epoch, if known. The ranks are asked otherwise.
         """
         if weight_version:  # others check neither its length nor its characters
             self._weight_version = weight_version[:LONGEST_VERSION].encode(errors="replace").decode()

@@ -46,7 +46,7 @@ class EngineUpdates:
         self._parameters = parameters
         self._undo = undo
         self._marks: UnwrittenMarks | None = (
-            None  # in weights of undefined content, since the first call that succeeded
+            None  # in weights of undefined content
         )
         self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
         self._storages: set[int] = set()  # the addresses of the parameters, when a write was last looked for

@@ -89,7 +89,7 @@ class UnwrittenMarks:
         flat, last = parameter.data.view(-1), self._last % parameter.numel()
         if _has_nan(flat):
             value = flat[last].item()
-            return value != value
+            return bool(value != value)
         return _last_mark(flat[last - last % 8 :][:8]) >= 0
 
     def _drop_written(self) -> None:
@@ -114,7 +114,7 @@ def _pattern(tensor: torch.Tensor) -> int:
 
 def _has_nan(tensor: torch.Tensor) -> bool:
     """Whether torch can compute with the dtype of the tensor, which then has NaNs."""
-    return tensor.is_floating_point() and tensor.element_size() > 1
+    return bool(tensor.is_floating_point() and tensor.element_size() > 1)
 
 
 def _mark(parameter: torch.Tensor) -> None:
@@ -145,7 +145,8 @@ def _last_mark(tensor: torch.Tensor) -> int:
     for start in range((flat.numel() - 1) // _CHUNK * _CHUNK, -1, -_CHUNK):
         marked = _marked(flat[start : start + _CHUNK])
         if marked.any():
-            return start + marked.numel() - 1 - int(marked.flip(0).to(torch.uint8).argmax())
+            from_end = int(marked.flip(0).to(torch.uint8).argmax())
+            return int(start + marked.numel() - 1 - from_end)
     return -1
 
 

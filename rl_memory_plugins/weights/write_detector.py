@@ -1,7 +1,7 @@
-"""Finds out whether a loader writes at all. Recording every write would make loads of small tensors several times slower.
+"""Finds out whether a loader writes at all. A record of every write makes loads of small tensors several times slower.
 
-The detector sees the operators of its thread, and of the calls that this thread submits to thread pools. It stops at
-the first write: at the next tensor that the loader asks for, no code runs between torch and the loader any more.
+The detector sees the operators of its thread, and of the calls that this thread submits to thread pools. After the
+first write it is in the way no longer: it leaves when the loader asks for its next tensor.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rl_memory_plugins.weights.pools import Call, Submit, intercepted
 from rl_memory_plugins.weights.write_recorder import written_by
+
+if TYPE_CHECKING:
+    import torch
 
 Storages = Callable[[int], bool]
 
@@ -116,4 +118,4 @@ def _each(weights: Iterable[Any]) -> Iterator[Any]:
 
 class _List(list[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return _each(super().__iter__())  # type: ignore[arg-type]
+        return _each(super().__iter__())

@@ -195,9 +195,8 @@ def _end_idle_sessions(core: Any) -> None:
 def reset_caches(core: Any) -> None:
     """Drop everything that was computed from the weights. The cache of multimodal inputs stays: it does not depend on
     the weights, and clients hold its other half, so their next requests would fail without it."""
-    if getattr(
-        core, "rl_memory_has_no_caches", False
-    ):  # trainers load tensor by tensor, and a reset walks all KV blocks
+    # A reset walks all KV blocks, and some trainers call for each tensor.
+    if getattr(core, "rl_memory_has_no_caches", False):
         return
     _end_idle_sessions(core)
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
