@@ -45,9 +45,7 @@ class EngineUpdates:
         self.manager = manager
         self._parameters = parameters
         self._undo = undo
-        self._marks: UnwrittenMarks | None = (
-            None  # in weights of undefined content
-        )
+        self._marks: UnwrittenMarks | None = None  # in weights of undefined content
         self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
         self._storages: set[int] = set()  # the addresses of the parameters, when a write was last looked for
         self._detector = WriteDetector()  # of the current call, or the last one

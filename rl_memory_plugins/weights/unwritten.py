@@ -12,7 +12,9 @@ All work is linear in the number of parameters and in their bytes: most calls lo
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -48,12 +50,10 @@ class UnwrittenMarks:
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._parameters = parameters
-        marked = [one for one in parameters() if one.numel()]
-        self.is_possible = not any(one.is_meta for one in marked)
-        if not self.is_possible:
-            return
-        with torch.inference_mode():
-            for parameter in marked:
+        with _plain():
+            marked = [one for one in parameters() if one.numel()]
+            self.is_possible = not any(one.is_meta for one in marked)
+            for parameter in marked if self.is_possible else ():
                 _mark(parameter)
         self._left = [weakref.ref(one) for one in marked]
         self._last = -1  # an element that held a mark in the last parameter that is left
@@ -65,7 +65,7 @@ class UnwrittenMarks:
         """Whether every parameter has been overwritten."""
         if not self.is_possible:
             return False
-        with torch.inference_mode():
+        with _plain():
             self._checks += 1
             if self._left and self._is_marked_still() and self._checks % self._every != 1:
                 return False
@@ -102,6 +102,13 @@ class UnwrittenMarks:
             self._last = -1 if last is None or last.is_meta else _last_mark(last)
 
 
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Compute with parameters as with plain tensors. vLLM's classes of parameters make every access slow."""
+    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data.view(_INTEGERS[tensor.element_size()])
 
@@ -124,19 +131,21 @@ def _mark(parameter: torch.Tensor) -> None:
         _bits(parameter).fill_(_pattern(parameter))
 
 
-def _with_marks(parameters: list[torch.Tensor]) -> Iterator[bool]:
+def _with_marks(parameters: list[torch.Tensor]) -> list[bool]:
     """For each parameter, whether it holds a mark."""
-    # The maximum of a tensor with a NaN is NaN. All tensors of a device take one wait.
-    maxima = [one.data.max().float() if not one.is_meta and _has_nan(one) else None for one in parameters]
-    nans = {
-        device: iter(torch.stack([one for one in maxima if one is not None and one.device == device]).isnan().tolist())
-        for device in {one.device for one in maxima if one is not None}
-    }
-    for one, maximum in zip(parameters, maxima, strict=True):
-        if maximum is not None:
-            yield next(nans[maximum.device])
-        else:
-            yield one.is_meta or _last_mark(one) >= 0
+    marked = [one.is_meta for one in parameters]
+    maxima: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for number, one in enumerate(parameters):
+        if _has_nan(one):
+            maxima[one.device, one.dtype].append((number, one.data.max()))
+        elif not one.is_meta:
+            marked[number] = _last_mark(one) >= 0
+    for (device, _), of_device in maxima.items():  # the maximum of a tensor with a NaN is NaN
+        if device.type != "meta":
+            found = torch.stack([maximum for _, maximum in of_device]).isnan().tolist()  # one wait for all of them
+            for (number, _), is_nan in zip(of_device, found, strict=True):
+                marked[number] = is_nan
+    return marked
 
 
 def _last_mark(tensor: torch.Tensor) -> int:
