@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -129,6 +129,20 @@ class Controller:
             self._busy = self._under_way()
         self._show_ranks(replies)
 
+    def _refresh_content(self, contents: Sequence[tuple[str, int]] | None) -> None:
+        """Publish content and epoch alone: trainers load tensor by tensor, and the whole status takes longer."""
+        if self._busy == UNKNOWN:
+            self.refresh()
+            return
+        if contents is None:
+            contents = [reply.result for reply in raise_failures(self._ranks.call("content"))]
+        self._show(
+            [
+                msgspec.structs.replace(rank, content=Content(content), content_epoch=epoch)
+                for rank, (content, epoch) in zip(self.status.ranks, contents, strict=True)
+            ]
+        )
+
     def _refresh_or_close(self) -> None:
         """Refresh at the end of a transition, so that the board does not keep the state of its middle."""
         try:
@@ -150,7 +164,13 @@ class Controller:
         except Exception:
             logger.exception("the memory that is left on the devices could not be measured")
 
-    def note_foreign_changes(self, weight_version: str | None = None, *, paused: bool = False) -> None:
+    def note_foreign_changes(
+        self,
+        weight_version: str | None = None,
+        *,
+        paused: bool = False,
+        contents: Sequence[tuple[str, int]] | None = None,
+    ) -> None:
         """Publish changes that the engine's own calls have made, and schedule again if the admission rule holds.
 
         All data-parallel engines call this at the same time, so an engine that waited for a peer goes on too.
@@ -159,11 +179,12 @@ class Controller:
             weight_version: The version that the caller gave the new weights, if it gave one.
             paused: The engine is paused by its own API. Requests in that pause are kept over an update of the engine's
                 own, as on an engine without the plugin.
+            contents: The content of each rank's weights and its epoch, if known. The ranks are asked otherwise.
         """
         if weight_version:  # others check neither its length nor its characters
             self._weight_version = weight_version[:LONGEST_VERSION].encode(errors="replace").decode()
         was_closed = self.refusal() is not None
-        self.refresh()
+        self._refresh_content(contents)
         self._resume_if_admitting(lift_pause=False)
         kept = paused and self.status.content is Content.UPDATING
         if not was_closed and self.refusal() is not None and not kept:

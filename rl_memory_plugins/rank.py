@@ -66,6 +66,7 @@ class RankAgent:
                 self.finish_update,
                 self.checksums,
                 self.status,
+                self.content,
                 self.account,
                 self.capabilities,
             )
@@ -122,6 +123,10 @@ class RankAgent:
 
     def status(self) -> Any:
         return self.manager.status()
+
+    def content(self) -> tuple[str, int]:
+        """The content of the weights and its epoch."""
+        return self.manager.content.value, self.manager.epoch
 
     def account(self) -> Any:
         return self.manager.account()

@@ -1,8 +1,10 @@
 """Weight updates outside this package: through the engine's own calls, or by a trainer through the engine's loader.
 
-Such an update has no manifest, so this module records its writes. The update is complete once every byte of every
-parameter has been written since the weights became stale. The content is then valid, as after the package's updates.
-The return value of a loader does not count: a loader reports a fused parameter after the first of its parts.
+Such an update has no manifest. Weights of undefined content are marked before its first write, and the update is
+complete once no mark is left. The content is then valid, as after the package's updates. The return value of a loader
+does not count: a loader reports a fused parameter after the first of its parts.
+
+Valid weights are not marked: they stay valid unless a call fails that has written.
 
 Several calls may form one update with a begin and an end. The content is `updating` in between. Weights that were valid
 at the begin are valid again at the end.
@@ -16,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights.coverage import Coverage
-from rl_memory_plugins.weights.write_recorder import Written, recording
+from rl_memory_plugins.weights.unwritten import UnwrittenMarks
+from rl_memory_plugins.weights.write_detector import WriteDetector
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +45,10 @@ class EngineUpdates:
         self.manager = manager
         self._parameters = parameters
         self._undo = undo
-        self._written = Coverage()  # since the weights became stale, by calls that succeeded
+        self._marks: UnwrittenMarks | None = None  # in weights of undefined content
         self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
-        self._recorded = Written()  # by the current call, or the last one
+        self._storages: set[int] = set()  # the addresses of the parameters, when a write was last looked for
+        self._detector = WriteDetector()  # of the current call, or the last one
         self._is_open = False  # an update of several calls has begun
         self._before = Content.VALID  # the content at its begin
         self._wrote = False  # a call of the open update has written
@@ -54,18 +57,19 @@ class EngineUpdates:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """The body loads weights. A load that fails after it has written every parameter is complete.
+        """The body loads weights. A load that fails after it has overwritten all undefined weights is complete.
 
         Raises:
             StateConflictError: the weights are asleep.
         """
-        self.manager.require_writable()
+        self.prepare()
+        self._detector = WriteDetector()
         try:
-            with self.record():
+            with self._detector.detecting():
                 yield
         except BaseException:
             self._undo()
-            if self._recorded.touched.is_empty or (not self._is_open and self._covers(self._recorded.overwritten)):
+            if not self._detector.found or (not self._is_open and self._is_complete()):
                 self.settle()
             else:
                 self.fail()
@@ -74,41 +78,66 @@ class EngineUpdates:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record what the body writes, for the `settle` or `fail` that follows.
+        """Look for writes into parameters by the body, for the `settle` or `fail` that follows.
 
         Raises:
             StateConflictError: the weights are asleep.
         """
-        self._recorded = Written()
-        self.manager.require_writable()
-        with recording(self._recorded):
+        self.prepare()
+        if not self._storages:
+            self._find_storages()
+        self._detector = WriteDetector(self._storages.__contains__)
+        with self._detector.detecting():
             yield
 
     @property
     def wrote(self) -> bool:
         """Whether the last recorded body wrote into a parameter."""
-        touched = self._recorded.touched
-        return any(touched.fraction(tensor) > 0 for tensor in self._parameters())
+        if not self._detector.found and self._detector.others:
+            self._find_storages()
+            self._detector.found = not self._storages.isdisjoint(self._detector.others)
+        return self._detector.found
+
+    def _find_storages(self) -> None:
+        self._storages = {one.untyped_storage().data_ptr() for one in self._parameters() if not one.is_meta}
+
+    def prepare(self) -> None:
+        """Mark weights of undefined content, before a call may write them or take the model apart.
+
+        Raises:
+            StateConflictError: the weights are asleep.
+        """
+        self.manager.require_writable()
+        if self.needs_marks:
+            self._marks = UnwrittenMarks(self._parameters)
+            self._epoch = self.manager.epoch
+
+    @property
+    def needs_marks(self) -> bool:
+        """Whether the content is undefined and nothing shows yet what is overwritten."""
+        self._forget_outdated()
+        content = self.manager.content
+        if content is Content.UPDATING and self._is_open:
+            content = self._before
+        return content is not Content.VALID and self._marks is None
 
     def settle(self) -> None:
-        """Account for the recorded call, which has succeeded on every rank."""
-        recorded, self._recorded = self._recorded, Written()
+        """Account for the call, which has succeeded on every rank."""
         self._forget_outdated()
-        self._written.extend(recorded.overwritten)
         if self._is_open:
-            self._wrote = self._wrote or not recorded.touched.is_empty
+            self._wrote = self._wrote or self._detector.found_any
             if self.manager.content is not Content.UPDATING:  # an earlier call of this update failed
                 self._before = self.manager.content
                 self.manager.begin_writing()
-        complete = not self._is_open and self._covers(self._written)
+        complete = not self._is_open and self._is_complete()
         self.manager.note_foreign_load(complete)
         self._epoch = self.manager.epoch
         if complete:
-            self._written = Coverage()
+            self._marks = None
 
     def fail(self) -> None:
         """Mark the content as undefined: a call failed on some rank after some rank had written."""
-        self._recorded, self._written = Written(), Coverage()
+        self._marks = None
         self.manager.tear()
         self._epoch = self.manager.epoch
 
@@ -125,8 +154,7 @@ class EngineUpdates:
         Raises:
             StateConflictError: the weights are asleep.
         """
-        self._forget_outdated()
-        self._epoch = self.manager.epoch
+        self.prepare()
         before = self.manager.content
         self.manager.begin_writing()
         self._is_open, self._before, self._wrote = True, before, False
@@ -147,7 +175,7 @@ class EngineUpdates:
         if not was_open or self.manager.content is not Content.UPDATING:  # torn or discarded meanwhile
             return False
         self._forget_outdated()
-        self._leave(Content.VALID if complete or self._covers(self._written) else self._before)
+        self._leave(Content.VALID if complete or self._is_complete() else self._before)
         return True
 
     def break_off(self) -> None:
@@ -162,7 +190,7 @@ class EngineUpdates:
 
     def _leave(self, content: Content) -> None:
         if content is Content.VALID:
-            self._written = Coverage()
+            self._marks = None
         self.manager.content = content
         self.manager.note_foreign_load(content is Content.VALID)
         self._epoch = self.manager.epoch
@@ -171,7 +199,7 @@ class EngineUpdates:
 
     def _forget_outdated(self) -> None:
         if self._epoch != self.manager.epoch:  # something else has discarded or updated the weights since
-            self._written = Coverage()
+            self._marks = None
 
-    def _covers(self, written: Coverage) -> bool:
-        return all(not tensor.is_meta and written.fraction(tensor) == 1 for tensor in self._parameters())
+    def _is_complete(self) -> bool:
+        return self._marks is not None and self._marks.are_gone

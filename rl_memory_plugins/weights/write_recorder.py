@@ -5,6 +5,7 @@ Memory counts as overwritten if its new bytes do not depend on the old ones: `mu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -106,15 +107,22 @@ def _split(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[
     """The tensors that an operator writes, and its other tensors, by its schema."""
     written: list[torch.Tensor] = []
     read: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
+    for position, (name, writes) in enumerate(_arguments(func)):
+        value = args[position] if position < len(args) else kwargs.get(name)
         (written if writes else read).extend(tensors_in(value))
     return written, read
 
 
+@functools.cache
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """The arguments of an operator: their names, and whether it writes them."""
+    return [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in func._schema.arguments]
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among an operator's arguments or results."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +14,14 @@ from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
 from rl_memory_plugins.engines.vllm import external
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
-from rl_memory_plugins.engines.vllm.core_hooks import VllmEngine, VllmRanks, reset_caches, settle, worker_here
+from rl_memory_plugins.engines.vllm.core_hooks import (
+    VllmEngine,
+    VllmRanks,
+    note_request,
+    reset_caches,
+    settle,
+    worker_here,
+)
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -46,6 +53,7 @@ def install(hooks: Hooks) -> None:
             hooks.wrap(f"{path}.resume_scheduler", _native_resume)
     hooks.wrap(f"{CORE}.collective_rpc", _native_collective_rpc)
     hooks.wrap(f"{PROCESS}._reject_add_in_shutdown", _refuse_add)
+    hooks.wrap(f"{CORE}.add_request", _note_request)
     for name in ("pause_scheduler", "is_scheduler_paused", "reset_prefix_cache", "reset_encoder_cache"):
         hooks.require(f"{CORE}.{name}")
     core = hooks.require(CORE)
@@ -115,14 +123,18 @@ def notice_loads(core: Any) -> None:
         controller.note_foreign_changes(paused=core.is_scheduler_paused())
 
 
-def _was_changed(core: Any, controller: Controller) -> bool:
-    """Whether other code has written the weights since the controller looked. It sees a worker in this process only."""
+def _was_changed(core: Any, controller: Controller, contents: Sequence[tuple[str, int]] = ()) -> bool:
+    """Whether other code has written the weights since the controller looked.
+
+    Args:
+        contents: The content of all ranks' weights and its epoch, if they have told it. A worker in this process is
+            looked at. Others may have written.
+    """
+    known = [(rank.content.value, rank.content_epoch) for rank in controller.status.ranks]
+    if contents:
+        return list(contents) != known
     worker = worker_here(core)
-    if worker is None:
-        return True
-    manager = worker.manager
-    known = [(rank.content_epoch, rank.content) for rank in controller.status.ranks if rank.rank == manager.rank]
-    return (manager.epoch, manager.content) not in known
+    return worker is None or worker.agent.content() not in known
 
 
 def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
@@ -289,13 +301,14 @@ def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         if method in ON_WEIGHTS:
             _require_weights(controller, method)
         epochs = [rank.content_epoch for rank in controller.status.ranks]
+        contents: list[tuple[str, int]] = []
         try:
-            if len(epochs) == 1:
+            if worker_here(self) is not None:
                 return original(self, method, timeout, args, kwargs)
-            return _guarded_rpc(self, original, method, timeout, args, kwargs)
+            return _guarded_rpc(self, original, method, timeout, args, kwargs, contents)
         finally:
-            if controller.status.busy or _was_changed(self, controller):
-                controller.note_foreign_changes(paused=self.is_scheduler_paused())
+            if controller.status.busy or _was_changed(self, controller, contents):
+                controller.note_foreign_changes(paused=self.is_scheduler_paused(), contents=contents or None)
             if [rank.content_epoch for rank in controller.status.ranks] != epochs:
                 reset_caches(self)
 
@@ -320,8 +333,16 @@ def _then(outcome: Future[Any], result: Any) -> Future[Any]:
     return answer
 
 
-def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Call a method that may fail on many ranks.
+def _guarded_rpc(
+    core: Any,
+    rpc: Callable[..., Any],
+    method: Any,
+    timeout: Any,
+    args: Any,
+    kwargs: Any,
+    contents: list[tuple[str, int]],
+) -> list[Any]:
+    """Call a method that may fail on many ranks, and add the content of each rank's weights to `contents`.
 
     vLLM stops at the first rank that raises, and leaves the replies of the other ranks in their queues, where later
     calls take them for their own. So every rank answers, and this function raises the first failure.
@@ -333,12 +354,21 @@ def _guarded_rpc(core: Any, rpc: Callable[..., Any], method: Any, timeout: Any, 
 
         method = cloudpickle.dumps(method)
     replies = rpc(core, call_guarded, timeout, (method, tuple(args or ()), kwargs or {}), None)
-    for failed, reply in replies:
+    contents.extend((content, epoch) for _, _, (content, epoch) in replies)
+    for failed, reply, _ in replies:
         if failed:
             raise RuntimeError(
                 f"Worker failed with error '{reply}', please check the stack trace above for the root cause"
             )
-    return [reply for _, reply in replies]
+    return [reply for _, reply, _ in replies]
+
+
+def _note_request(original: Callable[..., None]) -> Callable[..., None]:
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> None:
+        note_request(self)
+        original(self, *args, **kwargs)
+
+    return add_request
 
 
 def _refuse_add(original: Callable[..., Any]) -> Callable[..., Any]:

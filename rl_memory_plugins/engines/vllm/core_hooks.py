@@ -195,10 +195,19 @@ def _end_idle_sessions(core: Any) -> None:
 def reset_caches(core: Any) -> None:
     """Drop everything that was computed from the weights. The cache of multimodal inputs stays: it does not depend on
     the weights, and clients hold its other half, so their next requests would fail without it."""
+    # A reset walks all KV blocks, and some trainers call for each tensor.
+    if getattr(core, "rl_memory_has_no_caches", False):
+        return
     _end_idle_sessions(core)
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineFaultError("vLLM could not reset its prefix cache, e.g. that of a KV connector")
     core.reset_encoder_cache()
+    core.rl_memory_has_no_caches = not core.scheduler.has_requests()
+
+
+def note_request(core: Any) -> None:
+    """Note that a request comes, whose results the core may keep in its caches."""
+    core.rl_memory_has_no_caches = False
 
 
 def settle(future: Future[Any], done: Future[Any], result: Any = None) -> None:

@@ -7,11 +7,13 @@ finish, and a trainer that dies before the finish must not leave the model in th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
+from rl_memory_plugins.weights.write_detector import leaving_early
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +40,24 @@ class WatchedLoads(EngineUpdates):
 
     def __init__(self, manager: MemoryManager, model: torch.nn.Module, undo: Callable[[], None]) -> None:
         super().__init__(manager, model.parameters, undo)
+        self._modules = model.modules
+        _all.add(self)
         self.original: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = model.load_weights
         model.load_weights = self._load_weights
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
         with self.watch():
-            return self.original(weights, *args, **kwargs)
+            return self.original(leaving_early(weights), *args, **kwargs)
+
+
+_all: weakref.WeakSet[WatchedLoads] = weakref.WeakSet()
+
+
+def prepare_reload(layer: torch.nn.Module) -> None:
+    """Called before vLLM puts the parameters of a layer aside, for a reload of the model to which the layer belongs."""
+    for loads in list(_all):
+        if loads.needs_marks and any(one is layer for one in loads._modules()):
+            loads.prepare()
 
 
 def loads_of(model: Any) -> WatchedLoads | None:

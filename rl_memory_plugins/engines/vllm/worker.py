@@ -17,7 +17,13 @@ from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
 from rl_memory_plugins.engines.vllm.options import config_of
-from rl_memory_plugins.engines.vllm.update_session import UPDATE_METHODS, UpdateSession, WatchedLoads, loads_of
+from rl_memory_plugins.engines.vllm.update_session import (
+    UPDATE_METHODS,
+    UpdateSession,
+    WatchedLoads,
+    loads_of,
+    prepare_reload,
+)
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
@@ -40,6 +46,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(
         "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing", _finish_layerwise_load
     )
+    hooks.wrap("vllm.model_executor.model_loader.reload.layerwise:restore_layer_on_meta", _put_aside)
     for symbol in reload.SYMBOLS:
         hooks.require(symbol)
     hooks.wrap("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
@@ -69,22 +76,25 @@ def _rank_call(worker: Any, payload: bytes) -> bytes:
 _guarded = False  # the current call of this worker may raise; see `call_guarded`
 
 
-def call_guarded(worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+def call_guarded(
+    worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any, tuple[str, int]]:
     """Run a method of the worker by its name, or a pickled function of the worker.
 
-    Returns: whether the call failed, and its result or the message of its error.
+    Returns: whether the call failed; its result or the message of its error; the content of the weights and its epoch.
     """
     global _guarded
     from vllm.v1.serial_utils import run_method
 
     _guarded = True
     try:
-        return False, run_method(worker, method, args, kwargs)
+        failed, result = False, run_method(worker, method, args, kwargs)
     except Exception as error:
         logger.exception("%s failed on this rank", method if isinstance(method, str) else "a function")
-        return True, str(error)
+        failed, result = True, str(error)
     finally:
         _guarded = False
+    return failed, result, worker.rl_memory.agent.content()
 
 
 class VllmWorker:
@@ -263,6 +273,14 @@ class VllmWorker:
             logger.error("%s", error)  # an exception would leave the replies of other ranks in vLLM's queues
 
         return refuse
+
+
+def _put_aside(original: Callable[..., None]) -> Callable[..., None]:
+    def restore_layer_on_meta(layer: Any, *args: Any, **kwargs: Any) -> None:
+        prepare_reload(layer)
+        original(layer, *args, **kwargs)
+
+    return restore_layer_on_meta
 
 
 def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]:

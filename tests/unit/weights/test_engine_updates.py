@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.memory.backup import PagedArena
@@ -13,6 +15,7 @@ from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content, Level, Tag
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
+from rl_memory_plugins.weights.write_detector import leaving_early
 
 
 class Rank:
@@ -177,6 +180,8 @@ def test_nothing_is_written_while_the_weights_sleep(rank: Rank) -> None:
 def test_a_load_that_raises_has_changed_nothing_or_failed_or_is_complete(
     rank: Rank, before: Content, names: str, after: Content | None
 ) -> None:
+    if before is Content.VALID and names:
+        after = Content.FAILED  # valid weights hold no marks, so nobody knows what is still the old
     rank.manager.content = before
     epoch = rank.manager.epoch
     with pytest.raises(ConnectionError), rank.updates.watch():
@@ -236,12 +241,51 @@ def test_a_write_that_does_not_count_still_tears_what_breaks_off(rank: Rank) -> 
     assert rank.content is Content.FAILED
 
 
-def test_loads_of_one_tensor_again_and_again_are_not_kept(rank: Rank) -> None:
-    for _ in range(100):
+@pytest.mark.parametrize("before", [Content.VALID, Content.STALE])
+def test_the_detector_is_gone_once_it_has_seen_a_write(rank: Rank, before: Content) -> None:
+    """Loads of many tensors in one call must not pay for it."""
+    rank.manager.content = before
+    modes = []
+
+    def load(weights: Any) -> None:
+        for name, tensor in weights:
+            modes.append(_get_current_dispatch_mode() is not None)
+            rank.parameters[name].copy_(tensor)
+
+    for form in (iter, list, tuple):
         with rank.updates.watch():
-            rank.write("a")
-    written = rank.updates._written
-    assert len(written._small) + sum(len(starts) for starts, _ in written._large) == 1
+            load(leaving_early(form([(name, torch.ones(8)) for name in "abab"])))
+    assert modes == [True, False, False, False] * 3
+    assert _get_current_dispatch_mode() is None
+    assert rank.content is Content.VALID
+
+
+def test_a_mode_of_the_loader_s_own_stays(rank: Rank) -> None:
+    class Own(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with rank.updates.watch():
+        weights = iter(leaving_early([("a", torch.ones(8)), ("b", torch.ones(8))]))
+        next(weights)
+        rank.write("a")
+        own = Own()
+        with own:
+            next(weights)
+            assert _get_current_dispatch_mode() is own
+            rank.write("b")
+    assert _get_current_dispatch_mode() is None
+
+
+def test_writes_in_other_threads_and_by_numpy_count(rank: Rank) -> None:
+    """A dispatch mode sees neither."""
+    rank.manager.content = Content.STALE
+    with rank.updates.watch():
+        thread = threading.Thread(target=rank.write, args=("a",))
+        thread.start()
+        thread.join()
+        rank.parameters["b"].numpy()[:] = 1
+    assert rank.content is Content.VALID
 
 
 # -- writes that nothing can record -----------------------------------------------------------------------------
