@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.tags import Tag
 
 
@@ -22,6 +23,19 @@ class Block(NamedTuple):
     @property
     def end(self) -> int:
         return self.address + self.nbytes
+
+
+def out_of_device_memory(
+    message: str, free: int, *, needed: int = 0, margin: int = 0, **details: Any
+) -> DeviceMemoryError:
+    """The error of an allocation. `needed`, `free` and `margin` are in bytes."""
+    return DeviceMemoryError(message, needed_bytes=needed, free_bytes=free, margin_bytes=margin, **details)
+
+
+def too_little_for_wake(needed: int, free: int, margin: int, memory: str = "GPU memory") -> DeviceMemoryError:
+    """The error of a reservation. `needed`, `free` and `margin` are in bytes."""
+    message = f"a wake needs {needed} bytes of {memory} and a margin of {margin}, but only {free} are free"
+    return out_of_device_memory(message, free, needed=needed, margin=margin)
 
 
 class Reservation(Protocol):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, UnsupportedError
+from rl_memory_plugins.memory.allocator import out_of_device_memory
 
 
 class Driver:
@@ -65,8 +66,7 @@ class Driver:
         if result[0] == self._ok:
             return result[1] if len(result) > 1 else None
         if result[0] == self._out_of_memory:
-            free = self.free_bytes()
-            raise DeviceMemoryError("the CUDA driver is out of memory", needed_bytes=0, free_bytes=free, margin_bytes=0)
+            raise out_of_device_memory("the CUDA driver is out of memory", self.free_bytes())
         raise EngineFaultError(f"the CUDA driver returned {result[0].name}", cuda_error=result[0].name)
 
     @contextmanager
@@ -94,13 +94,11 @@ class Driver:
                 raise
             try:
                 self.map(address, nbytes, handle)
-            except DeviceMemoryError:
+            except BaseException as error:
                 self.release(handle)
                 self.free_address(address, nbytes)
-                return None
-            except BaseException:
-                self.release(handle)
-                self.free_address(address, nbytes)
+                if isinstance(error, DeviceMemoryError):
+                    return None
                 raise
             return address
 

@@ -9,8 +9,8 @@ from functools import partial
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import Backup, HostArena
-from rl_memory_plugins.memory.preparation import GivenUp
+from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.preparation import AllocationCancelled
 from rl_memory_plugins.memory.ranges import intersect
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Tag
@@ -36,7 +36,7 @@ class EagerBackup:
     def __init__(
         self,
         allocator: Allocator,
-        arena: HostArena,
+        arena: PagedArena,
         tag: Tag,
         identified: Sequence[Block],
         epoch: int,
@@ -74,12 +74,12 @@ class EagerBackup:
         return not self._cancelled.is_set() and threading.main_thread().is_alive()
 
     def _run(self, former: EagerBackup | None) -> None:
-        unused = former.finish() if former is not None else None
-        if unused is not None:
-            unused.free()
+        outdated = former.finish() if former is not None else None
+        if outdated is not None:
+            outdated.free()
         try:
             self._copy()
-        except GivenUp:
+        except AllocationCancelled:
             pass
         except RLMemoryError as error:  # the next sleep tries again, and raises the error if it persists
             logger.warning("the tag %s was not copied in advance: %s", self._tag.value, error)
@@ -91,11 +91,9 @@ class EagerBackup:
             if not self._go_on():
                 return
             backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on)
-            complete = False
             try:
-                complete = backup.save_in_steps(self._allocator.device, self._epoch, self._go_on)
-            finally:
-                if complete:
+                if backup.save_in_steps(self._allocator.device, self._epoch, self._go_on):
                     self._backup = backup
-                else:
+            finally:
+                if self._backup is None:
                     backup.free()

@@ -30,18 +30,14 @@ from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.fingerprint import fingerprint_of_ranges
-from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info
+from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
+from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc
 from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.tags import Tag
 
 PAGE = mmap.PAGESIZE
 MIN_PAGES = 2
-_MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostDevice:
@@ -76,7 +72,7 @@ class HostDevice:
             ctypes.memset(block.address, byte, block.nbytes)
 
     def fingerprint(self, blocks: Sequence[Block]) -> int:
-        return fingerprint_of_ranges(blocks)
+        return fingerprint(memory_view(*block) for block in blocks)
 
 
 class _Entry:
@@ -155,7 +151,7 @@ class HostAllocator:
         with self._lock:
             for _storage, entry, block in self._live(tag):
                 if entry.released != block:
-                    _madvise(block, _MADV_DONTNEED)
+                    _madvise(block, mmap.MADV_DONTNEED)
                     entry.released = block
                     released += block.nbytes
         return released
@@ -178,7 +174,7 @@ class HostAllocator:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     for block in populated:
-                        _madvise(block, _MADV_DONTNEED)
+                        _madvise(block, mmap.MADV_DONTNEED)
                     raise self._error(needed, os.strerror(error.errno or 0)) from error
             return HostReservation(self, held)
 
@@ -242,7 +238,7 @@ class HostReservation:
     def drop(self) -> None:
         with self._lock:
             for _, _, block in self._held:
-                _madvise(block, _MADV_DONTNEED)
+                _madvise(block, mmap.MADV_DONTNEED)
             self._held = []
 
 
@@ -285,7 +281,7 @@ def _whole_pages(storage: Any) -> Block | None:
 
 
 def _madvise(block: Block, advice: int) -> None:
-    if _libc.madvise(block.address, block.nbytes, advice) != 0:
+    if libc.madvise(block.address, block.nbytes, advice) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"madvise({advice}) of {block.nbytes} bytes: {os.strerror(code)}")
 

@@ -1,10 +1,15 @@
-"""The amount of host memory, as limited by the machine and by the memory cgroups of the process."""
+"""The amount of host memory, as limited by the machine and by the memory cgroups of the process; the C library."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+#: The C library. Its calls release the GIL.
+libc = ctypes.CDLL(None, use_errno=True)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def free_host_bytes() -> int:
