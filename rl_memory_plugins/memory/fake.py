@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError
-from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.memory.allocator import Block, out_of_device_memory
 from rl_memory_plugins.tags import Tag
 
 GARBAGE_BYTE = 0xA5
@@ -108,12 +108,8 @@ class FakeDevice:
     def _take(self, nbytes: int) -> None:
         free = self.capacity - self.used
         if nbytes > free:
-            raise DeviceMemoryError(
-                f"the allocation needs {nbytes} bytes, but only {free} are free",
-                needed_bytes=nbytes,
-                free_bytes=free,
-                margin_bytes=0,
-            )
+            message = f"the allocation needs {nbytes} bytes, but only {free} are free"
+            raise out_of_device_memory(message, free, needed=nbytes)
         self.used += nbytes
 
     def _require_mapped(self, block: Block) -> None:

@@ -28,8 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_memory_plugins.errors import DeviceMemoryError
-from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.allocator import Block, out_of_device_memory, too_little_for_wake
 from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
 from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc
 from rl_memory_plugins.memory.ranges import merge
@@ -163,34 +162,19 @@ class HostAllocator:
             DeviceMemoryError: too little free host memory; nothing was changed.
         """
         with self._lock:
-            held = [live for live in self._live(tag) if live[1].released == live[2]]
-            needed = sum(block.nbytes for _, _, block in held)
-            self._check(needed)
-            populated: list[Block] = []
+            reservation = HostReservation(self, [live for live in self._live(tag) if live[1].released == live[2]])
+            needed, free, margin = reservation.nbytes, free_host_bytes(), self._margin_bytes
+            if needed and needed + margin > free:
+                raise too_little_for_wake(needed, free, margin, "host memory")
             try:
-                for _, _, block in held:
-                    populated.append(block)
+                for block in reservation.blocks:
                     _madvise(block, _MADV_POPULATE_WRITE)
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    for block in populated:
-                        _madvise(block, mmap.MADV_DONTNEED)
-                    raise self._error(needed, os.strerror(error.errno or 0)) from error
-            return HostReservation(self, held)
-
-    def _check(self, needed: int) -> None:
-        if needed and needed + self._margin_bytes > free_host_bytes():
-            raise self._error(needed, "not enough free memory")
-
-    def _error(self, needed: int, why: str) -> DeviceMemoryError:
-        free = free_host_bytes()
-        return DeviceMemoryError(
-            f"a wake needs {needed} bytes of host memory; {free} bytes are free, and {self._margin_bytes} of them "
-            f"must stay free: {why}",
-            needed_bytes=needed,
-            free_bytes=free,
-            margin_bytes=self._margin_bytes,
-        )
+                    reservation.drop()
+                    message = f"{needed} bytes of host memory could not be populated for a wake: {error}"
+                    raise out_of_device_memory(message, free, needed=needed, margin=margin) from error
+            return reservation
 
     def _record(self, storage: Any, tag: Tag | None = None) -> None:
         with self._lock:

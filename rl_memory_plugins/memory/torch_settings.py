@@ -1,8 +1,10 @@
-"""The settings of torch's caching allocator."""
+"""The settings of torch's caching allocator, and a check of undocumented symbols."""
 
 from __future__ import annotations
 
+import operator
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,3 +29,16 @@ def set_torch_option(name: str, value: bool) -> None:
     if set_settings is None:
         set_settings = torch.cuda.memory._set_allocator_settings
     set_settings(",".join([*fields, f"{name}:{value}"]))
+
+
+def missing_symbols(owner: object, paths: Iterable[str]) -> list[str]:
+    """The dotted `paths` below `owner` that do not exist or are None."""
+    missing = []
+    for path in paths:
+        try:
+            found = operator.attrgetter(path)(owner)
+        except AttributeError:
+            found = None
+        if found is None:
+            missing.append(path)
+    return missing
