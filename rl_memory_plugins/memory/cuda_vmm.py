@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.memory.allocator import Block, too_little_for_wake
+from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
 from rl_memory_plugins.memory.regions import RegionStack, keep_forever
@@ -57,7 +57,7 @@ class _Mapping:
     mapped: bool = True
 
 
-class CudaVmmAllocator:
+class CudaVmmAllocator(Allocator):
     """Pausable regions of one GPU.
 
     Args:

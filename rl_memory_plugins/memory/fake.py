@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rl_memory_plugins.errors import EngineFaultError
-from rl_memory_plugins.memory.allocator import Block, out_of_device_memory
+from rl_memory_plugins.memory.allocator import Allocator, Block, out_of_device_memory
 from rl_memory_plugins.tags import Tag
 
 GARBAGE_BYTE = 0xA5
@@ -119,7 +119,7 @@ class FakeDevice:
         raise EngineFaultError(f"illegal access to {block.nbytes} bytes at {block.address:#x}: not mapped")
 
 
-class FakeAllocator:
+class FakeAllocator(Allocator):
     """Pausable regions on a `FakeDevice`. Released memory reads as garbage.
 
     Args:
@@ -129,7 +129,7 @@ class FakeAllocator:
     name = "fake"
 
     def __init__(self, device: FakeDevice | None = None, *, maps_zeroed: bool = False) -> None:
-        self.device = device or FakeDevice()
+        self.device: FakeDevice = device or FakeDevice()
         self.maps_zeroed = maps_zeroed
         self.unused_blocks: list[Block] = []
         self._local = threading.local()
@@ -174,13 +174,6 @@ class FakeAllocator:
 
     def unused(self, tag: Tag) -> list[Block]:
         return list(self.unused_blocks)
-
-    @contextmanager
-    def held(self, tag: Tag) -> Iterator[list[Block]]:
-        yield self.blocks(tag)
-
-    def residual_memory(self) -> dict[str, int]:
-        return {}
 
     def reclaim(self) -> None:
         self.device._enter("reclaim")

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_memory_plugins.memory.allocator import Block, out_of_device_memory, too_little_for_wake
+from rl_memory_plugins.memory.allocator import Allocator, Block, Device, out_of_device_memory, too_little_for_wake
 from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
 from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc
 from rl_memory_plugins.memory.ranges import merge
@@ -39,23 +39,14 @@ MIN_PAGES = 2
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
-class HostDevice:
+class HostDevice(Device):
     """The host's memory as a `Device`. All operations are synchronous."""
 
     def __init__(self, rank: int) -> None:
         self.name = f"cpu:{rank}"
 
-    def synchronize(self) -> None:
-        return
-
     def memory_info(self) -> tuple[int, int]:
         return host_memory_info()
-
-    def trim(self, min_bytes: int = 0) -> None:
-        return  # malloc caches little
-
-    def allocations(self) -> int:
-        return 0
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         for block, host in pairs:
@@ -89,8 +80,8 @@ class _Entry:
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
 
-class HostAllocator:
-    """Implements `Allocator` for CPU tensors.
+class HostAllocator(Allocator):
+    """Pausable regions of CPU tensors. A block is a part of one tensor's storage, so no block has unused parts.
 
     Args:
         rank: This rank's number, for the name of the device.
@@ -130,20 +121,11 @@ class HostAllocator:
         with self._lock:
             return sorted(block for _, _, block in self._live(tag))
 
-    def unused(self, tag: Tag) -> list[Block]:
-        return []  # a block is a tensor's storage
-
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         with self._lock:
             live = self._live(tag)  # keeps the storages alive
         yield sorted(block for _, _, block in live)
-
-    def residual_memory(self) -> dict[str, int]:
-        return {}  # the device is the host, so the rest is the process itself
-
-    def reclaim(self) -> None:
-        return
 
     def release(self, tag: Tag) -> int:
         released = 0

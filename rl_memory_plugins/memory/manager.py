@@ -129,8 +129,10 @@ class MemoryManager(WeightsContent):
         """
         self._begin_transition()
         prepared = PreparedSleep(level)
+        if level is Level.PAUSE:
+            tags = ()
         try:
-            if Tag.WEIGHTS in tags and level is not Level.PAUSE:
+            if Tag.WEIGHTS in tags:
                 if self._states[Tag.WEIGHTS] is TagState.RESIDENT:
                     # With `eager_backup` the arena holds a copy of the weights at every level.
                     self.arena.note_sleep(preserves(level, Tag.WEIGHTS) or self._eager_backup)
@@ -139,7 +141,7 @@ class MemoryManager(WeightsContent):
             with self._timed("synchronize"):
                 self.device.synchronize()
             with self._timed("backup"):
-                for tag in tags if level is not Level.PAUSE else ():
+                for tag in tags:
                     if self._states[tag] is TagState.RESIDENT:
                         self._prepare_tag(prepared, tag)
         except BaseException:

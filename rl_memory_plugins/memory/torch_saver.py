@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.memory.allocator import Block, too_little_for_wake
+from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.regions import RegionStack, keep_forever
 from rl_memory_plugins.memory.residual import ResidualMemory
@@ -44,10 +44,11 @@ HookMode = Literal["auto", "torch", "preload"]
 _numbers = itertools.count()
 
 
-class TorchSaverAllocator:
+class TorchSaverAllocator(Allocator):
     """Pausable regions of one GPU in the saver of this process, which may already be in use.
 
-    CUDA graphs stay resident, because captures bypass the saver's regions.
+    CUDA graphs stay resident, because captures bypass the saver's regions. Blocks need no `held`, because the saver's
+    pools keep the segments of freed tensors, and no `reclaim`, because the saver allocates memory only when it maps.
 
     Args:
         index: torch's ordinal of the GPU.
@@ -99,10 +100,6 @@ class TorchSaverAllocator:
     def unused(self, tag: Tag) -> list[Block]:
         return [block for segment in self._segments_of(self._saver_tags(tag)) for block in segment.unused]
 
-    @contextmanager
-    def held(self, tag: Tag) -> Iterator[list[Block]]:
-        yield self.blocks(tag)  # the saver's pools keep the segments of freed tensors
-
     def residual_memory(self) -> dict[str, int]:
         pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
         by_pool = self._segments.by_pool()
@@ -116,9 +113,6 @@ class TorchSaverAllocator:
     def _segments_of(self, names: Collection[str]) -> list[Segment]:
         pools = list(self._saver._impl._mem_pools.items())
         return self._segments.of(pool for key, pool in pools if (key[0] if isinstance(key, tuple) else key) in names)
-
-    def reclaim(self) -> None:
-        return  # the saver allocates memory only when it maps
 
     def release(self, tag: Tag) -> int:
         released = 0
