@@ -261,13 +261,7 @@ class Backup:
         return pairs
 
     def begin_save(
-        self,
-        device: Device,
-        epoch: int,
-        gone: Sequence[Block] = (),
-        unused: Sequence[Block] = (),
-        *,
-        clean: bool = False,
+        self, device: Device, epoch: int, gone: Sequence[Block] = (), unused: Sequence[Block] = (), clean: bool = False
     ) -> int:
         """Start to copy the blocks to the host. They must not change until `finish` or `free`.
 

@@ -85,9 +85,8 @@ class CudaVmmAllocator(Allocator):
         self._holds = dict.fromkeys(Tag, 0)
         self._segments = Segments(index)
         self._regions = RegionStack()
-        self._region_lock = threading.Lock()  # guards the three below
+        self._region_lock = threading.Lock()  # guards the two below
         self._open_regions = 0
-        self._regions_entered = 0
         self._known_unused: dict[Tag, list[Block]] = {}
         self._residual = ResidualMemory(index)
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
@@ -107,7 +106,6 @@ class CudaVmmAllocator(Allocator):
         `pool_id(tag)`."""
         with self._region_lock:
             self._open_regions += 1
-            self._regions_entered += 1
             self._known_unused.clear()
         try:
             with self._lock:
@@ -235,17 +233,14 @@ class CudaVmmAllocator(Allocator):
         """See `Allocator.unused`. The result is cached until a region opens: a snapshot takes milliseconds, and these
         pools get new tensors only in regions."""
         with self._region_lock:
-            entered, known = self._regions_entered, self._known_unused.get(tag)
-            none_open = not self._open_regions
-        if known is not None:
-            return known
-        with self._lock:
-            pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
-        unused = [block for segment in self._segments.of(pools) for block in segment.unused]
-        with self._region_lock:
-            if none_open and entered == self._regions_entered:
+            if tag in self._known_unused:
+                return self._known_unused[tag]
+            with self._lock:
+                pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
+            unused = [block for segment in self._segments.of(pools) for block in segment.unused]
+            if not self._open_regions:
                 self._known_unused[tag] = unused
-        return unused
+            return unused
 
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:

@@ -96,8 +96,8 @@ class WeightsContent:
             self.epoch += 1
             self._start_eager_backup()
 
-    def tear(self) -> None:
-        """Mark the content `failed`: it is undefined until every byte has been written.
+    def mark_failed(self) -> None:
+        """Mark the content `failed`, i.e. undefined until every byte has been written.
 
         Raises:
             StateConflictError: see `begin_writing`.
