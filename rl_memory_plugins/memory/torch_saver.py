@@ -40,7 +40,6 @@ SAVER_SYMBOLS = ("_impl", "_impl._mem_pools", "_impl._hook_mode")
 #: How the saver intercepts allocations. "auto" means "preload" if its library is preloaded, else "torch".
 HookMode = Literal["auto", "torch", "preload"]
 
-#: Numbers of allocators. The saver's tags are global in the process, so each tag contains its allocator's number.
 _numbers = itertools.count()
 
 
@@ -69,18 +68,17 @@ class TorchSaverAllocator(Allocator):
         self._margin_bytes = margin_bytes
         self._saver = _start_saver(index, hook_mode)
         self.hook_mode: str = self._saver._impl._hook_mode
-        self._number = next(_numbers)
         self._segments = Segments(index)
         self._regions = RegionStack()
         self._locks = {tag: threading.RLock() for tag in Tag}  # a pool of the saver admits one thread at a time
-        self._generation = dict.fromkeys(Tag, 0)
+        self._names = {tag: [_new_name(tag)] for tag in Tag}  # the saver's tags; regions use the last
         self._paused: dict[Tag, set[str]] = {tag: set() for tag in Tag}
         self.reserved_bytes = 0  # of all open reservations
 
     @contextmanager
     def region(self, tag: Tag) -> Iterator[None]:
         with self._locks[tag]:
-            name = self._saver_tag(tag, self._generation[tag])
+            name = self._names[tag][-1]
 
             def activate() -> Any:
                 return self._saver.region(tag=name, enable_cpu_backup=False)
@@ -88,17 +86,11 @@ class TorchSaverAllocator(Allocator):
             with torch.cuda.device(self.index), self._regions.enter(activate):
                 yield
 
-    def _saver_tag(self, tag: Tag, generation: int) -> str:
-        return f"rl_memory.{self._number}.{tag.value}.{generation}"
-
-    def _saver_tags(self, tag: Tag) -> list[str]:
-        return [self._saver_tag(tag, generation) for generation in range(self._generation[tag] + 1)]
-
     def blocks(self, tag: Tag) -> list[Block]:
-        return self._blocks_of(self._saver_tags(tag))
+        return self._blocks_of(self._names[tag])
 
     def unused(self, tag: Tag) -> list[Block]:
-        return [block for segment in self._segments_of(self._saver_tags(tag)) for block in segment.unused]
+        return [block for segment in self._segments_of(self._names[tag]) for block in segment.unused]
 
     def residual_memory(self) -> dict[str, int]:
         pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
@@ -116,14 +108,14 @@ class TorchSaverAllocator(Allocator):
 
     def release(self, tag: Tag) -> int:
         released = 0
-        for name in self._saver_tags(tag):
+        for name in self._names[tag]:
             nbytes = 0 if name in self._paused[tag] else sum(block.nbytes for block in self._blocks_of([name]))
             if nbytes:
                 self._saver.pause(name)
                 self._paused[tag].add(name)
                 released += nbytes
-        if self._saver_tag(tag, self._generation[tag]) in self._paused[tag]:
-            self._generation[tag] += 1
+        if self._names[tag][-1] in self._paused[tag]:
+            self._names[tag].append(_new_name(tag))
         return released
 
     def reserve(self, tag: Tag) -> SaverReservation:
@@ -147,6 +139,11 @@ class TorchSaverAllocator(Allocator):
 
     def paused_blocks(self, tag: Tag) -> list[Block]:
         return self._blocks_of(self._paused[tag])
+
+
+def _new_name(tag: Tag) -> str:
+    """A new tag of the saver. The saver's tags are global in the process, and several allocators may use the saver."""
+    return f"rl_memory.{tag.value}.{next(_numbers)}"
 
 
 class SaverReservation:
