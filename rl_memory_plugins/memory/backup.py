@@ -48,7 +48,7 @@ class PagedArena:
         self._mappings: dict[int, mmap.mmap] = {}
         self._idle: set[int] = set()
         self._pending_bytes = 0  # bytes that are being allocated or freed
-        self._lock = threading.Lock()  # guards the three above; never held while memory is allocated or freed
+        self._lock = threading.Lock()  # guards the three above; never held while pages are allocated or freed
         self._settling: threading.Thread | None = None
 
     @property
@@ -103,17 +103,15 @@ class PagedArena:
     def _allocate(self, nbytes: int, step: Step) -> int:
         with self._lock:
             self._check(nbytes)
-            self._pending_bytes += nbytes
-        mapping = None
-        try:
             try:
                 mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
                 raise self._error(nbytes, free_host_bytes()) from error
+            self._pending_bytes += nbytes
+        try:
             self._fill(mapping, step)
         except BaseException:
-            if mapping is not None:
-                unmap(mapping)
+            unmap(mapping)
             with self._lock:
                 self._pending_bytes -= nbytes
             raise

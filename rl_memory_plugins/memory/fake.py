@@ -185,7 +185,6 @@ class FakeAllocator(Allocator):
             if range_.mapped:
                 self.device._enter("unmap")
                 self._unmap(range_)
-                self.device.used -= range_.block.nbytes
                 released += range_.block.nbytes
         return released
 
@@ -201,6 +200,7 @@ class FakeAllocator(Allocator):
     def _unmap(self, range_: _Range) -> None:
         ctypes.memset(range_.block.address, GARBAGE_BYTE, range_.block.nbytes)
         range_.mapped = False
+        self.device.used -= range_.block.nbytes
 
 
 class FakeReservation:
@@ -215,8 +215,7 @@ class FakeReservation:
         self._close()
         device = self._allocator.device
         live = [range_ for range_ in self._ranges if range_.block.address in device._ranges]
-        nbytes = sum(range_.block.nbytes for range_ in live)
-        device.used -= self.nbytes - nbytes  # of blocks that were freed after the reservation
+        device.used -= self.nbytes - sum(range_.block.nbytes for range_ in live)  # of blocks that were freed meanwhile
         try:
             for range_ in live:
                 device._enter("map")
@@ -226,7 +225,6 @@ class FakeReservation:
         except Exception:
             for range_ in live:
                 self._allocator._unmap(range_)
-            device.used -= nbytes
             raise
 
     def drop(self) -> None:

@@ -78,7 +78,7 @@ class PinnedArena(PagedArena):
         return preparation
 
     def _running(self) -> list[Preparation]:
-        return [preparation for preparation in self._preparations if preparation.is_running]
+        return [preparation for preparation in self._preparations if preparation.is_alive()]
 
     def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
         if nbytes > SMALL_BYTES:

@@ -55,8 +55,9 @@ class Demand:
         return self.mode == "auto" and self._discarded >= (PATIENCE if self._preserved else 1)
 
 
-class Preparation:
-    """A thread that allocates buffers in steps, the smallest first, because sleeps of every level need it.
+class Preparation(threading.Thread):
+    """A thread that allocates buffers in steps, the smallest first, because sleeps of every level need that buffer. The
+    constructor starts the thread.
 
     Args:
         sizes: The buffers' sizes in bytes.
@@ -67,24 +68,17 @@ class Preparation:
     """
 
     def __init__(self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool]], None]) -> None:
+        super().__init__(name="rl-memory-arena", daemon=True)
         self._make = make
         # Each event is set when its buffer is allocated, or when the allocation has failed.
         self._buffers = [(nbytes, threading.Event()) for nbytes in sorted(sizes) if nbytes]
         self._ended = threading.Event()
         self._awaited = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rl-memory-arena", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
+        self.start()
 
     def end(self) -> None:
         """Stop the thread. It frees an unfinished buffer within one step. Does not wait."""
         self._ended.set()
-
-    def join(self) -> None:
-        self._thread.join()
 
     def await_buffer(self, nbytes: int, go_on: Callable[[], bool]) -> None:
         """Wait for a pending buffer that fits `nbytes`, if there is any.
@@ -100,7 +94,7 @@ class Preparation:
                         raise AllocationCancelled
                 return
 
-    def _run(self) -> None:
+    def run(self) -> None:
         for nbytes, done in self._buffers:
             try:
                 if not self._ended.is_set():

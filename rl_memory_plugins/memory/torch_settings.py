@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -33,12 +33,8 @@ def set_torch_option(name: str, value: bool) -> None:
 
 def missing_symbols(owner: object, paths: Iterable[str]) -> list[str]:
     """The dotted `paths` below `owner` that do not exist or are None."""
-    missing = []
-    for path in paths:
-        try:
-            found = operator.attrgetter(path)(owner)
-        except AttributeError:
-            found = None
-        if found is None:
-            missing.append(path)
-    return missing
+
+    def find(path: str) -> Any:
+        return reduce(lambda found, name: getattr(found, name, None), path.split("."), owner)
+
+    return [path for path in paths if find(path) is None]

@@ -133,7 +133,7 @@ class WeightsContent:
             self._backups.pop(Tag.WEIGHTS).free()  # out of date: the new copy reuses its memory
         discardable = list(self._discardable(Tag.WEIGHTS))
         try:
-            self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self.epoch, self._eager)
+            self._eager = EagerBackup(self.allocator, self.arena, discardable, self.epoch, self._eager)
         except RuntimeError:  # the thread cannot start
             logger.exception("the weights are not copied in advance; the next sleep copies them")
 
@@ -143,7 +143,7 @@ class WeightsContent:
 
     def _collect_eager_backup(self) -> None:
         """Add a finished copy to the backups. Does not wait."""
-        if self._eager is not None and not self._eager.is_running:
+        if self._eager is not None and not self._eager.is_alive():
             self._end_eager_backup(wanted=True)
 
     def _end_eager_backup(self, wanted: bool) -> None:
