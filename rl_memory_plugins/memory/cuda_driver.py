@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -81,12 +81,14 @@ class Driver:
         with self.context():
             return int(self._api.cuMemGetInfo()[1])
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Reserve an address range and map new memory to it. Returns the address, or None if memory is exhausted."""
+    def allocate(self, nbytes: int) -> int:
+        """Reserve an address range and map new memory to it. Returns the address.
+
+        Raises:
+            DeviceMemoryError: the GPU has too little free memory; nothing was changed.
+        """
         with self.context():
             handle = self.create(nbytes)
-            if handle is None:
-                return None
             try:
                 address = int(self._check(self._api.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
             except BaseException:
@@ -94,18 +96,15 @@ class Driver:
                 raise
             try:
                 self.map(address, nbytes, handle)
-            except BaseException as error:
+            except BaseException:
                 self.release(handle)
                 self.free_address(address, nbytes)
-                if isinstance(error, DeviceMemoryError):
-                    return None
                 raise
             return address
 
-    def create(self, nbytes: int) -> Any | None:
-        """Allocate physical memory. Returns its handle, or None if memory is exhausted."""
-        result = self._api.cuMemCreate(nbytes, self._properties, 0)
-        return None if result[0] == self._out_of_memory else self._check(result)
+    def create(self, nbytes: int) -> Any:
+        """Allocate physical memory, and return its handle. Raises as `allocate` does."""
+        return self._check(self._api.cuMemCreate(nbytes, self._properties, 0))
 
     def release(self, handle: Any) -> None:
         self._check(self._api.cuMemRelease(handle))
@@ -114,10 +113,8 @@ class Driver:
         """Make the driver reclaim unmapped memory that it has scrubbed. Otherwise the next `create` reclaims it, which
         takes up to 30 ms after 80 GB were unmapped.
         """
-        with self.context():
-            handle = self.create(self.granularity)
-            if handle is not None:
-                self.release(handle)
+        with self.context(), suppress(DeviceMemoryError):
+            self.release(self.create(self.granularity))
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
         """Map the handle's memory at the address. The mapping then owns the memory.

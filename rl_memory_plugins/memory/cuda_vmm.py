@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
@@ -214,10 +214,11 @@ class CudaVmmAllocator(Allocator):
                     logger.error("torch requested %d bytes on GPU %d from a region of GPU %d", nbytes, device, index)
                     return None
                 address = driver.allocate(nbytes)
-                if address is not None:
-                    with lock:
-                        mappings[address] = _Mapping(Block(address, nbytes))
+                with lock:
+                    mappings[address] = _Mapping(Block(address, nbytes))
                 return address
+            except DeviceMemoryError:
+                return None  # torch frees cached memory and tries again
             except BaseException:  # no exception may leave a callback; torch reports null as out of memory
                 logger.exception("the allocation of %d bytes for the tag %s failed", nbytes, tag)
                 return None
@@ -345,13 +346,12 @@ class VmmReservation:
         try:
             with driver.context():
                 for mapping in mappings:
-                    handle = driver.create(mapping.block.nbytes)
-                    if handle is None:
-                        break
-                    self._handles[mapping] = handle
-                if len(self._handles) < len(mappings) or (mappings and driver.free_bytes() < margin):
-                    self.drop()
-                    raise too_little_for_wake(self.nbytes, driver.free_bytes(), margin)
+                    self._handles[mapping] = driver.create(mapping.block.nbytes)
+                if mappings and driver.free_bytes() < margin:
+                    raise DeviceMemoryError("the margin is not free")
+        except DeviceMemoryError:
+            self.drop()
+            raise too_little_for_wake(self.nbytes, driver.free_bytes(), margin) from None
         except BaseException:
             self.drop()
             raise

@@ -138,11 +138,7 @@ class HostAllocator(Allocator):
         return released
 
     def reserve(self, tag: Tag) -> HostReservation:
-        """Populate the released pages. Kernels before 5.14 cannot; there the method only checks the free memory.
-
-        Raises:
-            DeviceMemoryError: too little free host memory; nothing was changed.
-        """
+        """Populate the released pages. Kernels before 5.14 cannot; there the method only checks the free memory."""
         with self._lock:
             reservation = HostReservation(self, [live for live in self._live(tag) if live[1].released == live[2]])
             needed, free, margin = reservation.nbytes, free_host_bytes(), self._margin_bytes
@@ -152,7 +148,7 @@ class HostAllocator(Allocator):
                 for block in reservation.blocks:
                     _madvise(block, _MADV_POPULATE_WRITE)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno != errno.EINVAL:  # else the kernel does not know the advice
                     reservation.drop()
                     message = f"{needed} bytes of host memory could not be populated for a wake: {error}"
                     raise out_of_device_memory(message, free, needed=needed, margin=margin) from error

@@ -131,12 +131,6 @@ class TorchSaverAllocator(Allocator):
         if nbytes and nbytes + self._margin_bytes > free:
             raise too_little_for_wake(nbytes, free, self._margin_bytes)
 
-    def resume(self, tag: Tag) -> None:
-        """Resume all paused memory of the tag. Only a reservation may call this method."""
-        for name in sorted(self._paused[tag]):
-            self._saver.resume(name)
-            self._paused[tag].remove(name)
-
     def paused_blocks(self, tag: Tag) -> list[Block]:
         return self._blocks_of(self._paused[tag])
 
@@ -159,8 +153,11 @@ class SaverReservation:
 
     def commit(self) -> None:
         self.drop()
-        self._allocator.require_free(self.nbytes)  # memory may have been taken meanwhile: raise, and no exit(1)
-        self._allocator.resume(self._tag)
+        self._allocator.require_free(self.nbytes)  # another process may have taken memory: raise, and no exit(1)
+        paused = self._allocator._paused[self._tag]
+        for name in sorted(paused):
+            self._allocator._saver.resume(name)
+            paused.remove(name)
 
     def drop(self) -> None:
         self._allocator.reserved_bytes -= self.nbytes

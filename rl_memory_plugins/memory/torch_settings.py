@@ -20,10 +20,9 @@ def set_torch_option(name: str, value: bool) -> None:
 
     torch resets every setting that a new settings string omits, so the function amends the current string.
     """
-    in_effect = torch_options()
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    text = next((str(in_effect[key]) for key in names if in_effect.get(key)), "")
-    text = text or next((os.environ[key] for key in names if os.environ.get(key)), "")
+    texts = [str(source[key]) for source in (torch_options(), os.environ) for key in names if source.get(key)]
+    text = texts[0] if texts else ""
     fields = [field for field in text.split(",") if field and field.partition(":")[0].strip() != name]
     set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if set_settings is None:
