@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class PreparedSleep:
     level: Level
-    backups: dict[Tag, Backup] = field(default_factory=dict)  # the manager's own backup of a tag if that one is clean
+    backups: dict[Tag, Backup] = field(default_factory=dict)  # of a tag with a clean backup, that backup
     states: dict[Tag, TagState] = field(default_factory=dict)  # after the sleep
 
 
