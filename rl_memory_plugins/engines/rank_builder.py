@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import HostArena
+from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
@@ -39,7 +39,7 @@ def parameter_blocks(model: torch.nn.Module) -> Iterator[Block]:
 def build_manager(
     config: RLMemoryConfig,
     rank: int,
-    memory: tuple[Allocator, HostArena],
+    memory: tuple[Allocator, PagedArena],
     discardable: Callable[[Tag], Iterable[Block]],
     notes: Sequence[str] = (),
 ) -> MemoryManager:

@@ -6,10 +6,11 @@ Four allocators pass one test suite (`tests/unit/memory/test_allocators.py`): `c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.tags import Tag
 
 
@@ -22,6 +23,19 @@ class Block(NamedTuple):
     @property
     def end(self) -> int:
         return self.address + self.nbytes
+
+
+def out_of_device_memory(
+    message: str, free: int, *, needed: int = 0, margin: int = 0, **details: Any
+) -> DeviceMemoryError:
+    """The error of an allocation. `needed`, `free` and `margin` are in bytes."""
+    return DeviceMemoryError(message, needed_bytes=needed, free_bytes=free, margin_bytes=margin, **details)
+
+
+def too_little_for_wake(needed: int, free: int, margin: int, memory: str = "GPU memory") -> DeviceMemoryError:
+    """The error of a reservation. `needed`, `free` and `margin` are in bytes."""
+    message = f"a wake needs {needed} bytes of {memory} and a margin of {margin}, but only {free} are free"
+    return out_of_device_memory(message, free, needed=needed, margin=margin)
 
 
 class Reservation(Protocol):
@@ -47,22 +61,25 @@ class Reservation(Protocol):
 
 @runtime_checkable
 class Device(Protocol):
-    """The device that holds an allocator's blocks."""
+    """The device that holds an allocator's blocks. A subclass inherits the methods with a body."""
 
     name: str
     """`"cpu:<rank>"`, or the GPU's UUID as `nvidia-smi -L` prints it (`"GPU-…"`)."""
 
     def synchronize(self) -> None:
         """Wait for all work that was submitted to the device."""
+        return
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
     def trim(self, min_bytes: int = 0) -> None:
         """Free this process's cached device memory outside the regions, if it is at least `min_bytes`."""
+        return
 
     def allocations(self) -> int:
         """A counter that grows with each allocation of this process on the device."""
+        return 0
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         """Start to copy each device block to the host address in its pair.
@@ -81,15 +98,16 @@ class Device(Protocol):
 
 
 class Allocator(Protocol):
-    """Pausable regions of memory, by tag."""
+    """Pausable regions of memory, by tag. A subclass inherits the methods with a body.
+
+    Attributes:
+        device: The device that holds the blocks.
+        maps_zeroed: Whether newly mapped memory reads as zeros.
+    """
 
     name: str
+    device: Device
     maps_zeroed: bool
-    """Whether newly mapped memory reads as zeros."""
-
-    @property
-    def device(self) -> Device:
-        """The device that holds the blocks."""
 
     def region(self, tag: Tag) -> AbstractContextManager[None]:
         """Allocations of this thread inside the context belong to `tag`. Regions nest; the inner region wins."""
@@ -99,16 +117,20 @@ class Allocator(Protocol):
 
     def unused(self, tag: Tag) -> list[Block]:
         """The known parts of the tag's blocks that hold no tensor, and need no copy. No region of the tag is open."""
+        return []
 
-    def held(self, tag: Tag) -> AbstractContextManager[list[Block]]:
+    @contextmanager
+    def held(self, tag: Tag) -> Iterator[list[Block]]:
         """The tag's blocks, for a reader in another thread. While the context is open, the end of a tensor does not
         unmap its block; `release` still does."""
+        yield self.blocks(tag)
 
     def residual_memory(self) -> dict[str, int]:
         """Bytes that this process holds on the device outside the regions, by cause. Unknown causes are absent.
 
         Works while regions are released, takes milliseconds, and never raises.
         """
+        return {}
 
     def release(self, tag: Tag) -> int:
         """Free the physical memory of all blocks and keep their addresses. The content is lost.
@@ -122,6 +144,7 @@ class Allocator(Protocol):
     def reclaim(self) -> None:
         """Finish the work of `release` that would slow the next `reserve`. Called some time after a `release`, in any
         thread."""
+        return
 
     def reserve(self, tag: Tag) -> Reservation:
         """Obtain physical memory for the tag's released blocks, and do not map it yet.

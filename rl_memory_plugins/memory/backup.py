@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import accumulate
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
-from rl_memory_plugins.memory.host_memory import free_host_bytes
-from rl_memory_plugins.memory.preparation import WASTE, Demand, GivenUp, Prepares, always
+from rl_memory_plugins.memory.host_memory import free_host_bytes, libc
+from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, PrepareMode, always
 from rl_memory_plugins.memory.ranges import subtract
 
 ALIGNMENT = 4096
@@ -21,26 +23,42 @@ STEP_BYTES = 256 << 20
 #: Smaller unused parts are copied with their surroundings: skipping them takes more time.
 MIN_LEFT_OUT = 1 << 20
 
-Step = Callable[[int], AbstractContextManager[None]]
+Step = Callable[[int], AbstractContextManager[object]]
 """The context of one step of an allocation. The argument is the number of bytes still to allocate. May raise
-`GivenUp`."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+`AllocationCancelled`."""
 
 
-class HostArena(Protocol):
-    """Host memory for backups. The arena keeps freed buffers, so only the first sleep pays for their allocation.
+class PagedArena:
+    """Host memory for backups in anonymous mappings. The arena keeps freed buffers and reuses them by best fit.
+
+    Args:
+        max_bytes: The most bytes that the arena may hold; with 0 only the free host memory limits it.
+        margin_bytes: Bytes of host memory that must stay free after an `acquire`.
+        mode: When memory for all weights is allocated, and whether it is freed again; see `config.py`.
 
     Attributes:
         notes: Limitations of the arena, for `memory_status`.
     """
 
-    notes: list[str]
+    def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, mode: PrepareMode = "auto") -> None:
+        self.notes: list[str] = []
+        self.demand = Demand(mode)
+        self._max_bytes = max_bytes
+        self._margin_bytes = margin_bytes
+        self._mappings: dict[int, mmap.mmap] = {}
+        self._idle: set[int] = set()
+        self._pending_bytes = 0  # bytes that are being allocated or freed
+        self._lock = threading.Lock()  # guards the three above; never held while pages are allocated or freed
+        self._settling: threading.Thread | None = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of host memory that the arena holds now, used or idle."""
+        with self._lock:
+            return self._held()
+
+    def _held(self) -> int:
+        return self._pending_bytes + sum(len(mapping) for mapping in self._mappings.values())
 
     def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
         """Allocate `nbytes` of host memory, and return the address.
@@ -50,152 +68,115 @@ class HostArena(Protocol):
 
         Raises:
             HostMemoryError: the bound of the arena or the free host memory does not suffice; nothing was changed.
-            GivenUp: `go_on` returned `False`.
+            AllocationCancelled: `go_on` returned `False`.
         """
-
-    def prepare(self, sizes: Sequence[int]) -> object:
-        """Allocate buffers of these sizes in bytes in the background, if their allocation takes long."""
-
-    def note_sleep(self, preserving: bool) -> None:
-        """Record that a sleep preserves or discards the weights. Does not wait."""
-
-    def settle(self) -> None:
-        """Free in the background the memory that sleeps no longer need. Called some time after a sleep."""
-
-    def release(self, address: int) -> None:
-        """Return a buffer to the arena, which may keep it for the next `acquire`."""
-
-
-class PagedArena:
-    """An arena of anonymous mappings. It keeps freed buffers and reuses them by best fit.
-
-    Args:
-        max_bytes: The most bytes that the arena may hold; with 0 only the free host memory limits it.
-        margin_bytes: Bytes of host memory that must stay free after an `acquire`.
-        prepares: When memory for all weights is allocated, and whether it is freed again; see `config.py`.
-    """
-
-    def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, prepares: Prepares = "auto") -> None:
-        self.notes: list[str] = []
-        self.demand = Demand(prepares)
-        self._max_bytes = max_bytes
-        self._margin_bytes = margin_bytes
-        self._mappings: dict[int, mmap.mmap] = {}
-        self._idle: set[int] = set()
-        self._coming_or_going = 0  # bytes that are being allocated or freed
-        self._lock = threading.Lock()  # guards the three above; never held while memory is allocated or freed
-        self._settling: threading.Thread | None = None
-
-    @property
-    def held_bytes(self) -> int:
-        with self._lock:
-            return self._held()
-
-    def _held(self) -> int:
-        return self._coming_or_going + sum(len(mapping) for mapping in self._mappings.values())
-
-    def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
         nbytes = max(-(-nbytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
-        with self._lock:
-            fitting = self._smallest_idle(nbytes)
-            if fitting is not None and len(self._mappings[fitting]) <= WASTE * nbytes:
-                self._idle.remove(fitting)
-                return fitting
+        address = self._take_idle(nbytes, MAX_OVERSIZE * nbytes)
+        if address is not None:
+            return address
         # Free the smaller idle buffers: the new buffer may need their memory.
-        self._give_back(lambda mapping: len(mapping) < nbytes)
+        self._free_idle(lambda mapping: len(mapping) < nbytes)
         while True:
             try:
-                with self._taking_turns(nbytes):
-                    return self._make(nbytes, _at_once(go_on))
+                return self._allocate_now(nbytes, go_on)
             except HostMemoryError:
-                if self._make_way():
-                    continue
-                with self._lock:
-                    fitting = self._smallest_idle(nbytes)
-                    if fitting is None:
+                if not self._end_background_work():
+                    address = self._take_idle(nbytes, sys.maxsize)
+                    if address is None:
                         raise
-                    self._idle.remove(fitting)
-                    return fitting
+                    return address
 
-    def _make(self, nbytes: int, step: Step) -> int:
+    def _take_idle(self, nbytes: int, largest: int) -> int | None:
+        """Take the smallest idle buffer of at least `nbytes` and at most `largest`."""
+        with self._lock:
+            sizes = {address: len(self._mappings[address]) for address in self._idle}
+            fitting = [address for address, size in sizes.items() if nbytes <= size <= largest]
+            address = min(fitting, key=sizes.__getitem__, default=None)
+            if address is not None:
+                self._idle.remove(address)
+            return address
+
+    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool]) -> int:
+        """Allocate a buffer that the caller waits for."""
+        return self._allocate(nbytes, nullcontext)
+
+    def _allocate(self, nbytes: int, step: Step) -> int:
         with self._lock:
             self._check(nbytes)
-            self._coming_or_going += nbytes
-        mapping = None
-        try:
             try:
                 mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
                 raise self._error(nbytes, free_host_bytes()) from error
+            self._pending_bytes += nbytes
+        try:
             self._fill(mapping, step)
         except BaseException:
-            if mapping is not None:
-                unmap(mapping)
+            unmap(mapping)
             with self._lock:
-                self._coming_or_going -= nbytes
+                self._pending_bytes -= nbytes
             raise
         address = address_of(mapping)
         with self._lock:
-            self._coming_or_going -= nbytes
+            self._pending_bytes -= nbytes
             self._mappings[address] = mapping
         return address
 
-    def _make_way(self) -> bool:
-        """Wait for background work that frees host memory. Returns whether any ran: then `acquire` tries again."""
+    def _end_background_work(self) -> bool:
+        """Wait until background work has freed its host memory. Returns whether any work ran."""
         settling, self._settling = self._settling, None
         if settling is not None:
             settling.join()
         return settling is not None
 
-    def _smallest_idle(self, nbytes: int) -> int | None:
-        fitting = [address for address in self._idle if len(self._mappings[address]) >= nbytes]
-        return min(fitting, key=lambda address: len(self._mappings[address]), default=None)
-
     def prepare(self, sizes: Sequence[int]) -> object:
+        """Allocate buffers of these sizes in bytes in the background, if their allocation takes long."""
         return None  # the kernel allocates pageable memory at the first touch
 
     def note_sleep(self, preserving: bool) -> None:
+        """Record that a sleep preserves or discards the weights. Does not wait."""
         self.demand.note(preserving)
 
     def settle(self) -> None:
+        """Free in the background the memory that sleeps no longer need. Called some time after a sleep."""
         if not self.demand.is_gone or not self._idle or (self._settling is not None and self._settling.is_alive()):
             return
         # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
         settling = threading.Thread(
-            target=self._give_back, args=(lambda mapping: self.demand.is_gone,), name="rl-memory-give-back"
+            target=self._free_idle, args=(lambda mapping: self.demand.is_gone,), name="rl-memory-give-back"
         )
         with suppress(RuntimeError):  # the thread cannot start: a later sleep tries again
             settling.start()
             self._settling = settling
 
     def release(self, address: int) -> None:
+        """Return a buffer to the arena, which may keep it for the next `acquire`."""
         with self._lock:
             if address in self._mappings:
                 self._idle.add(address)
 
     def close(self) -> None:
         """Free all memory. Buffers in use become invalid."""
-        self._make_way()
+        self._end_background_work()
         with self._lock:
             self._idle = set(self._mappings)
-        self._give_back(lambda mapping: True)
+        self._free_idle(lambda mapping: True)
 
-    def _give_back(self, chosen: Callable[[mmap.mmap], bool]) -> None:
+    def _free_idle(self, chosen: Callable[[mmap.mmap], bool]) -> None:
         """Free the idle buffers for which `chosen` returns `True`, one by one."""
         while True:
             with self._lock:
-                address = next((one for one in self._idle if chosen(self._mappings[one])), None)
+                address = next((address for address in self._idle if chosen(self._mappings[address])), None)
                 if address is None:
                     return
                 self._idle.remove(address)
                 mapping = self._mappings.pop(address)
                 nbytes = len(mapping)
-                self._coming_or_going += nbytes
+                self._pending_bytes += nbytes
             try:
                 self._discard(address, mapping)
             finally:
                 with self._lock:
-                    self._coming_or_going -= nbytes
+                    self._pending_bytes -= nbytes
 
     def _check(self, nbytes: int) -> None:
         free = free_host_bytes()
@@ -213,11 +194,6 @@ class PagedArena:
             margin_bytes=self._margin_bytes,
         )
 
-    def _taking_turns(self, nbytes: int) -> AbstractContextManager[None]:
-        """A lock between the ranks of a host, for subclasses that touch their pages: each rank must see the memory that
-        the others have taken."""
-        return nullcontext()
-
     def _fill(self, mapping: mmap.mmap, step: Step) -> None:
         """Touch and pin the pages, in subclasses that do so."""
 
@@ -225,33 +201,17 @@ class PagedArena:
         unmap(mapping)
 
 
-def _at_once(go_on: Callable[[], bool]) -> Step:
-    """The steps of an allocation that a caller waits for."""
-
-    @contextmanager
-    def step(rest: int) -> Iterator[None]:
-        if not go_on():
-            raise GivenUp
-        yield
-
-    return step
-
-
 def unmap(mapping: mmap.mmap) -> None:
     """Free a mapping's memory in steps, between which other threads can run and map memory."""
     address, nbytes = address_of(mapping), len(mapping)
     for start in range(0, nbytes, STEP_BYTES):  # ctypes releases the GIL, and the kernel releases its lock
-        _libc.madvise(address + start, min(STEP_BYTES, nbytes - start), mmap.MADV_DONTNEED)
+        libc.madvise(address + start, min(STEP_BYTES, nbytes - start), mmap.MADV_DONTNEED)
     mapping.close()
 
 
 def address_of(mapping: mmap.mmap) -> int:
     """The address of a writable mapping. Its buffer is not exported afterwards, so the mapping can be closed."""
-    anchor = ctypes.c_char.from_buffer(mapping)
-    try:
-        return ctypes.addressof(anchor)
-    finally:
-        del anchor
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 class Backup:
@@ -263,17 +223,17 @@ class Backup:
 
     Args:
         identified: The part of the blocks that is fingerprinted. An engine may change the rest with every request;
-            `begin_refresh` copies the rest again before a clean backup is used.
+            `begin_save` copies the rest again before a clean backup is used.
         go_on: Called while host memory is allocated; `False` cancels the backup.
 
     Raises:
-        HostMemoryError: too little host memory; see `HostArena.acquire`.
-        GivenUp: `go_on` returned `False`.
+        HostMemoryError: too little host memory; see `PagedArena.acquire`.
+        AllocationCancelled: `go_on` returned `False`.
     """
 
     def __init__(
         self,
-        arena: HostArena,
+        arena: PagedArena,
         blocks: Sequence[Block],
         identified: Sequence[Block] = (),
         go_on: Callable[[], bool] = always,
@@ -288,40 +248,40 @@ class Backup:
         self._wait: Callable[[], None] | None = None  # waits for the running copy
         self._address = arena.acquire(self.nbytes, go_on) if self.nbytes else 0
 
-    def _leave_out(self, unused: Sequence[Block]) -> None:
-        large = [block for block in unused if block.nbytes >= MIN_LEFT_OUT]
-        self._left_out = subtract(large, self.identified)
-
-    def _pairs(self, gone: Sequence[Block] = ()) -> list[tuple[Block, int]]:
-        """The parts of the blocks outside `gone`, each with the address of its copy."""
-        pairs: list[tuple[Block, int]] = []
-        offset = self._address
-        pieces = iter([*subtract(self.blocks, gone), None])  # in the order of the blocks; no piece spans two blocks
-        piece = next(pieces)
-        for block in self.blocks:
-            while piece is not None and block.address <= piece.address < block.end:
-                pairs.append((piece, offset + piece.address - block.address))
-                piece = next(pieces)
-            offset += block.nbytes
+    def _pairs(self, holes: Sequence[Block]) -> list[tuple[Block, int]]:
+        """The parts of the blocks outside `holes`, each with the address of its copy."""
+        starts = [block.address for block in self.blocks]
+        copies = list(accumulate((block.nbytes for block in self.blocks), initial=self._address))
+        pairs = []
+        for part in subtract(self.blocks, holes):  # no part spans two blocks
+            at = bisect_right(starts, part.address) - 1
+            pairs.append((part, copies[at] + part.address - starts[at]))
         return pairs
 
-    def begin_save(self, device: Device, epoch: int, gone: Sequence[Block] = (), unused: Sequence[Block] = ()) -> int:
+    def begin_save(
+        self, device: Device, epoch: int, gone: Sequence[Block] = (), unused: Sequence[Block] = (), clean: bool = False
+    ) -> int:
         """Start to copy the blocks to the host. They must not change until `finish` or `free`.
 
         Args:
             gone: Parts of the blocks that have been freed since the backup was made.
             unused: Parts of the blocks that need no copy; `restore` skips them too.
+            clean: The fingerprinted parts match their copy. Only the other parts are copied.
 
         Returns: the bytes to copy.
         """
-        self._leave_out(unused)
-        pairs = self._pairs([*gone, *self._left_out])
-        self._fingerprint = None
-        self._wait = device.begin_copy_to_host(pairs)
-        if self.identified and not gone:
-            self._fingerprint = self._identity(device)
-        self.epoch = epoch
-        return sum(block.nbytes for block, _ in pairs)
+        large = [block for block in unused if block.nbytes >= MIN_LEFT_OUT]
+        self._left_out = subtract(large, self.identified)
+        pairs = self._pairs([*gone, *self._left_out, *(self.identified if clean else ())])
+        if not clean:
+            self._fingerprint = None
+        if pairs:
+            self._wait = device.begin_copy_to_host(pairs)
+        if not clean:
+            self.epoch = epoch
+            if self.identified and not gone:
+                self._fingerprint = self._identity(device)
+        return _nbytes(pairs)
 
     def finish(self) -> None:
         """Wait for the running copy, if any."""
@@ -339,7 +299,7 @@ class Backup:
         """
         self._fingerprint, self._left_out = None, []
         before = self._identity(device)
-        for block, address in self._pairs():
+        for block, address in self._pairs(()):
             for start in range(0, block.nbytes, STEP_BYTES):
                 if not go_on():
                     return False
@@ -350,20 +310,12 @@ class Backup:
         self._fingerprint, self.epoch = before, epoch
         return True
 
-    def begin_refresh(self, device: Device, gone: Sequence[Block] = (), unused: Sequence[Block] = ()) -> int:
-        """Start to copy again all parts that are not fingerprinted; see `begin_save`."""
-        self._leave_out(unused)
-        pairs = self._pairs([*self.identified, *gone, *self._left_out])
-        if pairs:
-            self._wait = device.begin_copy_to_host(pairs)
-        return sum(block.nbytes for block, _ in pairs)
-
     def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
         """Copy the bytes back to the device, all of them or those in `blocks`. Waits, and returns the bytes copied."""
         elsewhere = subtract(self.blocks, blocks) if blocks is not None else []
         pairs = self._pairs([*elsewhere, *self._left_out])
         device.copy_from_host(pairs)
-        return sum(block.nbytes for block, _ in pairs)
+        return _nbytes(pairs)
 
     def is_clean(self, device: Device, blocks: Sequence[Block], epoch: int) -> bool:
         """Whether the backup matches the present content of these resident blocks, in all fingerprinted parts."""
@@ -389,3 +341,7 @@ class Backup:
             if self.nbytes:
                 self._arena.release(self._address)
             self.nbytes = 0
+
+
+def _nbytes(pairs: Sequence[tuple[Block, int]]) -> int:
+    return sum(block.nbytes for block, _ in pairs)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, UnsupportedError
+from rl_memory_plugins.memory.allocator import out_of_device_memory
 
 
 class Driver:
@@ -65,8 +66,7 @@ class Driver:
         if result[0] == self._ok:
             return result[1] if len(result) > 1 else None
         if result[0] == self._out_of_memory:
-            free = self.free_bytes()
-            raise DeviceMemoryError("the CUDA driver is out of memory", needed_bytes=0, free_bytes=free, margin_bytes=0)
+            raise out_of_device_memory("the CUDA driver is out of memory", self.free_bytes())
         raise EngineFaultError(f"the CUDA driver returned {result[0].name}", cuda_error=result[0].name)
 
     @contextmanager
@@ -81,12 +81,14 @@ class Driver:
         with self.context():
             return int(self._api.cuMemGetInfo()[1])
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Reserve an address range and map new memory to it. Returns the address, or None if memory is exhausted."""
+    def allocate(self, nbytes: int) -> int:
+        """Reserve an address range and map new memory to it. Returns the address.
+
+        Raises:
+            DeviceMemoryError: the GPU has too little free memory; nothing was changed.
+        """
         with self.context():
             handle = self.create(nbytes)
-            if handle is None:
-                return None
             try:
                 address = int(self._check(self._api.cuMemAddressReserve(nbytes, self.granularity, 0, 0)))
             except BaseException:
@@ -94,20 +96,15 @@ class Driver:
                 raise
             try:
                 self.map(address, nbytes, handle)
-            except DeviceMemoryError:
-                self.release(handle)
-                self.free_address(address, nbytes)
-                return None
             except BaseException:
                 self.release(handle)
                 self.free_address(address, nbytes)
                 raise
             return address
 
-    def create(self, nbytes: int) -> Any | None:
-        """Allocate physical memory. Returns its handle, or None if memory is exhausted."""
-        result = self._api.cuMemCreate(nbytes, self._properties, 0)
-        return None if result[0] == self._out_of_memory else self._check(result)
+    def create(self, nbytes: int) -> Any:
+        """Allocate physical memory, and return its handle. Raises as `allocate` does."""
+        return self._check(self._api.cuMemCreate(nbytes, self._properties, 0))
 
     def release(self, handle: Any) -> None:
         self._check(self._api.cuMemRelease(handle))
@@ -116,10 +113,8 @@ class Driver:
         """Make the driver reclaim unmapped memory that it has scrubbed. Otherwise the next `create` reclaims it, which
         takes up to 30 ms after 80 GB were unmapped.
         """
-        with self.context():
-            handle = self.create(self.granularity)
-            if handle is not None:
-                self.release(handle)
+        with self.context(), suppress(DeviceMemoryError):
+            self.release(self.create(self.granularity))
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
         """Map the handle's memory at the address. The mapping then owns the memory.

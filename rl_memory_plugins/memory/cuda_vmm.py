@@ -20,18 +20,19 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
-from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
 from rl_memory_plugins.memory.regions import RegionStack, keep_forever
 from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segments, pool_key
-from rl_memory_plugins.memory.torch_settings import set_torch_option, torch_options
+from rl_memory_plugins.memory.torch_settings import missing_symbols, set_torch_option, torch_options
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -48,18 +49,15 @@ TORCH_SYMBOLS = (
 _MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 
+@dataclass(eq=False, slots=True)
 class _Mapping:
     """A block, and whether physical memory is mapped to it."""
 
-    __slots__ = ("address", "mapped", "nbytes")
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.mapped = True
+    block: Block
+    mapped: bool = True
 
 
-class CudaVmmAllocator:
+class CudaVmmAllocator(Allocator):
     """Pausable regions of one GPU.
 
     Args:
@@ -87,9 +85,8 @@ class CudaVmmAllocator:
         self._holds = dict.fromkeys(Tag, 0)
         self._segments = Segments(index)
         self._regions = RegionStack()
-        self._region_lock = threading.Lock()  # guards the three below
+        self._region_lock = threading.Lock()  # guards the two below
         self._open_regions = 0
-        self._regions_entered = 0
         self._known_unused: dict[Tag, list[Block]] = {}
         self._residual = ResidualMemory(index)
         self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
@@ -99,22 +96,22 @@ class CudaVmmAllocator:
         }
         keep_forever(self)  # keeps all callbacks, allocators and pools
         set_torch_option("release_lock_on_cudamalloc", True)
-        self._require_torch_to_use_us()
+        self._require_custom_pools()
 
     # -- regions ------------------------------------------------------------------------------------------
 
     @contextmanager
     def region(self, tag: Tag) -> Iterator[None]:
-        """Allocations of this thread inside the context belong to `tag`. Regions nest; the inner region wins.
-
-        A CUDA graph that is captured inside uses its own pool, unless the capture names `pool_id(tag)`.
-        """
+        """See `Allocator.region`. A CUDA graph that is captured inside uses its own pool, unless the capture names
+        `pool_id(tag)`."""
         with self._region_lock:
             self._open_regions += 1
-            self._regions_entered += 1
             self._known_unused.clear()
         try:
-            pool = self._take_pool(tag)
+            with self._lock:
+                pool = self._idle_pools[tag].pop() if self._idle_pools[tag] else None
+            if pool is None:
+                pool = self._new_pool(tag)
             try:
                 with self._regions.enter(lambda: torch.cuda.use_mem_pool(pool, self.index)):
                     yield
@@ -133,12 +130,6 @@ class CudaVmmAllocator:
         if pool is None:
             pool = self._graph_pools[tag] = self._new_pool(tag)
         return pool_key(pool)
-
-    def _take_pool(self, tag: Tag) -> torch.cuda.MemPool:
-        with self._lock:
-            if self._idle_pools[tag]:
-                return self._idle_pools[tag].pop()
-        return self._new_pool(tag)
 
     def _new_pool(self, tag: Tag) -> torch.cuda.MemPool:
         with torch.cuda.device(self.index):
@@ -169,7 +160,7 @@ class CudaVmmAllocator:
             for address in unused:
                 mapping = self._mappings[tag].pop(address, None)  # another thread may have removed the block
                 if mapping is not None and mapping.mapped:
-                    self._driver.unmap(address, mapping.nbytes)
+                    self._driver.unmap(*mapping.block)
         return unused
 
     def _unused(self, tag: Tag, pools: Iterable[torch.cuda.MemPool]) -> set[int]:
@@ -223,10 +214,11 @@ class CudaVmmAllocator:
                     logger.error("torch requested %d bytes on GPU %d from a region of GPU %d", nbytes, device, index)
                     return None
                 address = driver.allocate(nbytes)
-                if address is not None:
-                    with lock:
-                        mappings[address] = _Mapping(address, nbytes)
+                with lock:
+                    mappings[address] = _Mapping(Block(address, nbytes))
                 return address
+            except DeviceMemoryError:
+                return None  # torch frees cached memory and tries again
             except BaseException:  # no exception may leave a callback; torch reports null as out of memory
                 logger.exception("the allocation of %d bytes for the tag %s failed", nbytes, tag)
                 return None
@@ -236,23 +228,20 @@ class CudaVmmAllocator:
     # -- the protocol -------------------------------------------------------------------------------------
 
     def blocks(self, tag: Tag) -> list[Block]:
-        return [Block(mapping.address, mapping.nbytes) for mapping in self._live(tag)]
+        return [mapping.block for mapping in self._live(tag)]
 
     def unused(self, tag: Tag) -> list[Block]:
         """See `Allocator.unused`. The result is cached until a region opens: a snapshot takes milliseconds, and these
         pools get new tensors only in regions."""
         with self._region_lock:
-            entered, known = self._regions_entered, self._known_unused.get(tag)
-            none_open = not self._open_regions
-        if known is not None:
-            return known
-        with self._lock:
-            pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
-        unused = [block for segment in self._segments.of(pools) for block in segment.unused]
-        with self._region_lock:
-            if none_open and entered == self._regions_entered:
+            if tag in self._known_unused:
+                return self._known_unused[tag]
+            with self._lock:
+                pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
+            unused = [block for segment in self._segments.of(pools) for block in segment.unused]
+            if not self._open_regions:
                 self._known_unused[tag] = unused
-        return unused
+            return unused
 
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
@@ -269,7 +258,8 @@ class CudaVmmAllocator:
             pools = [*self._graph_pools.values()]
             for tag in Tag:
                 pools += self._idle_pools[tag] + self._retired_pools[tag]
-            resident = sum(m.nbytes for mappings in self._mappings.values() for m in mappings.values() if m.mapped)
+            mappings = [mapping for by_address in self._mappings.values() for mapping in by_address.values()]
+            resident = sum(mapping.block.nbytes for mapping in mappings if mapping.mapped)
         return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def _live(self, tag: Tag) -> list[_Mapping]:
@@ -287,9 +277,9 @@ class CudaVmmAllocator:
             self._retired_pools[tag] += self._idle_pools[tag]
             self._idle_pools[tag].clear()
             for mapping in mapped:
-                self._driver.unmap(mapping.address, mapping.nbytes)
+                self._driver.unmap(*mapping.block)
                 mapping.mapped = False
-                released += mapping.nbytes
+                released += mapping.block.nbytes
         return released
 
     def reclaim(self) -> None:
@@ -299,8 +289,7 @@ class CudaVmmAllocator:
     def reserve(self, tag: Tag) -> VmmReservation:
         self.forget_freed(tag)
         self._drop_empty_pools(tag)
-        released = [mapping for mapping in self._live(tag) if not mapping.mapped]
-        return VmmReservation(self, tag, self._driver, released, self._margin_bytes)
+        return VmmReservation(self, tag, [mapping for mapping in self._live(tag) if not mapping.mapped])
 
     def close(self) -> None:
         """Free all memory. Tensors in the regions must not be used afterwards."""
@@ -312,31 +301,31 @@ class CudaVmmAllocator:
 
     # -- start-up -----------------------------------------------------------------------------------------
 
-    def _require_torch_to_use_us(self) -> None:
+    def _require_custom_pools(self) -> None:
         """Check that torch calls our allocator. With expandable segments, some versions of torch do not.
 
         Raises:
             UnsupportedError: torch does not call the allocator, with expandable segments switched off too.
         """
-        if self._probe():
+        if self._is_used_by_torch():
             return
         if torch_options().get("expandable_segments"):
             logger.warning("expandable_segments is switched off, because torch then ignores the allocators of pools")
             set_torch_option("expandable_segments", False)
-            if self._probe():
+            if self._is_used_by_torch():
                 return
         raise UnsupportedError(
             f"torch {torch.__version__} does not allocate through custom pools here"
             f" (allocator settings: {torch_options()}): unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
         )
 
-    def _probe(self) -> bool:
+    def _is_used_by_torch(self) -> bool:
         with self.region(Tag.RUNTIME):
             probe = torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", self.index))
             address = probe.data_ptr()
-            ours = any(block.address <= address < block.end for block in self.blocks(Tag.RUNTIME))
-            del probe
-        return ours
+            used = any(block.address <= address < block.end for block in self.blocks(Tag.RUNTIME))
+            del probe  # before the region closes, which frees unused segments
+        return used
 
 
 class VmmReservation:
@@ -346,58 +335,42 @@ class VmmReservation:
         DeviceMemoryError: the GPU has too little free memory; nothing stays reserved.
     """
 
-    def __init__(
-        self,
-        allocator: CudaVmmAllocator,
-        tag: Tag,
-        driver: Driver,
-        mappings: Sequence[_Mapping],
-        margin_bytes: int,
-    ) -> None:
+    def __init__(self, allocator: CudaVmmAllocator, tag: Tag, mappings: Sequence[_Mapping]) -> None:
         self._allocator = allocator
         self._tag = tag
-        self._driver = driver
+        self._driver = driver = allocator._driver
         self._handles: dict[_Mapping, Any] = {}
-        self.blocks = [Block(mapping.address, mapping.nbytes) for mapping in mappings]
+        self.blocks = [mapping.block for mapping in mappings]
         self.nbytes = sum(block.nbytes for block in self.blocks)
+        margin = allocator._margin_bytes
         try:
             with driver.context():
                 for mapping in mappings:
-                    handle = driver.create(mapping.nbytes)
-                    if handle is None:
-                        raise self._out_of_memory(margin_bytes)
-                    self._handles[mapping] = handle
-                if mappings and driver.free_bytes() < margin_bytes:
-                    raise self._out_of_memory(margin_bytes)
+                    self._handles[mapping] = driver.create(mapping.block.nbytes)
+                if mappings and driver.free_bytes() < margin:
+                    raise DeviceMemoryError("the margin is not free")
+        except DeviceMemoryError:
+            self.drop()
+            raise too_little_for_wake(self.nbytes, driver.free_bytes(), margin) from None
         except BaseException:
             self.drop()
             raise
 
-    def _out_of_memory(self, margin_bytes: int) -> DeviceMemoryError:
-        self.drop()
-        free = self._driver.free_bytes()
-        return DeviceMemoryError(
-            f"a wake needs {self.nbytes} bytes of GPU memory and a margin of {margin_bytes}, but only {free} are free",
-            needed_bytes=self.nbytes,
-            free_bytes=free,
-            margin_bytes=margin_bytes,
-        )
-
     def commit(self) -> None:
         freed = self._allocator.forget_freed(self._tag)
-        done: list[_Mapping] = []
+        mapped: list[_Mapping] = []
         with self._driver.context():
             try:
-                for mapping in [mapping for mapping in self._handles if mapping.address not in freed]:
-                    self._driver.map(mapping.address, mapping.nbytes, self._handles[mapping])
+                for mapping in [mapping for mapping in self._handles if mapping.block.address not in freed]:
+                    self._driver.map(*mapping.block, self._handles[mapping])
                     del self._handles[mapping]
-                    done.append(mapping)
+                    mapped.append(mapping)
             except BaseException:
-                for mapping in done:
-                    self._driver.unmap(mapping.address, mapping.nbytes)
+                for mapping in mapped:
+                    self._driver.unmap(*mapping.block)
                 raise
             else:
-                for mapping in done:
+                for mapping in mapped:
                     mapping.mapped = True
             finally:
                 self.drop()
@@ -415,13 +388,7 @@ def require_torch_symbols() -> None:
     Raises:
         UnsupportedError: torch lacks symbols; `details["missing"]` names them.
     """
-    missing = []
-    for path in TORCH_SYMBOLS:
-        found: Any = torch
-        for part in path.split("."):
-            found = getattr(found, part, None)
-        if found is None:
-            missing.append(f"torch.{path}")
+    missing = [f"torch.{path}" for path in missing_symbols(torch, TORCH_SYMBOLS)]
     if missing:
         raise UnsupportedError(
             f"torch {torch.__version__} lacks {', '.join(missing)}, which allocator=vmm needs", missing=missing

@@ -1,4 +1,4 @@
-"""Copies a tag to host memory while the engine runs, so that the next preserving sleep only unmaps."""
+"""Copies the weights to host memory while the engine runs, so that the next preserving sleep only unmaps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import Backup, HostArena
-from rl_memory_plugins.memory.preparation import GivenUp
+from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.preparation import AllocationCancelled
 from rl_memory_plugins.memory.ranges import intersect
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Tag
@@ -18,16 +18,16 @@ from rl_memory_plugins.tags import Tag
 logger = logging.getLogger(__name__)
 
 
-class EagerBackup:
-    """A thread that copies a tag; it starts at once.
+class EagerBackup(threading.Thread):
+    """A thread that copies the weights. The constructor starts the thread.
 
-    At the sleep, the epoch and the fingerprint of the backup show whether it is clean. A copy that overlapped a write
-    is freed. Call `finish` before the tag's memory is released.
+    At the sleep, the epoch and the fingerprint of the backup show whether the backup is clean. A copy that overlapped a
+    write is freed. Call `finish` before the weights are released.
 
     Args:
-        identified: The parts of the tag that must not change during the copy. The sleep copies the rest again.
-        epoch: The content epoch of the tag now.
-        former: An earlier copy. It is cancelled, and the thread waits for it.
+        identified: The parts of the weights that must not change during the copy. The sleep copies the rest again.
+        epoch: The content epoch of the weights now.
+        former: An earlier copy. The constructor cancels that copy, and the new thread waits for its end.
 
     Raises:
         RuntimeError: the thread cannot start.
@@ -36,66 +36,57 @@ class EagerBackup:
     def __init__(
         self,
         allocator: Allocator,
-        arena: HostArena,
-        tag: Tag,
+        arena: PagedArena,
         identified: Sequence[Block],
         epoch: int,
         former: EagerBackup | None = None,
     ) -> None:
+        # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
+        super().__init__(target=on_this_gpu(partial(self._copy_after, former)), name="rl-memory-eager-backup")
         self._allocator = allocator
         self._arena = arena
-        self._tag = tag
         self._identified = identified
         self._epoch = epoch
         self._cancelled = threading.Event()
         self._backup: Backup | None = None
         if former is not None:
             former.cancel()
-        # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
-        run = on_this_gpu(partial(self._run, former))
-        self._thread = threading.Thread(target=run, name="rl-memory-eager-backup")
-        self._thread.start()
+        self.start()
 
     def cancel(self) -> None:
         """Cancel the copy. Does not wait."""
         self._cancelled.set()
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
     def finish(self) -> Backup | None:
         """Wait for the thread, and return the backup; None if the copy was cancelled or failed."""
-        self._thread.join()
+        self.join()
         backup, self._backup = self._backup, None
         return backup
 
     def _go_on(self) -> bool:
         return not self._cancelled.is_set() and threading.main_thread().is_alive()
 
-    def _run(self, former: EagerBackup | None) -> None:
-        unused = former.finish() if former is not None else None
-        if unused is not None:
-            unused.free()
+    def _copy_after(self, former: EagerBackup | None) -> None:
+        outdated = former.finish() if former is not None else None
+        if outdated is not None:
+            outdated.free()
         try:
             self._copy()
-        except GivenUp:
+        except AllocationCancelled:
             pass
         except RLMemoryError as error:  # the next sleep tries again, and raises the error if it persists
-            logger.warning("the tag %s was not copied in advance: %s", self._tag.value, error)
+            logger.warning("the weights were not copied in advance: %s", error)
         except Exception:
-            logger.exception("the tag %s was not copied in advance", self._tag.value)
+            logger.exception("the weights were not copied in advance")
 
     def _copy(self) -> None:
-        with self._allocator.held(self._tag) as blocks:
+        with self._allocator.held(Tag.WEIGHTS) as blocks:
             if not self._go_on():
                 return
             backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on)
-            complete = False
             try:
-                complete = backup.save_in_steps(self._allocator.device, self._epoch, self._go_on)
-            finally:
-                if complete:
+                if backup.save_in_steps(self._allocator.device, self._epoch, self._go_on):
                     self._backup = backup
-                else:
+            finally:
+                if self._backup is None:
                     backup.free()

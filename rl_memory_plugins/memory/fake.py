@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError
-from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.memory.allocator import Allocator, Block, out_of_device_memory
 from rl_memory_plugins.tags import Tag
 
 GARBAGE_BYTE = 0xA5
@@ -108,12 +108,8 @@ class FakeDevice:
     def _take(self, nbytes: int) -> None:
         free = self.capacity - self.used
         if nbytes > free:
-            raise DeviceMemoryError(
-                f"the allocation needs {nbytes} bytes, but only {free} are free",
-                needed_bytes=nbytes,
-                free_bytes=free,
-                margin_bytes=0,
-            )
+            message = f"the allocation needs {nbytes} bytes, but only {free} are free"
+            raise out_of_device_memory(message, free, needed=nbytes)
         self.used += nbytes
 
     def _require_mapped(self, block: Block) -> None:
@@ -123,7 +119,7 @@ class FakeDevice:
         raise EngineFaultError(f"illegal access to {block.nbytes} bytes at {block.address:#x}: not mapped")
 
 
-class FakeAllocator:
+class FakeAllocator(Allocator):
     """Pausable regions on a `FakeDevice`. Released memory reads as garbage.
 
     Args:
@@ -133,7 +129,7 @@ class FakeAllocator:
     name = "fake"
 
     def __init__(self, device: FakeDevice | None = None, *, maps_zeroed: bool = False) -> None:
-        self.device = device or FakeDevice()
+        self.device: FakeDevice = device or FakeDevice()
         self.maps_zeroed = maps_zeroed
         self.unused_blocks: list[Block] = []
         self._local = threading.local()
@@ -179,13 +175,6 @@ class FakeAllocator:
     def unused(self, tag: Tag) -> list[Block]:
         return list(self.unused_blocks)
 
-    @contextmanager
-    def held(self, tag: Tag) -> Iterator[list[Block]]:
-        yield self.blocks(tag)
-
-    def residual_memory(self) -> dict[str, int]:
-        return {}
-
     def reclaim(self) -> None:
         self.device._enter("reclaim")
 
@@ -196,7 +185,6 @@ class FakeAllocator:
             if range_.mapped:
                 self.device._enter("unmap")
                 self._unmap(range_)
-                self.device.used -= range_.block.nbytes
                 released += range_.block.nbytes
         return released
 
@@ -212,6 +200,7 @@ class FakeAllocator:
     def _unmap(self, range_: _Range) -> None:
         ctypes.memset(range_.block.address, GARBAGE_BYTE, range_.block.nbytes)
         range_.mapped = False
+        self.device.used -= range_.block.nbytes
 
 
 class FakeReservation:
@@ -226,8 +215,7 @@ class FakeReservation:
         self._close()
         device = self._allocator.device
         live = [range_ for range_ in self._ranges if range_.block.address in device._ranges]
-        nbytes = sum(range_.block.nbytes for range_ in live)
-        device.used -= self.nbytes - nbytes  # of blocks that were freed after the reservation
+        device.used -= self.nbytes - sum(range_.block.nbytes for range_ in live)  # of blocks that were freed meanwhile
         try:
             for range_ in live:
                 device._enter("map")
@@ -237,7 +225,6 @@ class FakeReservation:
         except Exception:
             for range_ in live:
                 self._allocator._unmap(range_)
-            device.used -= nbytes
             raise
 
     def drop(self) -> None:

@@ -11,12 +11,15 @@ and no attacks: with chosen bytes, two ranges can collide.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import hashlib
+from array import array
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from rl_memory_plugins.memory.splitmix import GOLDEN, MIX_1, MIX_2, finalise, signed
+from rl_memory_plugins.memory.splitmix import GOLDEN, finalise, signed
 
 #: A prime number, so that no stride of a tensor is a multiple of it.
 WIDTH = 8191
@@ -25,31 +28,23 @@ _ROW_BYTES = WIDTH * 4
 #: chunk's size, and a sleep may begin with little memory free.
 _CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
 
-_MASK = (1 << 64) - 1
-
 
 def fingerprint(views: Iterable[Any]) -> int:
     """Hash contiguous uint8 tensors of one device, in their order, to 0 <= hash < 2^64.
 
     The hash depends on the bytes, their positions and the lengths of the tensors, and not on addresses.
     """
-    lengths: list[int] = []
-    columns: list[Any] = []
-    for view in views:
-        lengths.append(view.numel())
-        if view.numel():
-            columns.append(_column_sums(view))
-    return combine(lengths, torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64))
+    views = list(views)
+    sums = [_column_sums(view) for view in views if view.numel()] or [torch.empty(0, dtype=torch.int64)]
+    return combine([view.numel() for view in views], torch.cat(sums))
 
 
 def combine(lengths: Iterable[int], sums: Any) -> int:
     """One hash, 0 <= hash < 2^64, of the ranges' lengths in bytes and of their sums, an int64 tensor."""
-    result = 0
-    for length in lengths:
-        result = _mix_int(result + length + GOLDEN)
-    if sums.numel():
-        result = _mix_int(result ^ (int(_scrambled_sum(sums).item()) & _MASK))
-    return result
+    positions = torch.arange(1, sums.numel() + 1, dtype=torch.int64, device=sums.device)
+    total = finalise(sums + positions * signed(GOLDEN)).sum()
+    digest = hashlib.blake2b(array("q", [*lengths, int(total)]), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _column_sums(view: Any) -> Any:
@@ -69,39 +64,11 @@ def _column_sums(view: Any) -> Any:
     return column_sums
 
 
-def _scrambled_sum(values: Any) -> Any:
-    positions = torch.arange(1, values.numel() + 1, dtype=torch.int64, device=values.device)
-    return finalise(values + positions * signed(GOLDEN)).sum()
-
-
-def _mix_int(value: int) -> int:
-    value &= _MASK
-    value = (value ^ (value >> 30)) * MIX_1 & _MASK
-    value = (value ^ (value >> 27)) * MIX_2 & _MASK
-    return value ^ (value >> 31)
-
-
 def memory_view(address: int, nbytes: int, device: str = "cpu") -> Any:
     """A uint8 tensor of shape [nbytes] over existing memory. The caller keeps the memory alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
     if torch.device(device).type == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-    return torch.as_tensor(_CudaRange(address, nbytes), device=device)
-
-
-class _CudaRange:
-    """The interface through which torch views a CUDA address range as a tensor, without a copy."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def fingerprint_of_ranges(ranges: Sequence[tuple[int, int]], device: str = "cpu") -> int:
-    """`fingerprint` of (address, bytes) ranges."""
-    return fingerprint(memory_view(address, nbytes, device) for address, nbytes in ranges)
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)

@@ -28,39 +28,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_memory_plugins.errors import DeviceMemoryError
-from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.fingerprint import fingerprint_of_ranges
-from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info
+from rl_memory_plugins.memory.allocator import Allocator, Block, Device, out_of_device_memory, too_little_for_wake
+from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
+from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc
 from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.tags import Tag
 
 PAGE = mmap.PAGESIZE
 MIN_PAGES = 2
-_MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-
-class HostDevice:
+class HostDevice(Device):
     """The host's memory as a `Device`. All operations are synchronous."""
 
     def __init__(self, rank: int) -> None:
         self.name = f"cpu:{rank}"
 
-    def synchronize(self) -> None:
-        return
-
     def memory_info(self) -> tuple[int, int]:
         return host_memory_info()
-
-    def trim(self, min_bytes: int = 0) -> None:
-        return  # malloc caches little
-
-    def allocations(self) -> int:
-        return 0
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         for block, host in pairs:
@@ -76,7 +62,7 @@ class HostDevice:
             ctypes.memset(block.address, byte, block.nbytes)
 
     def fingerprint(self, blocks: Sequence[Block]) -> int:
-        return fingerprint_of_ranges(blocks)
+        return fingerprint(memory_view(*block) for block in blocks)
 
 
 class _Entry:
@@ -94,8 +80,8 @@ class _Entry:
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
 
-class HostAllocator:
-    """Implements `Allocator` for CPU tensors.
+class HostAllocator(Allocator):
+    """Pausable regions of CPU tensors. A block is a part of one tensor's storage, so no block has unused parts.
 
     Args:
         rank: This rank's number, for the name of the device.
@@ -135,66 +121,38 @@ class HostAllocator:
         with self._lock:
             return sorted(block for _, _, block in self._live(tag))
 
-    def unused(self, tag: Tag) -> list[Block]:
-        return []  # a block is a tensor's storage
-
     @contextmanager
     def held(self, tag: Tag) -> Iterator[list[Block]]:
         with self._lock:
             live = self._live(tag)  # keeps the storages alive
         yield sorted(block for _, _, block in live)
 
-    def residual_memory(self) -> dict[str, int]:
-        return {}  # the device is the host, so the rest is the process itself
-
-    def reclaim(self) -> None:
-        return
-
     def release(self, tag: Tag) -> int:
         released = 0
         with self._lock:
             for _storage, entry, block in self._live(tag):
                 if entry.released != block:
-                    _madvise(block, _MADV_DONTNEED)
+                    _madvise(block, mmap.MADV_DONTNEED)
                     entry.released = block
                     released += block.nbytes
         return released
 
     def reserve(self, tag: Tag) -> HostReservation:
-        """Populate the released pages. Kernels before 5.14 cannot; there the method only checks the free memory.
-
-        Raises:
-            DeviceMemoryError: too little free host memory; nothing was changed.
-        """
+        """Populate the released pages. Kernels before 5.14 cannot; there the method only checks the free memory."""
         with self._lock:
-            held = [live for live in self._live(tag) if live[1].released == live[2]]
-            needed = sum(block.nbytes for _, _, block in held)
-            self._check(needed)
-            populated: list[Block] = []
+            reservation = HostReservation(self, [live for live in self._live(tag) if live[1].released == live[2]])
+            needed, free, margin = reservation.nbytes, free_host_bytes(), self._margin_bytes
+            if needed and needed + margin > free:
+                raise too_little_for_wake(needed, free, margin, "host memory")
             try:
-                for _, _, block in held:
-                    populated.append(block)
+                for block in reservation.blocks:
                     _madvise(block, _MADV_POPULATE_WRITE)
             except OSError as error:
-                if error.errno != errno.EINVAL:
-                    for block in populated:
-                        _madvise(block, _MADV_DONTNEED)
-                    raise self._error(needed, os.strerror(error.errno or 0)) from error
-            return HostReservation(self, held)
-
-    def _check(self, needed: int) -> None:
-        if needed and needed + self._margin_bytes > free_host_bytes():
-            raise self._error(needed, "not enough free memory")
-
-    def _error(self, needed: int, why: str) -> DeviceMemoryError:
-        free = free_host_bytes()
-        return DeviceMemoryError(
-            f"a wake needs {needed} bytes of host memory; {free} bytes are free, and {self._margin_bytes} of them "
-            f"must stay free: {why}",
-            needed_bytes=needed,
-            free_bytes=free,
-            margin_bytes=self._margin_bytes,
-        )
+                if error.errno != errno.EINVAL:  # else the kernel does not know the advice
+                    reservation.drop()
+                    message = f"{needed} bytes of host memory could not be populated for a wake: {error}"
+                    raise out_of_device_memory(message, free, needed=needed, margin=margin) from error
+            return reservation
 
     def _record(self, storage: Any, tag: Tag | None = None) -> None:
         with self._lock:
@@ -242,7 +200,7 @@ class HostReservation:
     def drop(self) -> None:
         with self._lock:
             for _, _, block in self._held:
-                _madvise(block, _MADV_DONTNEED)
+                _madvise(block, mmap.MADV_DONTNEED)
             self._held = []
 
 
@@ -285,7 +243,7 @@ def _whole_pages(storage: Any) -> Block | None:
 
 
 def _madvise(block: Block, advice: int) -> None:
-    if _libc.madvise(block.address, block.nbytes, advice) != 0:
+    if libc.madvise(block.address, block.nbytes, advice) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"madvise({advice}) of {block.nbytes} bytes: {os.strerror(code)}")
 

@@ -1,10 +1,15 @@
-"""The amount of host memory, as limited by the machine and by the memory cgroups of the process."""
+"""The amount of host memory, as limited by the machine and by the memory cgroups of the process; the C library."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+#: The C library. Its calls release the GIL.
+libc = ctypes.CDLL(None, use_errno=True)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def free_host_bytes() -> int:
@@ -14,7 +19,8 @@ def free_host_bytes() -> int:
 
 def host_memory_info() -> tuple[int, int]:
     """Free and total bytes of host memory. Each is the minimum over the machine and the cgroups of this process."""
-    free, total = _machine_memory()
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
     for directory, files in _memory_cgroups():
         try:
             usage = int((directory / files.usage).read_text())
@@ -31,13 +37,6 @@ def host_memory_info() -> tuple[int, int]:
             free = min(free, limit - usage + cached)
             total = min(total, limit)
     return max(free, 0), total
-
-
-def _machine_memory() -> tuple[int, int]:
-    """Free and total bytes of the machine's memory, as the kernel counts them."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available, total = (int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    return available, total
 
 
 class _Files(NamedTuple):

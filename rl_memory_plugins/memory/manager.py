@@ -13,10 +13,10 @@ from itertools import pairwise
 
 from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
-from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.ranges import intersect, subtract
 from rl_memory_plugins.memory.reclaim import Reclaim
-from rl_memory_plugins.memory.weights_content import WeightsContent
+from rl_memory_plugins.memory.weights_content import PreparedSleep, WeightsContent
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
 from rl_memory_plugins.timing import timed
@@ -26,14 +26,6 @@ logger = logging.getLogger(__name__)
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
 #: A sleep empties torch's cache only if it holds this many bytes: emptying takes 25 ms, whatever its size.
 TRIM_THRESHOLD_BYTES = 512 << 20
-
-
-class _PreparedSleep:
-    def __init__(self, level: Level) -> None:
-        self.level = level
-        self.backups: dict[Tag, Backup] = {}
-        self.clean: set[Tag] = set()  # tags whose backup already matches their content
-        self.states: dict[Tag, TagState] = {}
 
 
 class MemoryManager(WeightsContent):
@@ -56,7 +48,7 @@ class MemoryManager(WeightsContent):
         self,
         rank: int,
         allocator: Allocator,
-        arena: HostArena,
+        arena: PagedArena,
         discardable: Callable[[Tag], Iterable[Block]],
         *,
         poison: bool = False,
@@ -64,14 +56,11 @@ class MemoryManager(WeightsContent):
         eager_backup: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
-        super().__init__(allocator, arena, discardable, eager_backup=eager_backup)
-        self.rank = rank
+        super().__init__(rank, allocator, arena, discardable, eager_backup=eager_backup)
         self.notes = list(notes)
         self._poison = poison
         self._zero_on_wake = frozenset(zero_on_wake)
         self._unrestored: dict[Tag, list[Block]] = {}  # mapped by a wake that failed; the content is undefined
-        self._prepared_sleep: _PreparedSleep | None = None
-        self._prepared_wake: dict[Tag, Reservation] | None = None
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # the deferred work of the latest release is done
         self._allocations = 0  # `Device.allocations()` at the end of the latest transition
@@ -95,7 +84,6 @@ class MemoryManager(WeightsContent):
         """The state of the rank. Takes little time, and works in every state."""
         self._collect_eager_backup()
         free, total = self.device.memory_info()
-        asleep = any(state is not TagState.RESIDENT for state in self._states.values())
         tags = {
             tag.value: TagStatus(
                 state=self._states[tag],
@@ -110,19 +98,22 @@ class MemoryManager(WeightsContent):
             allocator=self.allocator.name,
             tags=tags,
             content=self.content,
-            content_epoch=self._epoch,
+            content_epoch=self.epoch,
             device_free_bytes=free,
             device_total_bytes=total,
             host_arena_bytes=self.arena.held_bytes,
             notes=(*self.notes, *self.arena.notes),
-            left=(self._residual or {}) if asleep else {},
+            left=(self._residual or {}) if self._any_asleep() else {},
         )
 
     def account(self) -> RankStatus:
         """The status, with the residual memory if a tag sleeps. The first call after a sleep takes milliseconds."""
-        if self._residual is None and any(state is not TagState.RESIDENT for state in self._states.values()):
+        if self._residual is None and self._any_asleep():
             self._residual = self.allocator.residual_memory()
         return self.status()
+
+    def _any_asleep(self) -> bool:
+        return any(state is not TagState.RESIDENT for state in self._states.values())
 
     def seconds(self) -> dict[str, float]:
         """The seconds by step of the latest transition. Steps that did not run are absent."""
@@ -137,9 +128,11 @@ class MemoryManager(WeightsContent):
             HostMemoryError: too little host memory for the copies; nothing was changed.
         """
         self._begin_transition()
-        prepared = _PreparedSleep(level)
+        prepared = PreparedSleep(level)
+        if level is Level.PAUSE:
+            tags = ()
         try:
-            if Tag.WEIGHTS in tags and level is not Level.PAUSE:
+            if Tag.WEIGHTS in tags:
                 if self._states[Tag.WEIGHTS] is TagState.RESIDENT:
                     # With `eager_backup` the arena holds a copy of the weights at every level.
                     self.arena.note_sleep(preserves(level, Tag.WEIGHTS) or self._eager_backup)
@@ -148,7 +141,7 @@ class MemoryManager(WeightsContent):
             with self._timed("synchronize"):
                 self.device.synchronize()
             with self._timed("backup"):
-                for tag in tags if level is not Level.PAUSE else ():
+                for tag in tags:
                     if self._states[tag] is TagState.RESIDENT:
                         self._prepare_tag(prepared, tag)
         except BaseException:
@@ -157,7 +150,7 @@ class MemoryManager(WeightsContent):
             raise
         self._prepared_sleep = prepared
 
-    def _prepare_tag(self, prepared: _PreparedSleep, tag: Tag) -> None:
+    def _prepare_tag(self, prepared: PreparedSleep, tag: Tag) -> None:
         blocks, discardable = self.allocator.blocks(tag), list(self._discardable(tag))
         if preserves(prepared.level, tag):
             prepared.states[tag] = TagState.PRESERVED
@@ -168,9 +161,8 @@ class MemoryManager(WeightsContent):
         if not kept:
             return
         existing = self._backups.get(tag)
-        if existing is not None and existing.is_clean(self.device, kept, self._epoch):
+        if existing is not None and existing.is_clean(self.device, kept, self.epoch):
             prepared.backups[tag] = existing
-            prepared.clean.add(tag)
             return
         if existing is not None:  # out of date: the new copy reuses its memory
             self._backups.pop(tag).free()
@@ -211,23 +203,20 @@ class MemoryManager(WeightsContent):
                 self._free_new_backups(prepared)  # of tags that an error has left resident
                 self._reclaim_later()
 
-    def _begin_copy(self, prepared: _PreparedSleep, tag: Tag) -> int:
+    def _begin_copy(self, prepared: PreparedSleep, tag: Tag) -> int:
         backup = prepared.backups[tag]
         gone = subtract(backup.blocks, self.allocator.blocks(tag))
         # torch counts a graph's temporaries as unused, but replays need them.
         unused = self.allocator.unused(tag) if tag is not Tag.CUDA_GRAPH else []
-        if tag in prepared.clean and backup.epoch == self._epoch:
-            return backup.begin_refresh(self.device, gone, unused)
-        if tag in prepared.clean:  # the weights were written after `prepare_sleep`
-            prepared.clean.discard(tag)
-            self._backups.pop(tag, None)
-        return backup.begin_save(self.device, self._epoch, gone, unused)
+        clean = backup is self._backups.get(tag)
+        if clean and backup.epoch != self.epoch:  # the weights were written after `prepare_sleep`
+            del self._backups[tag]
+            clean = False
+        return backup.begin_save(self.device, self.epoch, gone, unused, clean=clean)
 
     def _reclaim_later(self) -> None:
         """Schedule the deferred work of a release. Ends every transition, because a transition's begin cancels it."""
-        if self._reclaimed or self._reclaim is not None:
-            return
-        if all(state is TagState.RESIDENT for state in self._states.values()):
+        if self._reclaimed or self._reclaim is not None or not self._any_asleep():
             return
         self._allocations = self.device.allocations()
         try:
@@ -244,7 +233,7 @@ class MemoryManager(WeightsContent):
         self.arena.settle()
         self._reclaimed = True
 
-    def _release_tag(self, prepared: _PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
+    def _release_tag(self, prepared: PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)
         former = self._backups.pop(tag, None)
         if former is not None and former is not backup:
@@ -253,24 +242,20 @@ class MemoryManager(WeightsContent):
             self._backups[tag] = backup
         if tag is Tag.WEIGHTS and state is TagState.DISCARDED:
             self.content = Content.STALE
-            self._epoch += 1
+            self.epoch += 1
             if backup is not None:
-                backup.epoch = self._epoch  # the backup holds only parts that were not discarded
+                backup.epoch = self.epoch  # the backup holds only parts that were not discarded
         self._reclaimed = False
         try:
             released = self.allocator.release(tag)
         except BaseException:
-            self._take_back(tag, state)
+            try:
+                self._map_tag(tag, self.allocator.reserve(tag))
+            except Exception:
+                self._states[tag] = state  # counts as released as a whole; a wake maps the released part
             raise
         self._states[tag] = state
         return TagChange(self.rank, tag.value, state, bytes_released=released, bytes_copied=copied)
-
-    def _take_back(self, tag: Tag, state: TagState) -> None:
-        """After a release that failed midway, map the tag again, or else count it as released."""
-        try:
-            self._map_tag(tag, self.allocator.reserve(tag))
-        except Exception:
-            self._states[tag] = state
 
     def abort_sleep(self) -> None:
         """Undo `prepare_sleep`. Does nothing if no sleep is prepared."""
@@ -279,9 +264,9 @@ class MemoryManager(WeightsContent):
             self._free_new_backups(prepared)
         self._reclaim_later()
 
-    def _free_new_backups(self, prepared: _PreparedSleep) -> None:
+    def _free_new_backups(self, prepared: PreparedSleep) -> None:
         for tag, backup in prepared.backups.items():
-            if tag in prepared.clean:
+            if backup is self._backups.get(tag):
                 backup.finish()
             else:
                 backup.free()
@@ -324,20 +309,13 @@ class MemoryManager(WeightsContent):
         changes = []
         with self._naming_changes():
             try:
-                while reservations:
-                    tag = next(iter(reservations))
+                for tag in list(reservations):
                     reservation = reservations.pop(tag)
                     former[tag] = self._states[tag]
                     copied = self._map_tag(tag, reservation)
                     self._states[tag] = TagState.RESIDENT
-                    change = TagChange(
-                        self.rank,
-                        tag.value,
-                        TagState.RESIDENT,
-                        bytes_restored=reservation.nbytes,
-                        bytes_copied=copied,
-                    )
-                    changes.append(change)
+                    restored = {"bytes_restored": reservation.nbytes, "bytes_copied": copied}
+                    changes.append(TagChange(self.rank, tag.value, TagState.RESIDENT, **restored))
             except BaseException:
                 for reservation in reservations.values():
                     reservation.drop()
@@ -384,20 +362,6 @@ class MemoryManager(WeightsContent):
             reservation.drop()
         self._reclaim_later()
 
-    # -- writes into the weights ----------------------------------------------------------------------------
-
-    def require_writable(self) -> None:
-        """Check that an update may write: the weights are resident, and no prepared transition relies on their content.
-
-        Raises:
-            StateConflictError: the weights are asleep, or a transition is prepared.
-        """
-        self._require_no_transition()
-        if self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
-            raise StateConflictError(
-                "the weights are asleep: wake_up(tags=['weights']) first", rank=self.rank, tag="weights"
-            )
-
     # -- internals ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
@@ -415,13 +379,6 @@ class MemoryManager(WeightsContent):
         if self._reclaim is not None:
             self._reclaim.end()
             self._reclaim = None
-
-    def _in_transition(self) -> bool:
-        return self._prepared_sleep is not None or self._prepared_wake is not None
-
-    def _require_no_transition(self) -> None:
-        if self._in_transition():
-            raise StateConflictError("another transition is already prepared on this rank", rank=self.rank)
 
     @contextmanager
     def _naming_changes(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
-from rl_memory_plugins.memory.host_memory import host_memory_info
-from rl_memory_plugins.memory.preparation import GivenUp, Preparation, Prepares, always
+from rl_memory_plugins.memory.host_memory import host_memory_info, libc
+from rl_memory_plugins.memory.preparation import AllocationCancelled, Preparation, PrepareMode, always
 from rl_memory_plugins.private_directory import one_at_a_time
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the proces
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
 
 class PinnedArena(PagedArena):
     """An arena of page-locked huge pages on the NUMA node of the GPU. Several threads touch the pages.
@@ -44,9 +41,7 @@ class PinnedArena(PagedArena):
 
     Args:
         index: torch's ordinal of the GPU that copies to and from the arena.
-        max_bytes: The most bytes that the arena may hold; with 0 only the free host memory limits it.
-        margin_bytes: Bytes of host memory that must stay free after an `acquire`.
-        prepares: When memory for all weights is allocated, and whether it is freed again; see `config.py`.
+        max_bytes, margin_bytes, mode: See `PagedArena`.
         threads: The number of threads that touch pages; by default one for each core, at most 16.
     """
 
@@ -55,10 +50,10 @@ class PinnedArena(PagedArena):
         index: int,
         max_bytes: int = 0,
         margin_bytes: int = 0,
-        prepares: Prepares = "auto",
+        mode: PrepareMode = "auto",
         threads: int | None = None,
     ) -> None:
-        super().__init__(max_bytes, margin_bytes, prepares)
+        super().__init__(max_bytes, margin_bytes, mode)
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
         self._index = index
         self._node = numa_node(index)
@@ -72,18 +67,18 @@ class PinnedArena(PagedArena):
         Meanwhile an `acquire` that fits a pending buffer waits for it; small and other sizes do not wait. If the host
         lacks memory for a buffer, the `acquire` allocates it, or raises.
         """
-        if self.demand.prepares == "first_use":
+        if self.demand.mode == "first_use":
             return None
         try:
-            preparation = Preparation(sizes, self._make_idle)
+            preparation = Preparation(sizes, self._allocate_idle)
         except RuntimeError:  # the thread cannot start
-            logger.exception("host memory is not allocated in advance; the first sleep allocates it")
+            logger.exception("host memory is not allocated in advance; a sleep that needs it allocates it")
             return None
         self._preparations = [*self._running(), preparation]
         return preparation
 
     def _running(self) -> list[Preparation]:
-        return [preparation for preparation in self._preparations if preparation.is_running]
+        return [preparation for preparation in self._preparations if preparation.is_alive()]
 
     def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
         if nbytes > SMALL_BYTES:
@@ -97,38 +92,46 @@ class PinnedArena(PagedArena):
             for preparation in self._running():
                 preparation.end()
 
-    def _make_idle(self, nbytes: int, go_on: Callable[[], bool]) -> None:
+    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool]) -> int:
         @contextmanager
         def step(rest: int) -> Iterator[None]:
-            if not go_on():
-                raise GivenUp
-            with one_at_a_time("host-memory", TURN_S, go_on):  # for each step: sleeps of other ranks wait for one only
-                if not go_on():
-                    raise GivenUp
+            _check_not_cancelled(go_on)
+            yield
+
+        # Ranks take turns, because each rank must see the memory that the others have taken.
+        with nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S):
+            return self._allocate(nbytes, step)
+
+    def _allocate_idle(self, nbytes: int, go_on: Callable[[], bool]) -> None:
+        @contextmanager
+        def step(rest: int) -> Iterator[None]:
+            _check_not_cancelled(go_on)
+            with one_at_a_time("host-memory", TURN_S, go_on):  # per step: a sleep of another rank waits for one step
+                _check_not_cancelled(go_on)
                 self._check_spare(rest)
                 yield
 
-        self.release(self._make(nbytes, step))
+        self.release(self._allocate(nbytes, step))
 
     def _check_spare(self, nbytes: int) -> None:
         """Leave host memory for others: sleeps may never use memory that was allocated in advance."""
         free, total = host_memory_info()
-        spare = total // SPARE_SHARE if self.demand.prepares == "auto" else self._margin_bytes
+        spare = total // SPARE_SHARE if self.demand.mode == "auto" else self._margin_bytes
         if nbytes + spare > free:
             raise self._error(nbytes, free - spare + self._margin_bytes, f"free beyond a reserve of {spare}")
 
-    def _make_way(self) -> bool:
+    def _end_background_work(self) -> bool:
         running = self._running()
         for preparation in running:
             preparation.end()
         for preparation in running:
             preparation.join()
-        return super()._make_way() or bool(running)
+        return super()._end_background_work() or bool(running)
 
     def _fill(self, mapping: mmap.mmap, step: Step) -> None:
         address, nbytes = address_of(mapping), len(mapping)
-        _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel that lacks either advice ignores it
-        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
+        libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel that lacks either advice ignores it
+        libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
         prefer_node(address, nbytes, self._node)
         for start in range(0, nbytes, STEP_BYTES):
             with step(nbytes - start):
@@ -154,9 +157,6 @@ class PinnedArena(PagedArena):
         with torch.cuda.device(self._index):
             return int(torch.cuda.cudart().cudaHostUnregister(address))
 
-    def _taking_turns(self, nbytes: int) -> AbstractContextManager[None]:
-        return nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S)
-
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         if address in self._registered:
             self._registered.remove(address)
@@ -167,6 +167,11 @@ class PinnedArena(PagedArena):
                 return
             self._kept.remove(mapping)
         super()._discard(address, mapping)
+
+
+def _check_not_cancelled(go_on: Callable[[], bool]) -> None:
+    if not go_on():
+        raise AllocationCancelled
 
 
 def touch(address: int, nbytes: int, threads: int) -> None:
@@ -189,12 +194,11 @@ def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     futures: list[Future[Any]] = [Future() for _ in calls]
 
     def run(future: Future[Any], call: Callable[[], Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
 
     try:
         for future, call in zip(futures, calls, strict=True):
@@ -225,16 +229,14 @@ def prefer_node(address: int, nbytes: int, node: int | None) -> None:
     number = _MBIND.get(platform.machine())
     if node is None or number is None:
         return
-    mask = (ctypes.c_ulong * 16)()
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask[node // bits] = 1 << node % bits
-    _libc.syscall(
+    mask = (1 << node).to_bytes(128, "little")
+    libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_size_t(nbytes),
         ctypes.c_int(_MPOL_PREFERRED),
-        mask,
-        ctypes.c_ulong(16 * bits),
+        ctypes.c_char_p(mask),
+        ctypes.c_ulong(8 * len(mask)),
         ctypes.c_uint(0),
     )
 

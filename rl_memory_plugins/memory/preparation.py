@@ -12,11 +12,11 @@ from rl_memory_plugins.errors import RLMemoryError
 logger = logging.getLogger(__name__)
 
 #: The values of the option `prepare_host_memory`; `config.py` documents them.
-Prepares = Literal["auto", "start", "first_use"]
+PrepareMode = Literal["auto", "start", "first_use"]
 
 #: A buffer may be this many times larger than the request. Without a bound, a small request takes the buffer of the
 #: weights, and the weights need a second buffer.
-WASTE = 2
+MAX_OVERSIZE = 2
 #: After this many consecutive discarding sleeps, the memory for copies of the weights counts as unneeded.
 PATIENCE = 3
 #: The pause between two steps of background work. Other processes poll for the lock, and get it in the pause.
@@ -24,8 +24,8 @@ PAUSE_S = 0.03
 _POLL_S = 0.01
 
 
-class GivenUp(Exception):
-    """The allocation of a buffer was cancelled."""
+class AllocationCancelled(Exception):
+    """The caller of an allocation cancelled it."""
 
 
 def always() -> bool:
@@ -36,35 +36,28 @@ class Demand:
     """Whether sleeps need host memory for all weights, as past sleeps suggest.
 
     Args:
-        prepares: The option `prepare_host_memory`.
+        mode: The option `prepare_host_memory`.
     """
 
-    def __init__(self, prepares: Prepares) -> None:
-        self.prepares = prepares
+    def __init__(self, mode: PrepareMode) -> None:
+        self.mode = mode
         self._preserved = False
         self._discarded = 0  # consecutive sleeps that discarded the weights
 
     def note(self, preserving: bool) -> None:
         """Record a sleep that preserves or discards the weights."""
-        if preserving:
-            self._preserved, self._discarded = True, 0
-        else:
-            self._discarded += 1
+        self._preserved = self._preserved or preserving
+        self._discarded = 0 if preserving else self._discarded + 1
 
     @property
     def is_gone(self) -> bool:
         """Whether sleeps no longer need the memory. One discarding sleep suffices if none has preserved the weights."""
-        return self.prepares == "auto" and self._discarded >= (PATIENCE if self._preserved else 1)
+        return self.mode == "auto" and self._discarded >= (PATIENCE if self._preserved else 1)
 
 
-class _Buffer:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.done = threading.Event()  # the buffer is allocated, or its allocation has ended without success
-
-
-class Preparation:
-    """A thread that allocates buffers in steps, the smallest first, because sleeps of every level need it.
+class Preparation(threading.Thread):
+    """A thread that allocates buffers in steps, the smallest first, because sleeps of every level need that buffer. The
+    constructor starts the thread.
 
     Args:
         sizes: The buffers' sizes in bytes.
@@ -75,53 +68,45 @@ class Preparation:
     """
 
     def __init__(self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool]], None]) -> None:
+        super().__init__(name="rl-memory-arena", daemon=True)
         self._make = make
-        self._buffers = [_Buffer(nbytes) for nbytes in sorted(sizes) if nbytes]
+        # Each event is set when its buffer is allocated, or when the allocation has failed.
+        self._buffers = [(nbytes, threading.Event()) for nbytes in sorted(sizes) if nbytes]
         self._ended = threading.Event()
         self._awaited = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rl-memory-arena", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
+        self.start()
 
     def end(self) -> None:
         """Stop the thread. It frees an unfinished buffer within one step. Does not wait."""
         self._ended.set()
 
-    def join(self) -> None:
-        self._thread.join()
-
     def await_buffer(self, nbytes: int, go_on: Callable[[], bool]) -> None:
         """Wait for a pending buffer that fits `nbytes`, if there is any.
 
         Raises:
-            GivenUp: `go_on` returned `False`.
+            AllocationCancelled: `go_on` returned `False`.
         """
-        for buffer in self._buffers:
-            if nbytes <= buffer.nbytes <= WASTE * nbytes and not buffer.done.is_set() and not self._ended.is_set():
+        for size, done in self._buffers:
+            if nbytes <= size <= MAX_OVERSIZE * nbytes and not done.is_set() and not self._ended.is_set():
                 self._awaited.set()
-                while not buffer.done.wait(_POLL_S):
+                while not done.wait(_POLL_S):
                     if not go_on():
-                        raise GivenUp
+                        raise AllocationCancelled
                 return
 
-    def _run(self) -> None:
-        for buffer in self._buffers:
+    def run(self) -> None:
+        for nbytes, done in self._buffers:
             try:
                 if not self._ended.is_set():
-                    self._make(buffer.nbytes, self._go_on)
-            except GivenUp:
+                    self._make(nbytes, self._go_on)
+            except AllocationCancelled:
                 pass
             except RLMemoryError as error:
-                logger.warning(
-                    "host memory was not allocated in advance; the first sleep that needs it will: %s", error
-                )
+                logger.warning("host memory is not allocated in advance; a sleep that needs it allocates it: %s", error)
             except Exception:
-                logger.exception("host memory was not allocated in advance; the first sleep that needs it will")
+                logger.exception("host memory is not allocated in advance; a sleep that needs it allocates it")
             finally:
-                buffer.done.set()
+                done.set()
 
     def _go_on(self) -> bool:
         if not self._awaited.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from rl_memory_plugins.memory.threads import on_this_gpu
 
@@ -14,25 +15,28 @@ logger = logging.getLogger(__name__)
 DELAY_S = 0.3
 
 
-class Reclaim:
-    """Calls `reclaim` in a thread, `DELAY_S` from now. Call `end` before memory is released or mapped."""
+class Reclaim(threading.Timer):
+    """Calls `reclaim` in a thread, `DELAY_S` from now. Call `end` before memory is released or mapped.
+
+    Raises:
+        RuntimeError: the thread cannot start.
+    """
 
     def __init__(self, reclaim: Callable[[], None]) -> None:
-        self._reclaim = reclaim
         # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
-        self._timer = threading.Timer(DELAY_S, on_this_gpu(self._run))
-        self._timer.name = "rl-memory-reclaim"
-        self._timer.start()
+        super().__init__(DELAY_S, on_this_gpu(partial(_reclaim, reclaim)))
+        self.name = "rl-memory-reclaim"
+        self.start()
 
     def end(self) -> None:
         """Cancel the call, or wait for its end if it has begun."""
-        self._timer.cancel()
-        self._timer.join()
+        self.cancel()
+        self.join()
 
-    def _run(self) -> None:
-        if not threading.main_thread().is_alive():
-            return
+
+def _reclaim(reclaim: Callable[[], None]) -> None:
+    if threading.main_thread().is_alive():
         try:
-            self._reclaim()
+            reclaim()
         except Exception:
             logger.exception("released memory was not reclaimed early; the next wake reclaims it and takes longer")

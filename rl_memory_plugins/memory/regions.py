@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 
@@ -17,7 +17,8 @@ class RegionStack(threading.local):
     """
 
     def __init__(self) -> None:
-        self._open: list[_Suspendable] = []
+        self._open: list[Callable[[], AbstractContextManager[Any]]] = []
+        self._active = ExitStack()  # the entered context of the innermost open region
 
     @contextmanager
     def enter(self, activate: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -26,37 +27,18 @@ class RegionStack(threading.local):
         Args:
             activate: Returns a new context that directs allocations to the region. Called at each entry.
         """
-        outer = self._open[-1] if self._open else None
-        inner = _Suspendable(activate)
-        if outer is not None:
-            outer.suspend()
+        self._active.close()
+        self._open.append(activate)
         try:
-            inner.resume()
-            self._open.append(inner)
+            self._active.enter_context(activate())
+            yield
+        finally:
             try:
-                yield
+                self._active.close()
             finally:
                 self._open.pop()
-                inner.suspend()
-        finally:
-            if outer is not None:
-                outer.resume()
-
-
-class _Suspendable:
-    def __init__(self, activate: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._activate = activate
-        self._active: AbstractContextManager[Any] | None = None
-
-    def resume(self) -> None:
-        context = self._activate()
-        context.__enter__()
-        self._active = context
-
-    def suspend(self) -> None:
-        context, self._active = self._active, None
-        if context is not None:
-            context.__exit__(None, None, None)
+                if self._open:
+                    self._active.enter_context(self._open[-1]())
 
 
 def keep_forever(thing: object) -> None:

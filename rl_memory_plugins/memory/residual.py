@@ -47,7 +47,7 @@ def bytes_beyond_torch(index: int) -> int | None:
 
 @contextmanager
 def attributed(cause: str) -> Iterator[None]:
-    """Attribute to `cause` the memory that the process adds inside, outside torch's allocator, on its current GPU."""
+    """Attribute to `cause` the growth of the process's memory on its current GPU, outside torch's allocator."""
     if not torch.cuda.is_available():
         yield
         return

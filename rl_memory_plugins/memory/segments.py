@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +48,8 @@ class Segments:
         """All segments by the identifiers of their pools."""
         with self._lock:
             stats = torch.cuda.memory_stats(self._index)
-            counts = ("allocated", "freed", "current")
-            now = tuple(
-                stats.get(f"{what}.all.{count}", 0) for what in ("active", "reserved_bytes") for count in counts
-            )
+            counts = product(("active", "reserved_bytes"), ("allocated", "freed", "current"))
+            now = tuple(stats.get(f"{memory}.all.{count}", 0) for memory, count in counts)
             if now != self._seen:
                 self.read()
                 self._seen = now  # taken before the read: a change during the read causes another read
@@ -62,10 +61,9 @@ class Segments:
             self._by_pool = {}
             for found in torch.cuda.memory._snapshot()["segments"]:
                 if found["device"] == self._index:
-                    unused = [
-                        Block(one["address"], one["size"]) for one in found["blocks"] if one["state"] == "inactive"
-                    ]
-                    segment = Segment(found["address"], found["total_size"], found["active_size"], tuple(unused))
+                    inactive = (part for part in found["blocks"] if part["state"] == "inactive")
+                    unused = tuple(Block(part["address"], part["size"]) for part in inactive)
+                    segment = Segment(found["address"], found["total_size"], found["active_size"], unused)
                     self._by_pool.setdefault(tuple(found["segment_pool_id"]), []).append(segment)
             return {segment.address for segments in self._by_pool.values() for segment in segments}
 

@@ -18,20 +18,20 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
-from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.regions import RegionStack, keep_forever
 from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segment, Segments, pool_key
-from rl_memory_plugins.memory.torch_settings import torch_options
+from rl_memory_plugins.memory.torch_settings import missing_symbols, torch_options
 from rl_memory_plugins.tags import Tag
 
 #: Undocumented symbols of the saver. The start checks them.
@@ -40,14 +40,14 @@ SAVER_SYMBOLS = ("_impl", "_impl._mem_pools", "_impl._hook_mode")
 #: How the saver intercepts allocations. "auto" means "preload" if its library is preloaded, else "torch".
 HookMode = Literal["auto", "torch", "preload"]
 
-#: Numbers of allocators. The saver's tags are global in the process, so each tag contains its allocator's number.
 _numbers = itertools.count()
 
 
-class TorchSaverAllocator:
+class TorchSaverAllocator(Allocator):
     """Pausable regions of one GPU in the saver of this process, which may already be in use.
 
-    CUDA graphs stay resident, because captures bypass the saver's regions.
+    CUDA graphs stay resident, because captures bypass the saver's regions. Blocks need no `held`, because the saver's
+    pools keep the segments of freed tensors, and no `reclaim`, because the saver allocates memory only when it maps.
 
     Args:
         index: torch's ordinal of the GPU.
@@ -68,18 +68,17 @@ class TorchSaverAllocator:
         self._margin_bytes = margin_bytes
         self._saver = _start_saver(index, hook_mode)
         self.hook_mode: str = self._saver._impl._hook_mode
-        self._number = next(_numbers)
         self._segments = Segments(index)
         self._regions = RegionStack()
         self._locks = {tag: threading.RLock() for tag in Tag}  # a pool of the saver admits one thread at a time
-        self._generation = dict.fromkeys(Tag, 0)
+        self._names = {tag: [_new_name(tag)] for tag in Tag}  # the saver's tags; regions use the last
         self._paused: dict[Tag, set[str]] = {tag: set() for tag in Tag}
-        self._promised_bytes = 0
+        self.reserved_bytes = 0  # of all open reservations
 
     @contextmanager
     def region(self, tag: Tag) -> Iterator[None]:
         with self._locks[tag]:
-            name = self._saver_tag(tag, self._generation[tag])
+            name = self._names[tag][-1]
 
             def activate() -> Any:
                 return self._saver.region(tag=name, enable_cpu_backup=False)
@@ -87,21 +86,11 @@ class TorchSaverAllocator:
             with torch.cuda.device(self.index), self._regions.enter(activate):
                 yield
 
-    def _saver_tag(self, tag: Tag, generation: int) -> str:
-        return f"rl_memory.{self._number}.{tag.value}.{generation}"
-
-    def _saver_tags(self, tag: Tag) -> list[str]:
-        return [self._saver_tag(tag, generation) for generation in range(self._generation[tag] + 1)]
-
     def blocks(self, tag: Tag) -> list[Block]:
-        return self._blocks_of(self._saver_tags(tag))
+        return self._blocks_of(self._names[tag])
 
     def unused(self, tag: Tag) -> list[Block]:
-        return [block for segment in self._segments_of(self._saver_tags(tag)) for block in segment.unused]
-
-    @contextmanager
-    def held(self, tag: Tag) -> Iterator[list[Block]]:
-        yield self.blocks(tag)  # the saver's pools keep the segments of freed tensors
+        return [block for segment in self._segments_of(self._names[tag]) for block in segment.unused]
 
     def residual_memory(self) -> dict[str, int]:
         pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
@@ -110,84 +99,68 @@ class TorchSaverAllocator:
         paused = sum(block.nbytes for tag in Tag for block in self.paused_blocks(tag))
         return self._residual(by_pool, pools, held - paused)
 
-    def _blocks_of(self, names: list[str]) -> list[Block]:
+    def _blocks_of(self, names: Collection[str]) -> list[Block]:
         return sorted(Block(segment.address, segment.nbytes) for segment in self._segments_of(names))
 
-    def _segments_of(self, names: list[str]) -> list[Segment]:
-        pools = [
-            pool
-            for key, pool in list(self._saver._impl._mem_pools.items())
-            if (key[0] if isinstance(key, tuple) else key) in names
-        ]
-        return self._segments.of(pools)
-
-    def reclaim(self) -> None:
-        return  # the saver allocates memory only when it maps
+    def _segments_of(self, names: Collection[str]) -> list[Segment]:
+        pools = list(self._saver._impl._mem_pools.items())
+        return self._segments.of(pool for key, pool in pools if (key[0] if isinstance(key, tuple) else key) in names)
 
     def release(self, tag: Tag) -> int:
-        resident = [name for name in self._saver_tags(tag) if name not in self._paused[tag]]
         released = 0
-        for name in resident:
-            nbytes = sum(block.nbytes for block in self._blocks_of([name]))
+        for name in self._names[tag]:
+            nbytes = 0 if name in self._paused[tag] else sum(block.nbytes for block in self._blocks_of([name]))
             if nbytes:
                 self._saver.pause(name)
                 self._paused[tag].add(name)
                 released += nbytes
-        if self._saver_tag(tag, self._generation[tag]) in self._paused[tag]:
-            self._generation[tag] += 1
+        if self._names[tag][-1] in self._paused[tag]:
+            self._names[tag].append(_new_name(tag))
         return released
 
     def reserve(self, tag: Tag) -> SaverReservation:
         return SaverReservation(self, tag)
 
-    def resume(self, tag: Tag) -> None:
-        """Resume all paused memory of the tag. Only a reservation may call this method."""
-        for name in sorted(self._paused[tag]):
-            self._saver.resume(name)
-            self._paused[tag].remove(name)
-
-    def promise(self, nbytes: int) -> None:
-        """Count `nbytes` of free memory as promised, without allocating them.
+    def require_free(self, nbytes: int) -> None:
+        """Check that a resume of `nbytes` does not run out of memory.
 
         Raises:
-            DeviceMemoryError: the free memory, less the margin and earlier promises, does not suffice.
+            DeviceMemoryError: the free memory, less the margin and earlier reservations, does not suffice.
         """
-        free = max(self.device.memory_info()[0] - self._promised_bytes, 0)
+        free = max(self.device.memory_info()[0] - self.reserved_bytes, 0)
         if nbytes and nbytes + self._margin_bytes > free:
-            raise DeviceMemoryError(
-                f"a wake needs {nbytes} bytes of GPU memory and a margin of {self._margin_bytes}, "
-                f"but only {free} are free",
-                needed_bytes=nbytes,
-                free_bytes=free,
-                margin_bytes=self._margin_bytes,
-            )
-        self._promised_bytes += nbytes
-
-    def unpromise(self, nbytes: int) -> None:
-        self._promised_bytes -= nbytes
+            raise too_little_for_wake(nbytes, free, self._margin_bytes)
 
     def paused_blocks(self, tag: Tag) -> list[Block]:
-        return self._blocks_of(sorted(self._paused[tag]))
+        return self._blocks_of(self._paused[tag])
+
+
+def _new_name(tag: Tag) -> str:
+    """A new tag of the saver. The saver's tags are global in the process, and several allocators may use the saver."""
+    return f"rl_memory.{tag.value}.{next(_numbers)}"
 
 
 class SaverReservation:
-    """A promise of memory. The module's docstring explains its limits."""
+    """A claim to free memory. The module's docstring explains its limits."""
 
     def __init__(self, allocator: TorchSaverAllocator, tag: Tag) -> None:
         self._allocator = allocator
         self._tag = tag
         self.blocks = allocator.paused_blocks(tag)
         self.nbytes = sum(block.nbytes for block in self.blocks)
-        allocator.promise(self.nbytes)
+        allocator.require_free(self.nbytes)
+        allocator.reserved_bytes += self.nbytes
 
     def commit(self) -> None:
-        self._allocator.unpromise(self.nbytes)
-        self._allocator.promise(self.nbytes)  # checks again: if memory was taken meanwhile, raise and do not exit(1)
-        self._allocator.unpromise(self.nbytes)
-        self._allocator.resume(self._tag)
+        self.drop()
+        self._allocator.require_free(self.nbytes)  # another process may have taken memory: raise, and no exit(1)
+        paused = self._allocator._paused[self._tag]
+        for name in sorted(paused):
+            self._allocator._saver.resume(name)
+            paused.remove(name)
 
     def drop(self) -> None:
-        self._allocator.unpromise(self.nbytes)
+        self._allocator.reserved_bytes -= self.nbytes
 
 
 def preload_libraries() -> list[str]:
@@ -259,12 +232,11 @@ def _start_saver(index: int, hook_mode: HookMode) -> Any:
             pass
     except (RuntimeError, AssertionError, OSError) as error:
         raise UnsupportedError(f"torch_memory_saver failed to start: {error}") from error
-    for path in SAVER_SYMBOLS:
-        found: Any = saver
-        for part in path.split("."):
-            found = getattr(found, part, None)
-        if found is None:
-            raise UnsupportedError(f"allocator=tms needs {path}, which this torch_memory_saver lacks", missing=[path])
+    missing = missing_symbols(saver, SAVER_SYMBOLS)
+    if missing:
+        raise UnsupportedError(
+            f"allocator=tms needs {', '.join(missing)}, which this torch_memory_saver lacks", missing=missing
+        )
     if hook_mode != "auto" and saver._impl._hook_mode != hook_mode:
         raise UnsupportedError(
             f"tms_hook_mode={hook_mode} conflicts with torch_memory_saver's mode in this process, which is"

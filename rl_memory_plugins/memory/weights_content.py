@@ -3,62 +3,77 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import Backup, HostArena
+from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
+from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.eager import EagerBackup
-from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Tag, TagState
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
 
 logger = logging.getLogger(__name__)
 
 
-class WeightsContent(ABC):
+@dataclass
+class PreparedSleep:
+    level: Level
+    backups: dict[Tag, Backup] = field(default_factory=dict)  # of a tag with a clean backup, that backup
+    states: dict[Tag, TagState] = field(default_factory=dict)  # after the sleep
+
+
+class WeightsContent:
     """The part of `MemoryManager` that tracks writes to the weights. `MemoryManager` documents the arguments.
 
     Attributes:
         content: The content state of the weights.
+        epoch: A counter that grows with every known change of the weights.
     """
 
     def __init__(
         self,
+        rank: int,
         allocator: Allocator,
-        arena: HostArena,
+        arena: PagedArena,
         discardable: Callable[[Tag], Iterable[Block]],
         *,
         eager_backup: bool,
     ) -> None:
+        self.rank = rank
         self.allocator = allocator
         self.device = allocator.device
         self.arena = arena
         self.content = Content.VALID
+        self.epoch = 0
         self._discardable = discardable
         self._eager_backup = eager_backup
         self._eager: EagerBackup | None = None
         self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
         self._backups: dict[Tag, Backup] = {}
-        self._epoch = 0
-
-    @property
-    def epoch(self) -> int:
-        """A counter that grows with every known change of the weights."""
-        return self._epoch
+        self._prepared_sleep: PreparedSleep | None = None
+        self._prepared_wake: dict[Tag, Reservation] | None = None
 
     def state(self, tag: Tag) -> TagState:
         return self._states[tag]
 
-    @abstractmethod
     def require_writable(self) -> None:
-        """Check that an update may write.
+        """Check that an update may write: the weights are resident, and no prepared transition relies on their content.
 
         Raises:
             StateConflictError: the weights are asleep, or a transition is prepared.
         """
+        self._require_no_transition()
+        if self._states[Tag.WEIGHTS] is not TagState.RESIDENT:
+            raise StateConflictError(
+                "the weights are asleep: wake_up(tags=['weights']) first", rank=self.rank, tag="weights"
+            )
 
-    @abstractmethod
     def _in_transition(self) -> bool:
-        """Whether a transition is prepared."""
+        return self._prepared_sleep is not None or self._prepared_wake is not None
+
+    def _require_no_transition(self) -> None:
+        if self._in_transition():
+            raise StateConflictError("another transition is already prepared on this rank", rank=self.rank)
 
     def begin_writing(self) -> None:
         """Called before an update writes its first byte. The content is `updating` until `finish_writing`.
@@ -78,11 +93,11 @@ class WeightsContent(ABC):
         """
         if self.content is Content.UPDATING:
             self.content = Content.VALID if complete else Content.FAILED
-            self._epoch += 1
+            self.epoch += 1
             self._start_eager_backup()
 
-    def tear(self) -> None:
-        """Mark the content `failed`: it is undefined until every byte has been written.
+    def mark_failed(self) -> None:
+        """Mark the content `failed`, i.e. undefined until every byte has been written.
 
         Raises:
             StateConflictError: see `begin_writing`.
@@ -96,7 +111,7 @@ class WeightsContent(ABC):
         Args:
             complete: Every parameter has been written.
         """
-        self._epoch += 1
+        self.epoch += 1
         self._cancel_eager_backup()
         if complete:
             self.content = Content.VALID
@@ -113,12 +128,12 @@ class WeightsContent(ABC):
         self._collect_eager_backup()
         existing = self._backups.get(Tag.WEIGHTS)
         if existing is not None:
-            if existing.identified and existing.epoch == self._epoch:
+            if existing.identified and existing.epoch == self.epoch:
                 return
             self._backups.pop(Tag.WEIGHTS).free()  # out of date: the new copy reuses its memory
         discardable = list(self._discardable(Tag.WEIGHTS))
         try:
-            self._eager = EagerBackup(self.allocator, self.arena, Tag.WEIGHTS, discardable, self._epoch, self._eager)
+            self._eager = EagerBackup(self.allocator, self.arena, discardable, self.epoch, self._eager)
         except RuntimeError:  # the thread cannot start
             logger.exception("the weights are not copied in advance; the next sleep copies them")
 
@@ -128,7 +143,7 @@ class WeightsContent(ABC):
 
     def _collect_eager_backup(self) -> None:
         """Add a finished copy to the backups. Does not wait."""
-        if self._eager is not None and not self._eager.is_running:
+        if self._eager is not None and not self._eager.is_alive():
             self._end_eager_backup(wanted=True)
 
     def _end_eager_backup(self, wanted: bool) -> None:

@@ -138,7 +138,7 @@ class EngineUpdates:
     def fail(self) -> None:
         """Mark the content as undefined: a call failed on some rank after some rank had written."""
         self._marks = None
-        self.manager.tear()
+        self.manager.mark_failed()
         self._epoch = self.manager.epoch
 
     # -- an update of several calls ---------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_memory_that_its_tensors_leave_stays_while_it_is_copied(vmm, arena):
         for block in blocks:
             vmm.device.fingerprint([block])
     for byte in (1, 2):
-        eager = EagerBackup(vmm, arena, Tag.WEIGHTS, vmm.blocks(Tag.WEIGHTS), epoch=byte)
+        eager = EagerBackup(vmm, arena, vmm.blocks(Tag.WEIGHTS), epoch=byte)
         with vmm.region(Tag.WEIGHTS):
             scratch = torch.empty(512 * MiB, dtype=torch.uint8, device="cuda:0")
             del scratch
@@ -155,7 +155,7 @@ def test_the_threads_of_one_gpu_take_nothing_on_another():
         with vmm.region(Tag.WEIGHTS):
             tensor = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:1")
         vmm.device.synchronize()
-        assert EagerBackup(vmm, arena, Tag.WEIGHTS, vmm.blocks(Tag.WEIGHTS), epoch=1).finish() is not None
+        assert EagerBackup(vmm, arena, vmm.blocks(Tag.WEIGHTS), epoch=1).finish() is not None
         print(pynvml.nvmlDeviceGetMemoryInfo(handle).used - before)
         arena.close()
         """

@@ -123,7 +123,7 @@ def test_a_level_2_sleep_at_the_start_waits_for_no_copy_of_the_weights(engine, a
     manager.warm_up()
     time.sleep(after_s)
     seconds = slept(manager, Level.DISCARD)
-    making = any(preparation.is_running for preparation in arena._preparations)
+    making = any(preparation.is_alive() for preparation in arena._preparations)
     wait_until(lambda: arena.held_bytes < 256 * MiB, "the copy's memory is given back", 30)
     gone = time.perf_counter() - start - after_s
     print(f"after {after_s:g} s: {1000 * seconds:.0f} ms, still being made: {making}, gone after {gone:.2f} s")

@@ -428,7 +428,7 @@ def test_a_closed_engine_does_not_resume(world: World) -> None:
 
 
 def test_what_runs_ends_where_others_leave_a_mixture_of_weights(world: World) -> None:
-    world.ranks[0].manager.tear()
+    world.ranks[0].manager.mark_failed()
     world.controller.note_foreign_changes()
     assert world.engine.calls == ["drain:abort"]
     assert world.controller.refusal() is not None

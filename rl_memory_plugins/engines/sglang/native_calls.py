@@ -251,7 +251,7 @@ def _reading(name: str) -> Callable[..., Any]:
         )
         try:
             if resets:  # SGLang's checker overwrites the weights: the engine stays closed until an update
-                added.worker.manager.tear()
+                added.worker.manager.mark_failed()
             return original()
         except Exception as error:
             logger.exception("%s failed", name)

@@ -16,7 +16,7 @@ from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import HostArena
+from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.tags import Tag
 
@@ -53,9 +53,9 @@ class Memory:
         self.resident_graphs = ""
         self._place = place
         self._server_args = server_args
-        self._chosen: tuple[Allocator, HostArena] | None = None
+        self._chosen: tuple[Allocator, PagedArena] | None = None
 
-    def _choose(self) -> tuple[Allocator, HostArena]:
+    def _choose(self) -> tuple[Allocator, PagedArena]:
         if self._chosen is None:
             import torch
 
@@ -68,7 +68,7 @@ class Memory:
         return self._choose()[0]
 
     @property
-    def arena(self) -> HostArena:
+    def arena(self) -> PagedArena:
         return self._choose()[1]
 
     def region(self, tag: Tag) -> AbstractContextManager[None]:

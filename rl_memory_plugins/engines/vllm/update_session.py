@@ -141,7 +141,7 @@ class UpdateSession:
             except BaseException:
                 if self._loads().is_open:  # a second finish would take the half that is done for all
                     if not self._is_of_draft:
-                        self._loads().manager.tear()
+                        self._loads().manager.mark_failed()
                     self.abandon()
                 raise
             is_whole = self._has_updated and not self._is_of_draft and self._backend in WHOLE

@@ -251,7 +251,7 @@ class VllmWorker:
         """Close the engine at vLLM's own reset, which overwrites the weights with zeros, until an update."""
 
         def reset_weights() -> None:
-            self.manager.tear()
+            self.manager.mark_failed()
             reset()
 
         return reset_weights
@@ -294,7 +294,7 @@ def _finish_layerwise_load(original: Callable[..., None]) -> Callable[..., None]
         with loads.watch():
             original(model, *args, **kwargs)
         if torn:
-            loads.manager.tear()
+            loads.manager.mark_failed()
         return None
 
     return finalize_layerwise_processing

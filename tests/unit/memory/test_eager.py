@@ -58,7 +58,7 @@ def gate(rank, monkeypatch):
 
 def join(rank) -> None:
     if rank.manager._eager is not None:
-        rank.manager._eager._thread.join(TIMEOUT_S)
+        rank.manager._eager.join(TIMEOUT_S)
 
 
 def update(rank, byte: int, complete: bool = True) -> None:
@@ -135,7 +135,7 @@ def test_a_discarding_sleep_meanwhile_ends_the_copy_before_it_releases(rank, gat
     threading.Timer(0.05, gate.open).start()
     buffer = rank.contents()["buffer"]
     change = sleep(rank, Level.DISCARD)["weights"]
-    assert not eager.is_running
+    assert not eager.is_alive()
     assert rank.device.calls["begin_copy_to_host"] == 2  # one step of the given-up copy, and the buffer
     assert change.bytes_copied == rank.buffer.nbytes
     assert rank.manager.status().tags["weights"].host_bytes == rank.buffer.nbytes
@@ -150,7 +150,7 @@ def test_other_tags_sleep_without_waiting(rank, gate):
     rank.manager._discardable = rank.allocator.blocks  # nothing of the KV cache is to be copied, which would wait
     sleep(rank, Level.PRESERVE, [Tag.KV_CACHE])
     sleep(rank, Level.PAUSE, [Tag.WEIGHTS])
-    assert rank.manager._eager.is_running
+    assert rank.manager._eager.is_alive()
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -264,7 +264,7 @@ def test_tensors_that_go_meanwhile_stay_until_the_copy_has_ended(monkeypatch):
     with allocator.region(Tag.WEIGHTS):
         tensor = torch.full((64 * PAGE,), 7, dtype=torch.uint8)
     gate = Gate(allocator.device, monkeypatch)
-    eager = EagerBackup(allocator, arena, Tag.WEIGHTS, allocator.blocks(Tag.WEIGHTS), epoch=0)
+    eager = EagerBackup(allocator, arena, allocator.blocks(Tag.WEIGHTS), epoch=0)
     gate.wait_for_copy()
     del tensor
     assert len(allocator.blocks(Tag.WEIGHTS)) == 1

@@ -196,7 +196,7 @@ def test_populating_that_fails_half_way_is_undone(monkeypatch, code):
     given = fail_populating(monkeypatch, code, after=1)
     with pytest.raises(DeviceMemoryError):
         allocator.reserve(Tag.WEIGHTS)
-    assert given == [host._MADV_POPULATE_WRITE] * 2 + [host._MADV_DONTNEED] * 2
+    assert given == [host._MADV_POPULATE_WRITE] * 2 + [mmap.MADV_DONTNEED] * 2
     monkeypatch.undo()
     reservation = allocator.reserve(Tag.WEIGHTS)
     assert reservation.nbytes >= 2 * N

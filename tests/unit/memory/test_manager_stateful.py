@@ -203,7 +203,7 @@ class EagerTwoRanks(TwoRanks):
     def no_copy_is_under_way(self):
         for rank in self.ranks:
             if rank.manager._eager is not None:
-                rank.manager._eager._thread.join()
+                rank.manager._eager.join()
 
     def teardown(self):
         self.no_copy_is_under_way()

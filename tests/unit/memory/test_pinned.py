@@ -77,7 +77,7 @@ def arena(monkeypatch):
     monkeypatch.setattr(pinned, "numa_node", lambda index: None)
     monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: 0)
     monkeypatch.setattr(pinned.PinnedArena, "_unregister", lambda self, address: 0)
-    arena = pinned.PinnedArena(0, prepares="start", threads=2)
+    arena = pinned.PinnedArena(0, mode="start", threads=2)
     yield arena
     arena.close()
 

@@ -13,7 +13,7 @@ from integration.waiting import wait_until
 from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import pinned, preparation, reclaim
 from rl_memory_plugins.memory.backup import PagedArena
-from rl_memory_plugins.memory.preparation import PATIENCE, Demand, GivenUp
+from rl_memory_plugins.memory.preparation import PATIENCE, AllocationCancelled, Demand
 from rl_memory_plugins.private_directory import one_at_a_time
 from rl_memory_plugins.tags import Content, Level
 
@@ -147,7 +147,7 @@ def test_a_sleep_that_discards_ends_it_between_two_steps(arenas, pages):
     wait_until(lambda: pages.made == 132 * MiB, "half of it is made")
     assert resident_bytes() - before > 120 * MiB
     soon(arena.note_sleep, False)
-    assert running.is_running  # nobody has waited for its step
+    assert running.is_alive()  # nobody has waited for its step
     pages.let(1)
     soon(running.join)
     assert pages.made <= 136 * MiB
@@ -157,9 +157,9 @@ def test_a_sleep_that_discards_ends_it_between_two_steps(arenas, pages):
     wait_until(lambda: arena.held_bytes == 0, "nothing is held")
 
 
-@pytest.mark.parametrize(("prepares", "goes_on"), [("auto", False), ("start", True)])
-def test_only_auto_is_ended(arenas, pages, prepares, goes_on):
-    arena = arenas(prepares=prepares)
+@pytest.mark.parametrize(("mode", "goes_on"), [("auto", False), ("start", True)])
+def test_only_auto_is_ended(arenas, pages, mode, goes_on):
+    arena = arenas(mode=mode)
     running = arena.prepare([40 * MiB])
     assert pages.waiting.wait(TIMEOUT_S)
     for _ in range(10):
@@ -174,7 +174,7 @@ def test_only_auto_is_ended(arenas, pages, prepares, goes_on):
 
 
 def test_at_the_first_use_nothing_is_there(arenas):
-    arena = arenas(prepares="first_use")
+    arena = arenas(mode="first_use")
     assert arena.prepare([40 * MiB]) is None
     assert arena.held_bytes == 0
     arena.release(arena.acquire(40 * MiB))
@@ -207,7 +207,7 @@ def test_a_guess_leaves_a_part_of_the_host_free(arenas, pages, monkeypatch, capl
     assert arena.held_bytes == 10 * MiB
     assert "not allocated in advance" in caplog.text
     arena.acquire(40 * MiB)  # a sleep itself takes it
-    certain = arenas(prepares="start")
+    certain = arenas(mode="start")
     certain.prepare([40 * MiB]).join()
     assert certain.held_bytes == 40 * MiB
 
@@ -218,11 +218,11 @@ def test_who_waits_may_give_up(arenas, pages):
     running = arena.prepare([40 * MiB])
     assert pages.waiting.wait(TIMEOUT_S)
     threading.Timer(0.1, wanted.clear).start()
-    with pytest.raises(GivenUp):
+    with pytest.raises(AllocationCancelled):
         soon(arena.acquire, 40 * MiB, wanted.is_set)
     pages.let_all()
     soon(running.join)
-    with pytest.raises(GivenUp):
+    with pytest.raises(AllocationCancelled):
         arena.acquire(19 * MiB, lambda: pages.made < 48 * MiB)  # it makes it itself
     assert pages.made == 48 * MiB
     assert arena.held_bytes == 40 * MiB

@@ -138,11 +138,11 @@ def test_an_update_may_still_complete_after_a_call_that_failed(rank: Rank) -> No
 
 def test_weights_that_others_tear_within_an_update_stay_so(rank: Rank) -> None:
     rank.updates.begin()
-    rank.manager.tear()
+    rank.manager.mark_failed()
     rank.updates.end()
     assert rank.content is Content.FAILED
     rank.updates.begin()
-    rank.manager.tear()
+    rank.manager.mark_failed()
     rank.call("a")
     rank.updates.end()
     assert rank.content is Content.FAILED
