@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+import torch
+import torch.distributed as dist
 
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, from_record
 
@@ -29,11 +31,6 @@ class _Message(msgspec.Struct, array_like=True):
     failure: tuple[int, dict[str, Any]] | None
 
 
-def _encoded(step: str, value: Any, failure: tuple[int, dict[str, Any]] | None) -> bytes:
-    encode = msgspec.msgpack.encode
-    return encode(_Message(step, msgspec.Raw(encode(value)), failure))
-
-
 class Peers:
     """The ranks of a process group, or this process alone if `torch.distributed` is not initialised.
 
@@ -49,8 +46,6 @@ class Peers:
     """
 
     def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
         self.step = ""
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -78,7 +73,7 @@ class Peers:
     def share(
         self,
         value: Any,
-        error: Exception | None = None,
+        error: BaseException | None = None,
         severity: Callable[[Exception], int] = lambda _: 0,
         as_type: Any = Any,
     ) -> list[Any]:
@@ -96,16 +91,11 @@ class Peers:
             StateConflictError: the ranks are at different steps, and no value was shared. `details["steps"]` lists the
                 steps by rank. A rank with an error raises its own error instead.
         """
-        mine = None if error is None else (severity(error), _record(error))
         if self.size == 1:
             if error is not None:
                 raise error
             return [value]
-        try:
-            sent = _encoded(self.step, value, mine)
-        except Exception as failure:  # the other ranks wait for a message of this rank
-            error = error or failure
-            sent = _encoded(self.step, None, (severity(error), _bare_record(error)))
+        sent, error = self._encoded(value, error, severity)
         announced = _announcing.get(self._group)
         if announced is not None:
             announced.join()
@@ -133,10 +123,7 @@ class Peers:
         The other ranks may be late, or never come: they may wait in a collective for this rank.
         """
         if self.size > 1:
-            try:
-                sent = _encoded(self.step, None, (0, _record(error)))
-            except Exception:
-                sent = _encoded(self.step, None, (0, _bare_record(error)))
+            sent, _ = self._encoded(None, error)
             # A daemon, so that the process can exit; its peers notice the closed connections. If it has not destroyed
             # its process groups, torch may abort it at exit.
             announcing = threading.Thread(target=self._announce, args=(sent, _announcing.get(self._group)), daemon=True)
@@ -150,11 +137,21 @@ class Peers:
         with contextlib.suppress(Exception):  # a lost connection: the next agreement raises it
             self._gather(sent)
 
+    def _encoded(
+        self, value: Any, error: BaseException | None, severity: Callable[[Any], int] = lambda _: 0
+    ) -> tuple[bytes, BaseException | None]:
+        """The message of this rank, and the error in it: the given one, or that `value` cannot be encoded."""
+        encode = msgspec.msgpack.encode
+        try:
+            failure = None if error is None else (severity(error), _record(error))
+            return encode(_Message(self.step, msgspec.Raw(encode(value)), failure)), error
+        except Exception as unsendable:  # the other ranks wait for a message of this rank
+            error = error or unsendable
+            failure = (severity(error), _bare_record(error))
+            return encode(_Message(self.step, msgspec.Raw(encode(None)), failure)), error
+
     def _gather(self, sent: bytes) -> list[bytes]:
         """The bytes of all ranks. Messages are padded to the longest for the collective."""
-        import torch
-        import torch.distributed as dist
-
         own = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
         lengths = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(lengths, own, group=self._group)
@@ -173,8 +170,6 @@ _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def _twin(group: Any) -> Any:
     """The Gloo group for agreements among the ranks of `group`."""
-    import torch.distributed as dist
-
     if group not in _twins:
         ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
         _twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)

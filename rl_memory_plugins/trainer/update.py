@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import secrets
 import socket
-import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
-from rl_memory_plugins.memory.threads import on_this_gpu
-from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.trainer.engine_handle import as_engines
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
-from rl_memory_plugins.trainer.push import specificity
-from rl_memory_plugins.trainer.sources.model import as_source
+from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
+from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
@@ -37,7 +36,7 @@ class _Site(NamedTuple):
 
 def push_from_all(
     engines: Any,
-    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
+    tensors: Tensors,
     peers: Peers | None = None,
     *,
     partial: bool = False,
@@ -86,7 +85,7 @@ def push_from_all(
     ]
     begin = _Begin(peers)
     sender: WeightSender | None = None
-    calls: list[_EngineCall] = []
+    calls: list[EngineCall] = []
 
     def listen() -> dict[str, str]:
         nonlocal sender
@@ -106,21 +105,19 @@ def push_from_all(
                 "mode": mode,
                 "timeout_s": timeout_s,
             }
-            calls.append(_EngineCall(engine, devices, body))
+            calls.append(EngineCall(engine.post_update, body, functools.partial(_fail_senders, body, devices)))
         report, failure = _send(sender, source, begin, partial)
     finally:
         if sender is not None:
             sender.close()
-    failures = [failure, *(call.finish(wait_s) for call in calls)]
-    worst = max((one for one in failures if one is not None), key=specificity, default=None)
+    failure = most_specific([failure, *(call.finish(wait_s) for call in calls)])
     try:
-        peers.share(None, worst, severity=specificity)
+        peers.share(None, failure, specificity)
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        failures.clear()  # breaks the reference cycle between the errors and this frame
-        del worst, failure
+        del failure  # breaks the reference cycle between the error and this frame
     return {**report, "engines": [call.answer for call in calls]}
 
 
@@ -229,49 +226,12 @@ class _Once:
         close_iterator(self._tensors)
 
 
-class _EngineCall:
-    """A thread that calls an engine's `post_update`, which returns once the engine has the weights.
-
-    If the call fails, the engine's ranks never connect. The thread then reports the error to their senders.
-    """
-
-    def __init__(self, engine: EngineHandle, devices: list[str], body: dict[str, Any]) -> None:
-        self._engine = engine
-        self._devices = devices
-        self._body = body
-        self._error: Exception | None = None
-        self.answer: Any = None
-        self._thread = threading.Thread(target=on_this_gpu(self._run), name="rl-memory-update-weights", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the thread cannot start
-            self._fail(error)
-
-    def finish(self, timeout_s: float) -> Exception | None:
-        """Wait for the thread. Returns the error of the call, or a `WeightUpdateError` after `timeout_s` seconds."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled")
-        error, self._error = self._error, None  # the error's traceback refers to this object
-        return error
-
-    def _run(self) -> None:
-        try:
-            self.answer = self._engine.post_update(self._body)
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._error = wire.as_update_error(error)
-        for device in self._devices:
-            self._stand_in(device, self._error)
-
-    def _stand_in(self, device: str, error: RLMemoryError) -> None:
-        """Replace an engine rank that will not connect. A sender that already has the rank refuses it."""
+def _fail_senders(body: dict[str, Any], devices: Sequence[str], error: RLMemoryError) -> None:
+    """Report a failed request in place of each engine rank. A sender refuses the report if the rank has connected."""
+    for device in devices:
         with contextlib.suppress(OSError, RLMemoryError), socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(1.0)
-            sock.connect(self._body["endpoints"][device])
+            sock.connect(body["endpoints"][device])
             connection = wire.Connection(sock, "the trainer")
-            connection.send(wire.Hello(wire.PROTOCOL, device, self._body["token"], rank=-1), 1.0)
+            connection.send(wire.Hello(wire.PROTOCOL, device, body["token"], rank=-1), 1.0)
             connection.fail(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,6 +13,9 @@ from rl_memory_plugins.trainer.sources.gather import gather_all
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import TensorSource, named_tensors
+
+Tensors: TypeAlias = TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]
+"""The tensors to send, for `as_source`."""
 
 
 class ModelSource:
@@ -101,8 +104,6 @@ class OwnSource(ModelSource):
         super()._check(name, tensor)
 
 
-def as_source(
-    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor], kind: type[ModelSource] = ModelSource
-) -> TensorSource:
-    """A source as it is, and a module or a mapping as a source of this kind."""
+def as_source(tensors: Tensors, kind: type[ModelSource] = ModelSource) -> TensorSource:
+    """Convert a module or a mapping to a source of this kind. Another source stays as it is."""
     return kind(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors
