@@ -167,7 +167,7 @@ class RolloutHandoff:
         with self._lock:
             self._on_engines(report, "sleep", lambda engine: engine.sleep(level=self._level, mode=self._mode))
             self._limit(self._memory_fraction)
-            self._move(report, "load", [one.load for one in (*self._weights, *self._others)])
+            self._move(report, "load", [*self._weights, *self._others])
         return report
 
     def sync(self, weight_version: str | None = None, report: HandoffReport | None = None) -> HandoffReport:
@@ -179,17 +179,14 @@ class RolloutHandoff:
         """
         report = report or HandoffReport()
         with self._lock:
-            self._move(report, "offload_others", [one.offload for one in self._others])
-            if self._from_host:
-                self._move(report, "offload", [one.offload for one in self._weights])
-            else:
-                self._move(report, "load", [one.load for one in self._weights])
+            self._move(report, "offload_others", self._others)
+            self._move(report, "offload" if self._from_host else "load", self._weights)
             self._on_engines(report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
             with timed(report.seconds, "sync"), self._step("sync"):
                 report.update = push_from_all(
                     self.engines, self._source, self._peers, weight_version=weight_version, **self._update
                 )
-            self._move(report, "offload", [one.offload for one in self._weights])
+            self._move(report, "offload", self._weights)
             self._limit(1.0)
             self._on_engines(report, "wake_kv_cache", lambda engine: engine.wake_up())
         return report
@@ -213,11 +210,11 @@ class RolloutHandoff:
         with timed(report.seconds, step), self._step(step):
             self._peers.agree(lambda: on_all(self.engines, call))
 
-    def _move(self, report: HandoffReport, step: str, moves: Sequence[Callable[[], Moved]]) -> None:
+    def _move(self, report: HandoffReport, step: str, parts: Sequence[Movable]) -> None:
         """Load or offload. After an offload, empty torch's cache."""
 
         def run() -> None:
-            moved = [move() for move in moves]
+            moved = [part.load() if step == "load" else part.offload() for part in parts]
             total = sum(one.bytes for one in moved)
             seconds = sum(one.seconds for one in moved)
             if step != "load" and (total or torch.cuda.is_initialized()):

@@ -85,6 +85,8 @@ def push_from_all(
     ]
     begin = _Begin(peers)
     sender: WeightSender | None = None
+    report: dict[str, Any] = {}
+    failure: Exception | None = None
     calls: list[EngineCall] = []
 
     def listen() -> dict[str, str]:
@@ -106,7 +108,10 @@ def push_from_all(
                 "timeout_s": timeout_s,
             }
             calls.append(EngineCall(engine.post_update, body, functools.partial(_fail_senders, body, devices)))
-        report, failure = _send(sender, source, begin, partial)
+        try:
+            report = _send(sender, source, begin, partial)
+        except Exception as error:
+            failure = wire.as_update_error(error)
     finally:
         if sender is not None:
             sender.close()
@@ -142,33 +147,26 @@ def server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
     return next((rank for rank, site in enumerate(sites) if site.device == device), controller)
 
 
-def _send(
-    sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool
-) -> tuple[dict[str, Any], Exception | None]:
-    """Iterate over the source once, and send if this process has a sender. Returns the report and the error, if any."""
+def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
+    """Iterate over the source once, and send if this process has a sender. Returns the report."""
     once = _Once(source)
     try:
         if sender is not None:
-            return sender.send(once, partial=partial), None
+            return sender.send(once, partial=partial)
         once.specs()  # a source may keep what it lists for the `tensors()` that follows; and its errors are shared
         begin.settle(None)
         once.drain()
     except Exception as error:
-        known = wire.as_update_error(error)
         traceback.clear_frames(error.__traceback__)
-        if not begin.shared:
-            with contextlib.suppress(Exception):  # raises the error that all processes now share
-                begin.settle(None, known)
-        elif begin.agreed and begin.peers.size > 1:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if not begin.shared:
+                begin.settle(None, wire.as_update_error(error))  # raises the error that all processes now share
+            elif begin.agreed and begin.peers.size > 1:
                 once.drain()
-        try:
-            return {}, known
-        finally:
-            del known  # breaks the reference cycle between the error and this frame
+        raise
     finally:
         once.close()
-    return {"bytes": 0, "tensors": 0, "buckets": 0, "seconds": {}, "receivers": []}, None
+    return {"bytes": 0, "tensors": 0, "buckets": 0, "seconds": {}, "receivers": []}
 
 
 class _Begin:
