@@ -52,7 +52,7 @@ class Peers:
             group = dist.group.WORLD if group is None else group
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             if self.size > 1:
-                self._group = _twin(group)
+                self._group = _gloo_group(group)
 
     def agree(self, run: Callable[[], T], as_type: Any = Any) -> list[T]:
         """Call `run` on every rank. Returns the results of all ranks, in their order.
@@ -96,20 +96,20 @@ class Peers:
                 raise error
             return [value]
         sent, error = self._encoded(value, error, severity)
-        announced = _announcing.get(self._group)
-        if announced is not None:
-            announced.join()
-            _announcing.pop(self._group, None)
-        everyone = [msgspec.msgpack.decode(one, type=_Message) for one in self._gather(sent)]
-        steps = [one.step for one in everyone]
+        announcement = _announcements.get(self._group)
+        if announcement is not None:
+            announcement.join()
+            _announcements.pop(self._group, None)
+        messages = [msgspec.msgpack.decode(message, type=_Message) for message in self._gather(sent)]
+        steps = [message.step for message in messages]
         if len(set(steps)) > 1:
             raise error or StateConflictError(
                 f"the trainer's processes are at different steps: {', '.join(step or '-' for step in steps)}",
                 steps=steps,
             )
-        failures = {rank: one.failure for rank, one in enumerate(everyone) if one.failure is not None}
+        failures = {rank: message.failure for rank, message in enumerate(messages) if message.failure is not None}
         if not failures:
-            return [msgspec.msgpack.decode(one.value, type=as_type) for one in everyone]
+            return [msgspec.msgpack.decode(message.value, type=as_type) for message in messages]
         worst = max(failures, key=lambda rank: (failures[rank][0], -rank))
         if worst == self.rank and error is not None:
             raise error
@@ -126,10 +126,11 @@ class Peers:
             sent, _ = self._encoded(None, error)
             # A daemon, so that the process can exit; its peers notice the closed connections. If it has not destroyed
             # its process groups, torch may abort it at exit.
-            announcing = threading.Thread(target=self._announce, args=(sent, _announcing.get(self._group)), daemon=True)
+            before = _announcements.get(self._group)
+            announcement = threading.Thread(target=self._announce, args=(sent, before), daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter shuts down
-                announcing.start()
-                _announcing[self._group] = announcing
+                announcement.start()
+                _announcements[self._group] = announcement
 
     def _announce(self, sent: bytes, before: threading.Thread | None) -> None:
         if before is not None:
@@ -157,23 +158,23 @@ class Peers:
         dist.all_gather(lengths, own, group=self._group)
         room = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device="cpu")
         room[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        everyone = [torch.empty_like(room) for _ in range(self.size)]
-        dist.all_gather(everyone, room, group=self._group)
-        return [bytes(one.numpy()[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
+        padded = [torch.empty_like(room) for _ in range(self.size)]
+        dist.all_gather(padded, room, group=self._group)
+        return [bytes(message.numpy()[: int(length)]) for message, length in zip(padded, lengths, strict=True)]
 
 
-_announcing: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+_announcements: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 """By Gloo group: the thread of the latest `Peers.announce_failure`. The next agreement of the group waits for it."""
 
-_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _twin(group: Any) -> Any:
+def _gloo_group(group: Any) -> Any:
     """The Gloo group for agreements among the ranks of `group`."""
-    if group not in _twins:
+    if group not in _gloo_groups:
         ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
-        _twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
-    return _twins[group]
+        _gloo_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    return _gloo_groups[group]
 
 
 def _record(error: BaseException) -> dict[str, Any]:

@@ -86,12 +86,11 @@ class EngineCall:
         body: dict[str, Any],
         on_error: Callable[[RLMemoryError], object],
     ) -> None:
-        self._post = post
-        self._body = body
         self._on_error = on_error
         self._error: RLMemoryError | None = None
         self.answer: Any = None
-        self._thread = threading.Thread(target=on_this_gpu(self._run), name="rl-memory-update-weights", daemon=True)
+        run = on_this_gpu(lambda: self._run(post, body))
+        self._thread = threading.Thread(target=run, name="rl-memory-update-weights", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # this process cannot start more threads
@@ -106,9 +105,9 @@ class EngineCall:
         error, self._error = self._error, None  # the error's traceback refers to this object
         return error
 
-    def _run(self) -> None:
+    def _run(self, post: Callable[[dict[str, Any]], Any], body: dict[str, Any]) -> None:
         try:
-            self.answer = self._post(self._body)
+            self.answer = post(body)
         except Exception as error:
             self._fail(error)
 

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class _Site(NamedTuple):
-    """A trainer process: the UUID of its GPU, and the device names of each engine that it controls."""
+    """A trainer process."""
 
-    device: str | None
-    engines: list[list[str]]
+    token: str  # a proposal; all processes use the token of the first
+    gpu: str | None  # the UUID
+    engines: list[list[str]]  # the device names of each engine that the process controls
 
 
 def push_from_all(
@@ -71,19 +72,19 @@ def push_from_all(
     peers = peers or Peers()
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     source = as_source(tensors)
-    shared: list[tuple[str, _Site]] = peers.agree(
-        lambda: (secrets.token_urlsafe(32), _Site(own_gpu(), [engine.devices() for engine in engines])),
-        as_type=tuple[str, _Site],
+    sites: list[_Site] = peers.agree(
+        lambda: _Site(secrets.token_urlsafe(32), own_gpu(), [engine.devices() for engine in engines]), as_type=_Site
     )
-    token, sites = shared[0][0], [site for _, site in shared]
+    token = sites[0].token
     served = [
         device
         for controller, site in enumerate(sites)
         for devices in site.engines
         for device in devices
-        if server_of(device, controller, sites) == peers.rank
+        if _server_of(device, controller, sites) == peers.rank
     ]
     begin = _Begin(peers)
+    request = {"token": token, "weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
     sender: WeightSender | None = None
     report: dict[str, Any] = {}
     failure: Exception | None = None
@@ -99,15 +100,9 @@ def push_from_all(
     try:
         sockets = peers.agree(listen)
         for engine, devices in zip(engines, sites[peers.rank].engines, strict=True):
-            servers = {device: server_of(device, peers.rank, sites) for device in devices}
-            body = {
-                "endpoints": {device: sockets[server][device] for device, server in servers.items()},
-                "token": token,
-                "weight_version": weight_version,
-                "mode": mode,
-                "timeout_s": timeout_s,
-            }
-            calls.append(EngineCall(engine.post_update, body, functools.partial(_fail_senders, body, devices)))
+            endpoints = {device: sockets[_server_of(device, peers.rank, sites)][device] for device in devices}
+            fail = functools.partial(_fail_senders, [(device, endpoints[device]) for device in devices], token)
+            calls.append(EngineCall(engine.post_update, {"endpoints": endpoints, **request}, fail))
         try:
             report = _send(sender, source, begin, partial)
         except Exception as error:
@@ -142,9 +137,9 @@ def require_options(options: Mapping[str, Any]) -> None:
     WeightSender(**sender).close()
 
 
-def server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
+def _server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
     """The rank of the trainer process that sends to `device`: the first on that GPU, else `controller`."""
-    return next((rank for rank, site in enumerate(sites) if site.device == device), controller)
+    return next((rank for rank, site in enumerate(sites) if site.gpu == device), controller)
 
 
 def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
@@ -153,14 +148,14 @@ def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, part
     try:
         if sender is not None:
             return sender.send(once, partial=partial)
-        once.specs()  # a source may keep what it lists for the `tensors()` that follows; and its errors are shared
+        once.specs()  # may prepare `tensors`; and all processes must learn its errors
         begin.settle(None)
         once.drain()
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         with contextlib.suppress(Exception):
-            if not begin.shared:
-                begin.settle(None, wire.as_update_error(error))  # raises the error that all processes now share
+            if begin.agreed is None:
+                begin.settle(None, wire.as_update_error(error))
             elif begin.agreed and begin.peers.size > 1:
                 once.drain()
         raise
@@ -170,12 +165,15 @@ def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, part
 
 
 class _Begin:
-    """The agreement of all processes to begin. Each takes part exactly once, before it reads a tensor of the source."""
+    """The agreement of all processes to begin. Each takes part exactly once, before it reads a tensor of the source.
+
+    Attributes:
+        agreed: Whether the update begins; `None` until this process has taken part.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        self.shared = False
-        self.agreed = False
+        self.agreed: bool | None = None
 
     def settle(self, unused: list[str] | None, error: Exception | None = None) -> list[str]:
         """Share this process's vote, and return the names of tensors that no engine rank uses.
@@ -188,7 +186,7 @@ class _Begin:
             RLMemoryError: a process cannot begin.
             ManifestError: this process has no sender, and no engine rank uses some of the names.
         """
-        self.shared = True
+        self.agreed = False
         votes = [vote for vote in self.peers.share(unused, error, specificity) if vote is not None]
         unknown = [name for name in votes[0] if all(name in vote for vote in votes)] if votes else []
         self.agreed = not unknown
@@ -224,12 +222,15 @@ class _Once:
         close_iterator(self._tensors)
 
 
-def _fail_senders(body: dict[str, Any], devices: Sequence[str], error: RLMemoryError) -> None:
-    """Report a failed request in place of each engine rank. A sender refuses the report if the rank has connected."""
-    for device in devices:
+def _fail_senders(endpoints: Sequence[tuple[str, str]], token: str, error: RLMemoryError) -> None:
+    """Report a failed request to the senders of these devices and sockets, because no rank of the engine will connect.
+
+    A sender refuses the report if the rank has connected.
+    """
+    for device, path in endpoints:
         with contextlib.suppress(OSError, RLMemoryError), socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(1.0)
-            sock.connect(body["endpoints"][device])
+            sock.connect(path)
             connection = wire.Connection(sock, "the trainer")
-            connection.send(wire.Hello(wire.PROTOCOL, device, body["token"], rank=-1), 1.0)
+            connection.send(wire.Hello(wire.PROTOCOL, device, token, rank=-1), 1.0)
             connection.fail(error)

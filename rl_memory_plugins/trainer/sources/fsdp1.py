@@ -41,14 +41,14 @@ class FSDP1Source:
         self._model = model
         self._outgoing = Outgoing(dtype, rename)
         self._units: list[tuple[Any, list[_Parameter]]] = []
-        names = {module: prefix for prefix, module in reversed(list(model.named_modules()))}
+        prefixes = {module: prefix for prefix, module in model.named_modules()}
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             flat = getattr(unit._handle, "flat_param", None)
             if flat is None:  # the unit has no parameters
                 continue
             parameters = []
             for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-                name = self._outgoing.name(f"{names[info.module]}.{info.param_name}".lstrip("."))
+                name = self._outgoing.name(f"{prefixes[info.module]}.{info.param_name}".lstrip("."))
                 if name is not None:
                     parameters.append(_Parameter(name, info.module, info.param_name, tuple(shape)))
             self._units.append((unit, parameters))

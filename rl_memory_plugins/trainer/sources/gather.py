@@ -93,8 +93,9 @@ class _Batch:
 
     def _shard_bytes(self, tensor: Any) -> int:
         """Bytes of the largest shard of a tensor, in the dtype in which the tensor is sent."""
-        row_bytes: int = math.prod(tensor.shape[1:]) * self._outgoing.sent_as(tensor.dtype).itemsize
-        return row_bytes * math.ceil(tensor.shape[0] / self._ranks)
+        shape = (-(-tensor.shape[0] // self._ranks), *tensor.shape[1:])
+        nbytes: int = math.prod(shape) * self._outgoing.sent_as(tensor.dtype).itemsize
+        return nbytes
 
     def _parts(self) -> torch.Tensor:
         """The parts of all ranks: uint8, [ranks, bytes]."""

@@ -20,11 +20,13 @@ T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """The layout of the checkpoint's tensors in the shards of one parameter."""
+    """The layout of the checkpoint's tensors in the shards of one parameter.
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the tensor-parallel ranks hold different parts."""
+    Attributes:
+        sharded: Whether the tensor-parallel ranks hold different parts.
+    """
+
+    sharded: bool
 
     def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """The checkpoint's tensors, given the shards of all ranks in their order. The result may be views.
@@ -206,7 +208,7 @@ class MegatronSource:
         return list(planned.values())
 
     def _check_groups(self) -> None:
-        """Check that the groups share only this rank. Otherwise one rank gathers while another broadcasts: a deadlock."""
+        """Check that the groups share only this rank. Else one rank gathers while another broadcasts: a deadlock."""
         if self._tp_group is None or self._pp_group is None:
             return
         tensor, pipeline = (set(dist.get_process_group_ranks(group)) for group in (self._tp_group, self._pp_group))
