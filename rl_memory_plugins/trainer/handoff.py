@@ -68,7 +68,7 @@ class HandoffReport:
 
 
 class RolloutHandoff:
-    """Hands the devices from the engines to the trainer and back; see the module.
+    """Hands the devices from the engines to the trainer and back. The module's docstring lists the steps.
 
         handoff = RolloutHandoff(EngineClient(url), ModelSource(model), weights=[model], others=[optimizer])
         with handoff.training() as report:
@@ -85,9 +85,8 @@ class RolloutHandoff:
     process has exited, an error about the lost connection. Processes that make different calls raise a
     `StateConflictError`.
 
-    From `sync` until the next `release`, `weights` and `others` are offloaded and cannot be saved or restored:
-    `torch.save` of a `state_dict()` writes an unreadable file without an error, and `load_state_dict` may crash the
-    process. Save and load checkpoints in the body of `training`.
+    Save and load checkpoints of `weights` and `others` in the body of `training`. Elsewhere they are offloaded; see the
+    module `offloading`.
 
     Args:
         engines: The engines that this process controls: `EngineClient`s or the engines' own Python objects. Give each
@@ -132,9 +131,9 @@ class RolloutHandoff:
         require_options(update)
         self.engines = as_engines(engines)
         self._source = source
-        self._weights = [_movable(one, gradients=False) for one in weights]
-        modules = [one for one in weights if isinstance(one, torch.nn.Module) and not isinstance(one, Movable)]
-        self._others = [*(_movable(one) for one in others), Offloader(*modules, gradients=True)]
+        self._weights = [_movable(part, gradients=False) for part in weights]
+        modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
+        self._others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
         self._from_host = from_host
         self._level = level
         self._mode = mode
@@ -197,6 +196,7 @@ class RolloutHandoff:
             self._peers.share(None)
 
     def _body_failed(self, error: BaseException) -> None:
+        """Report a failed body to the other processes, without waiting for theirs."""
         self._peers.step = "training"
         self._peers.announce_failure(error)
 
@@ -215,8 +215,8 @@ class RolloutHandoff:
 
         def run() -> None:
             moved = [part.load() if step == "load" else part.offload() for part in parts]
-            total = sum(one.bytes for one in moved)
-            seconds = sum(one.seconds for one in moved)
+            total = sum(move.bytes for move in moved)
+            seconds = sum(move.seconds for move in moved)
             if step != "load" and (total or torch.cuda.is_initialized()):
                 seconds += self._empty_cache(step)
             report.seconds[step] += seconds
@@ -233,7 +233,7 @@ class RolloutHandoff:
         if step != "offload_others":
             return aggressive_empty_cache(max_rounds=0).seconds
         device = own_device()
-        needed = sum(one.resident_bytes(device) for one in self._weights if isinstance(one, Offloader))
+        needed = sum(part.resident_bytes(device) for part in self._weights if isinstance(part, Offloader))
         return aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed).seconds
 
     @contextmanager

@@ -94,8 +94,8 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 class Offloader:
     """Moves the tensors of modules and optimisers together.
 
-    Each call reads the targets again, so it also moves new state of an optimiser. Save and load checkpoints while
-    everything is loaded; see the module's docstring.
+    Each call reads the targets again and therefore also moves new state of an optimiser. Save and load checkpoints
+    while everything is loaded; see the module's docstring.
 
     Args:
         *targets: Modules (their parameters, gradients and buffers; plain, FSDP1 or FSDP2), optimisers (their state),
@@ -133,8 +133,6 @@ class Offloader:
 
     def offload(self) -> Moved:
         """Copy the tensors to the host and free their device memory (to torch's cache; see `aggressive_empty_cache`).
-
-        Until `load`, `torch.save` of the targets or of their `state_dict()` writes an unreadable file.
 
         Raises:
             HostMemoryError: too little host memory; nothing was moved.
@@ -231,7 +229,7 @@ class Offloader:
 
 
 def _check(target: Any) -> None:
-    """Refuse a target whose tensors would not be found, and so would silently stay on the device."""
+    """Refuse a target whose tensors would not be found and would silently stay on the device."""
     found = isinstance(target, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, torch.Tensor))
     items = target if isinstance(target, (list, tuple)) else ()
     if not found or any(isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) for item in items):

@@ -14,14 +14,14 @@ from rl_memory_plugins.trainer.sources.outgoing import Outgoing, copy_into
 BATCH_BYTES = 64 << 20
 """The most bytes of all ranks in one collective, unless one tensor alone is larger."""
 
-ALIGNMENT = 16  # bytes; a view as any dtype needs no more
+ALIGNMENT = 16  # bytes; suffices for a view as any dtype
 
 
 def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors in their order, cast to the dtype in which they are sent, and DTensors gathered.
+    """Yield all tensors in their order, in the dtype in which they are sent. DTensors are gathered.
 
-    All ranks of the meshes must iterate in step. Offloaded tensors are read in host memory. At any time one batch and
-    one tensor of it exist.
+    All ranks of the meshes must iterate in step. Offloaded tensors are read in host memory. The function holds one
+    batch at a time, and one tensor of the batch.
     """
     batch: _Batch | None = None
     for name, tensor in named:
@@ -41,16 +41,16 @@ def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator
 
 
 def _group(tensor: Any) -> Any:
-    """The process group of a DTensor that is sharded along dimension 0 on one mesh dimension only; else None."""
+    """The process group of a DTensor that only one mesh dimension shards, and along dimension 0; else `None`."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return None
     from torch.distributed.tensor import Shard
 
-    cuts = [at for at, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(cuts) != 1 or type(placements[cuts[0]]) is not Shard or placements[cuts[0]].dim != 0:
+    split = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(split) != 1 or type(placements[split[0]]) is not Shard or placements[split[0]].dim != 0:
         return None
-    return tensor.device_mesh.get_group(cuts[0])
+    return tensor.device_mesh.get_group(split[0])
 
 
 class _Member(NamedTuple):
@@ -64,8 +64,8 @@ class _Member(NamedTuple):
 class _Batch:
     """Tensors of any dtypes that are gathered over one group as bytes.
 
-    torch shards a dimension into chunks of equal size, then at most one smaller chunk, then empty chunks. So the
-    padding of the shards to one size lies behind all rows of the whole tensor.
+    Shards are padded to the size of the largest. torch shards a dimension into chunks of equal size, then at most one
+    smaller chunk, then empty chunks. The padding therefore lies behind all rows of the whole tensor.
     """
 
     def __init__(self, group: Any, device: str, outgoing: Outgoing) -> None:
@@ -112,6 +112,7 @@ class _Batch:
 
 
 def all_gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """Gather the parts of all ranks: `own` has shape [n], `parts` has shape [ranks * n]."""
     renamed = getattr(torch.distributed, "all_gather_single", None)  # in torch 2.13
     (renamed or torch.distributed.all_gather_into_tensor)(parts, own, group=group)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing
@@ -145,7 +146,7 @@ class MegatronSource:
         self._tp_group, self._pp_group = tp_group, pp_group
         self._tp_size = dist.get_world_size(tp_group) if tp_group is not None else 1
         self._stage = dist.get_rank(pp_group) if pp_group is not None else 0
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+        self._device = torch.device(device) if device else own_device()
         self._own: dict[tuple[str, ...], tuple[str, Layout]] = {}  # names of an entry: this rank's name, and the layout
         self._entries = self._plan(name_map)
 
