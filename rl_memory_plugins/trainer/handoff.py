@@ -75,8 +75,8 @@ class RolloutHandoff:
             train_step(model, optimizer)
 
     All processes of the trainer create the handoff and make each call together. A step succeeds on all processes or
-    fails on all. After a failure no later step runs, and the engines admit no requests. Two kinds of engines are
-    exceptions: one that failed in `sleep` before it released memory, and one that had woken before another failed in
+    fails on all. After a failure no later step runs, and the engines admit no requests. The exceptions are an engine
+    that failed in `sleep` before it released memory, and an engine that had woken before another engine failed in
     `wake_kv_cache`. The error keeps its type and gets `details["step"]`. All processes may then call `training` or
     `sync` again.
 

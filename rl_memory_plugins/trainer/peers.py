@@ -38,8 +38,8 @@ class Peers:
 
     Args:
         group: The ranks that hold parts of the model; by default the whole world. Agreements use a separate Gloo group,
-            which is made once. So they wait for no GPU, and never pair with a collective of a source that has failed on
-            one rank.
+            which is made once. They therefore wait for no GPU, and never pair with a collective of a source that has
+            failed on one rank.
 
     Attributes:
         step: The name of this process's step. `share` compares it across ranks.

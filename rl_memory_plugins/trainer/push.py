@@ -113,6 +113,8 @@ class EngineCall:
 
     def _fail(self, error: Exception) -> None:
         self._error = wire.as_update_error(error)
+        if self._error is not error:
+            self._error.__cause__ = error
         self._on_error(self._error)
 
 
