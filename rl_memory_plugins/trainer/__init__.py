@@ -15,36 +15,56 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_memory_plugins.client import EngineClient as EngineClient
-    from rl_memory_plugins.trainer.cache import CacheClearing as CacheClearing
-    from rl_memory_plugins.trainer.cache import aggressive_empty_cache as aggressive_empty_cache
-    from rl_memory_plugins.trainer.engine_handle import EngineHandle as EngineHandle
-    from rl_memory_plugins.trainer.engine_handle import EngineObject as EngineObject
-    from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff as AsyncRolloutHandoff
-    from rl_memory_plugins.trainer.handoff import HandoffReport as HandoffReport
-    from rl_memory_plugins.trainer.handoff import Movable as Movable
-    from rl_memory_plugins.trainer.handoff import RolloutHandoff as RolloutHandoff
-    from rl_memory_plugins.trainer.offloading import Moved as Moved
-    from rl_memory_plugins.trainer.offloading import Offloader as Offloader
-    from rl_memory_plugins.trainer.offloading import load as load
-    from rl_memory_plugins.trainer.offloading import offload as offload
-    from rl_memory_plugins.trainer.peers import Peers as Peers
-    from rl_memory_plugins.trainer.push import push_weights as push_weights
-    from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource as CheckpointSource
-    from rl_memory_plugins.trainer.sources.fsdp1 import FSDP1Source as FSDP1Source
-    from rl_memory_plugins.trainer.sources.megatron import FusedQKV as FusedQKV
-    from rl_memory_plugins.trainer.sources.megatron import GateUp as GateUp
-    from rl_memory_plugins.trainer.sources.megatron import MegatronSource as MegatronSource
-    from rl_memory_plugins.trainer.sources.megatron import Replicated as Replicated
-    from rl_memory_plugins.trainer.sources.megatron import Split as Split
-    from rl_memory_plugins.trainer.sources.model import ModelSource as ModelSource
-    from rl_memory_plugins.trainer.sources.stream import StreamSource as StreamSource
-    from rl_memory_plugins.trainer.update import push_from_all as push_from_all
-    from rl_memory_plugins.weights.checksums import tensor_checksum as tensor_checksum
-    from rl_memory_plugins.weights.cuda_ipc import release_mapped as release_mapped
-    from rl_memory_plugins.weights.manifest import TensorSpec as TensorSpec
-    from rl_memory_plugins.weights.source import ResidentSource as ResidentSource
-    from rl_memory_plugins.weights.source import TensorSource as TensorSource
+    from rl_memory_plugins.client import EngineClient
+    from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache
+    from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject
+    from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
+    from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
+    from rl_memory_plugins.trainer.peers import Peers
+    from rl_memory_plugins.trainer.push import push_weights
+    from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
+    from rl_memory_plugins.trainer.sources.fsdp1 import FSDP1Source
+    from rl_memory_plugins.trainer.sources.megatron import FusedQKV, GateUp, MegatronSource, Replicated, Split
+    from rl_memory_plugins.trainer.sources.model import ModelSource
+    from rl_memory_plugins.trainer.sources.stream import StreamSource
+    from rl_memory_plugins.trainer.update import push_from_all
+    from rl_memory_plugins.weights.checksums import tensor_checksum
+    from rl_memory_plugins.weights.cuda_ipc import release_mapped
+    from rl_memory_plugins.weights.manifest import TensorSpec
+    from rl_memory_plugins.weights.source import ResidentSource, TensorSource
+
+__all__ = [
+    "AsyncRolloutHandoff",
+    "CacheClearing",
+    "CheckpointSource",
+    "EngineClient",
+    "EngineHandle",
+    "EngineObject",
+    "FSDP1Source",
+    "FusedQKV",
+    "GateUp",
+    "HandoffReport",
+    "MegatronSource",
+    "ModelSource",
+    "Movable",
+    "Moved",
+    "Offloader",
+    "Peers",
+    "Replicated",
+    "ResidentSource",
+    "RolloutHandoff",
+    "Split",
+    "StreamSource",
+    "TensorSource",
+    "TensorSpec",
+    "aggressive_empty_cache",
+    "load",
+    "offload",
+    "push_from_all",
+    "push_weights",
+    "release_mapped",
+    "tensor_checksum",
+]
 
 _MODULES = {
     "rl_memory_plugins.client": ["EngineClient"],
@@ -65,16 +85,15 @@ _MODULES = {
     f"{__name__}.sources.stream": ["StreamSource"],
     f"{__name__}.update": ["push_from_all"],
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted({*globals(), *_HOMES})

@@ -30,15 +30,6 @@ Target: TypeAlias = (
     torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 )
 
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-"""The methods that return the parts of a sparse tensor, by layout."""
-
 HOST_MARGIN_BYTES = 256 << 20
 """Bytes of host memory that an offload leaves free. If host memory runs out, the kernel kills some process."""
 
@@ -144,7 +135,9 @@ class Offloader:
         if not storages:
             return Moved()
         release_mapped()  # memory that engines keep open by CUDA IPC would not be freed
-        buffer = self._host_for(storages[0].device).buffer(sum(align(storage.nbytes()) for storage in storages))
+        if self._host is None:
+            self._host = _HostMemory(_new_arena(storages[0].device))
+        buffer = self._host.buffer(sum(align(storage.nbytes()) for storage in storages))
         copies = {}
         address = buffer.address
         for storage in storages:
@@ -219,13 +212,11 @@ class Offloader:
             for tensor in tensors_of(target, self._gradients):
                 yield from _plain(tensor)
 
-    def _host_for(self, device: torch.device) -> _HostMemory:
-        if self._host is None:
-            if device.type == "cuda":
-                self._host = _HostMemory(PinnedArena(device.index, margin_bytes=HOST_MARGIN_BYTES))
-            else:
-                self._host = _HostMemory(PagedArena(margin_bytes=HOST_MARGIN_BYTES))
-        return self._host
+
+def _new_arena(device: torch.device) -> PagedArena:
+    if device.type == "cuda":
+        return PinnedArena(device.index, margin_bytes=HOST_MARGIN_BYTES)
+    return PagedArena(margin_bytes=HOST_MARGIN_BYTES)
 
 
 def _check(target: Any) -> None:
@@ -284,8 +275,12 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             part = getattr(tensor, name)
             if isinstance(part, torch.Tensor):  # a DTensor also lists its mesh
                 yield from _plain(part)
-    elif tensor.layout in _SPARSE_PARTS:
-        yield from (getattr(tensor, part)() for part in _SPARSE_PARTS[tensor.layout])
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
         yield tensor
 

@@ -148,7 +148,7 @@ class Peers:
             return encode(_Message(self.step, msgspec.Raw(encode(value)), failure)), error
         except Exception as unsendable:  # the other ranks wait for a message of this rank
             error = error or unsendable
-            failure = (severity(error), _bare_record(error))
+            failure = (severity(error), _record(error, details=False))
             return encode(_Message(self.step, msgspec.Raw(encode(None)), failure)), error
 
     def _gather(self, sent: bytes) -> list[bytes]:
@@ -177,10 +177,8 @@ def _gloo_group(group: Any) -> Any:
     return _gloo_groups[group]
 
 
-def _record(error: BaseException) -> dict[str, Any]:
-    return error.to_record() if isinstance(error, RLMemoryError) else _bare_record(error)
-
-
-def _bare_record(error: BaseException) -> dict[str, Any]:
-    """A record without the error's details, which might not be encodable."""
+def _record(error: BaseException, details: bool = True) -> dict[str, Any]:
+    """The record of an error, without its details if they cannot be encoded."""
+    if isinstance(error, RLMemoryError) and details:
+        return error.to_record()
     return RLMemoryError(f"{type(error).__name__}: {error}", type=type(error).__name__).to_record()

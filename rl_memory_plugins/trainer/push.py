@@ -46,14 +46,8 @@ def push_weights(
     """
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     sender = WeightSender(receivers, timeout_s=wait_s, **options)
-    body = {
-        "endpoints": sender.endpoints,
-        "token": sender.token,
-        "weight_version": weight_version,
-        "mode": mode,
-        "timeout_s": timeout_s,
-    }
-    call = EngineCall(post, body, sender.cancel)
+    request = {"token": sender.token, "weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
+    call = EngineCall(post, {"endpoints": sender.endpoints, **request}, sender.cancel)
     report: dict[str, Any] = {}
     failure: Exception | None = None
     try:

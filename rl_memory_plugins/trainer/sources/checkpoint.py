@@ -55,8 +55,7 @@ class CheckpointSource:
         for path in self._files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
-                    sent = self._outgoing.name(name)
-                    if sent is not None:
+                    if (sent := self._outgoing.name(name)) is not None:
                         yield sent, file.get_tensor(name)
 
 

@@ -94,8 +94,7 @@ class _Batch:
     def _shard_bytes(self, tensor: Any) -> int:
         """Bytes of the largest shard of a tensor, in the dtype in which the tensor is sent."""
         shape = (-(-tensor.shape[0] // self._ranks), *tensor.shape[1:])
-        nbytes: int = math.prod(shape) * self._outgoing.sent_as(tensor.dtype).itemsize
-        return nbytes
+        return int(math.prod(shape) * self._outgoing.sent_as(tensor.dtype).itemsize)
 
     def _parts(self) -> torch.Tensor:
         """The parts of all ranks: uint8, [ranks, bytes]."""
