@@ -1,10 +1,12 @@
-"""torch's cache of device memory in this process: functions to empty it and to limit it."""
+"""Empties torch's cache of device memory in this process."""
 
 from __future__ import annotations
 
 import gc
 import time
 from dataclasses import dataclass, field
+
+import torch
 
 GIB = 1 << 30
 
@@ -39,8 +41,6 @@ def aggressive_empty_cache(
         in_use_bytes: Bytes of device memory that this process needs. If torch holds less than `threshold_bytes` beyond
             them, no round runs, because it could not free enough.
     """
-    import torch
-
     start = time.perf_counter()
     clearing = CacheClearing()
     if not torch.cuda.is_initialized():  # is_available() is true even if this process uses no GPU
@@ -59,17 +59,3 @@ def aggressive_empty_cache(
                 break
     clearing.seconds = time.perf_counter() - start
     return clearing
-
-
-def limit_memory(fraction: float) -> None:
-    """Limit torch to a share of the current GPU's memory. Does nothing if this process uses no GPU.
-
-    Above the limit torch raises `OutOfMemoryError` in the trainer, before an engine fails to wake.
-
-    Args:
-        fraction: The share, above 0 and at most 1; 1 means no limit.
-    """
-    import torch
-
-    if torch.cuda.is_initialized():
-        torch.cuda.set_per_process_memory_fraction(fraction)

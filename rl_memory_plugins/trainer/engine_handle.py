@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
-
-T = TypeVar("T")
 
 
 @runtime_checkable
@@ -58,17 +55,12 @@ class EngineObject:
         return self._result(self._engine.update_weights_from_ipc(**body))
 
     def _result(self, result: Any) -> Any:
-        if not inspect.isawaitable(result):
+        if not asyncio.iscoroutine(result):
             return result
         if self.loop is None:
-            if inspect.iscoroutine(result):
-                result.close()
+            result.close()
             raise InvalidRequestError("the methods of this engine are coroutines: use AsyncRolloutHandoff")
-
-        async def wait() -> Any:
-            return await result
-
-        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(result, self.loop).result()
 
 
 def as_engines(engines: Any) -> list[EngineHandle]:
@@ -78,21 +70,21 @@ def as_engines(engines: Any) -> list[EngineHandle]:
     return [engine if isinstance(engine, EngineHandle) else EngineObject(engine) for engine in engines]
 
 
-def on_all(engines: Sequence[EngineHandle], call: Callable[[EngineHandle], T]) -> list[T]:
-    """Call all engines in parallel. Returns their results in the order of `engines`.
+def on_all(engines: Sequence[EngineHandle], call: Callable[[EngineHandle], object]) -> None:
+    """Call all engines in parallel, and wait for all of them.
 
     Raises:
-        Exception: the error of the first engine that failed, after all have answered. With several engines,
-            `details["engine"]` is its index.
+        Exception: the error of the first engine that failed. With several engines, `details["engine"]` is its index.
     """
-    if len(engines) == 1:
-        return [call(engines[0])]
-    if not engines:
-        return []
+    if len(engines) < 2:
+        for engine in engines:
+            call(engine)
+        return
     with ThreadPoolExecutor(len(engines), "rl-memory-engine") as pool:
         calls = [pool.submit(on_this_gpu(partial(call, engine))) for engine in engines]
-    for number, one in enumerate(calls):
-        error = one.exception()
+    for index, done in enumerate(calls):
+        error = done.exception()
         if isinstance(error, RLMemoryError):
-            error.details.setdefault("engine", number)
-    return [one.result() for one in calls]
+            error.details.setdefault("engine", index)
+        if error is not None:
+            raise error

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -27,13 +27,13 @@ import torch
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.timing import timed
-from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache, limit_memory
+from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.peers import Peers
+from rl_memory_plugins.trainer.sources.model import Tensors
 from rl_memory_plugins.trainer.update import push_from_all, require_options
-from rl_memory_plugins.weights.source import TensorSource
 
 T = TypeVar("T")
 
@@ -68,15 +68,15 @@ class HandoffReport:
 
 
 class RolloutHandoff:
-    """Hands the devices from the engines to the trainer and back; see the module.
+    """Hands the devices from the engines to the trainer and back. The module's docstring lists the steps.
 
         handoff = RolloutHandoff(EngineClient(url), ModelSource(model), weights=[model], others=[optimizer])
         with handoff.training() as report:
             train_step(model, optimizer)
 
     All processes of the trainer create the handoff and make each call together. A step succeeds on all processes or
-    fails on all. After a failure no later step runs, and the engines admit no requests. Two kinds of engines are
-    exceptions: one that failed in `sleep` before it released memory, and one that had woken before another failed in
+    fails on all. After a failure no later step runs, and the engines admit no requests. The exceptions are an engine
+    that failed in `sleep` before it released memory, and an engine that had woken before another engine failed in
     `wake_kv_cache`. The error keeps its type and gets `details["step"]`. All processes may then call `training` or
     `sync` again.
 
@@ -85,9 +85,8 @@ class RolloutHandoff:
     process has exited, an error about the lost connection. Processes that make different calls raise a
     `StateConflictError`.
 
-    From `sync` until the next `release`, `weights` and `others` are offloaded and cannot be saved or restored:
-    `torch.save` of a `state_dict()` writes an unreadable file without an error, and `load_state_dict` may crash the
-    process. Save and load checkpoints in the body of `training`.
+    Save and load checkpoints of `weights` and `others` in the body of `training`. Elsewhere they are offloaded; see the
+    module `offloading`.
 
     Args:
         engines: The engines that this process controls: `EngineClient`s or the engines' own Python objects. Give each
@@ -112,7 +111,7 @@ class RolloutHandoff:
     def __init__(
         self,
         engines: EngineHandle | Any | Sequence[EngineHandle | Any],
-        source: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
+        source: Tensors,
         *,
         weights: Sequence[Any] = (),
         others: Sequence[Any] = (),
@@ -132,9 +131,9 @@ class RolloutHandoff:
         require_options(update)
         self.engines = as_engines(engines)
         self._source = source
-        self._weights = [_movable(one, gradients=False) for one in weights]
-        modules = [one for one in weights if isinstance(one, torch.nn.Module) and not isinstance(one, Movable)]
-        self._others = [*(_movable(one) for one in others), Offloader(*modules, gradients=True)]
+        self._weights = [_movable(part, gradients=False) for part in weights]
+        modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
+        self._others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
         self._from_host = from_host
         self._level = level
         self._mode = mode
@@ -167,7 +166,7 @@ class RolloutHandoff:
         with self._lock:
             self._on_engines(report, "sleep", lambda engine: engine.sleep(level=self._level, mode=self._mode))
             self._limit(self._memory_fraction)
-            self._move(report, "load", [one.load for one in (*self._weights, *self._others)])
+            self._move(report, "load", [*self._weights, *self._others])
         return report
 
     def sync(self, weight_version: str | None = None, report: HandoffReport | None = None) -> HandoffReport:
@@ -179,75 +178,76 @@ class RolloutHandoff:
         """
         report = report or HandoffReport()
         with self._lock:
-            self._move(report, "offload_others", [one.offload for one in self._others])
-            if self._from_host:
-                self._move(report, "offload", [one.offload for one in self._weights])
-            else:
-                self._move(report, "load", [one.load for one in self._weights])
+            self._move(report, "offload_others", self._others)
+            self._move(report, "offload" if self._from_host else "load", self._weights)
             self._on_engines(report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
-            with self._step(report, "sync"):
+            with timed(report.seconds, "sync"), self._step("sync"):
                 report.update = push_from_all(
                     self.engines, self._source, self._peers, weight_version=weight_version, **self._update
                 )
-            self._move(report, "offload", [one.offload for one in self._weights])
+            self._move(report, "offload", self._weights)
             self._limit(1.0)
             self._on_engines(report, "wake_kv_cache", lambda engine: engine.wake_up())
         return report
 
     def _body_ended(self) -> None:
         """Wait for the bodies of the other processes."""
-        with self._lock, self._at("training"):
+        with self._lock, self._step("training"):
             self._peers.share(None)
 
     def _body_failed(self, error: BaseException) -> None:
+        """Report a failed body to the other processes, without waiting for theirs."""
         self._peers.step = "training"
         self._peers.announce_failure(error)
 
     def _limit(self, fraction: float) -> None:
-        if self._memory_fraction < 1:  # with 1, keep a limit that the trainer has set itself
-            limit_memory(fraction)
+        """Limit torch to a share of the GPU: then the trainer runs out of memory before an engine fails to wake."""
+        # If `memory_fraction` is 1, a limit that the trainer has set itself stays.
+        if self._memory_fraction < 1 and torch.cuda.is_initialized():
+            torch.cuda.set_per_process_memory_fraction(fraction)
 
     def _on_engines(self, report: HandoffReport, step: str, call: Callable[[EngineHandle], Any]) -> None:
-        def run() -> None:  # returns None, so that no answers are shared
-            on_all(self.engines, call)
+        with timed(report.seconds, step), self._step(step):
+            self._peers.agree(lambda: on_all(self.engines, call))
 
-        with self._step(report, step):
-            self._peers.agree(run)
-
-    def _move(self, report: HandoffReport, step: str, moves: Sequence[Callable[[], Moved]]) -> None:
+    def _move(self, report: HandoffReport, step: str, parts: Sequence[Movable]) -> None:
         """Load or offload. After an offload, empty torch's cache."""
 
         def run() -> None:
-            moved = [move() for move in moves]
-            total = sum(one.bytes for one in moved)
-            seconds = sum(one.seconds for one in moved)
+            moved = [part.load() if step == "load" else part.offload() for part in parts]
+            total = sum(move.bytes for move in moved)
+            seconds = sum(move.seconds for move in moved)
             if step != "load" and (total or torch.cuda.is_initialized()):
-                seconds += self._give_back(step).seconds
+                seconds += self._empty_cache(step)
             report.seconds[step] += seconds
             report.moved_bytes[step] = report.moved_bytes.get(step, 0) + total
 
-        with self._at(step):
+        with self._step(step):
             self._peers.agree(run)
 
-    def _give_back(self, step: str) -> CacheClearing:
-        """Empty torch's cache. Collect garbage only once, before the engines map their weights, because it is slow."""
+    def _empty_cache(self, step: str) -> float:
+        """Empty torch's cache. Returns the seconds that it took.
+
+        Garbage is collected only once, before the engines map their weights, because the collection is slow.
+        """
         if step != "offload_others":
-            return aggressive_empty_cache(max_rounds=0)
+            return aggressive_empty_cache(max_rounds=0).seconds
         device = own_device()
-        needed = sum(one.resident_bytes(device) for one in self._weights if isinstance(one, Offloader))
-        return aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed)
+        needed = sum(part.resident_bytes(device) for part in self._weights if isinstance(part, Offloader))
+        return aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed).seconds
 
     @contextmanager
-    def _step(self, report: HandoffReport, step: str) -> Iterator[None]:
-        with timed(report.seconds, step), self._at(step):
-            yield
-
-    @contextmanager
-    def _at(self, step: str) -> Iterator[None]:
-        """Set the step for agreements with the other processes, and for the details of errors."""
+    def _step(self, step: str) -> Iterator[None]:
+        """Name the step in the agreements with the other processes, and in the details of errors."""
         self._peers.step = step
-        with _named(step):
+        try:
             yield
+        except RLMemoryError as error:
+            error.details["step"] = step
+            raise
+        except Exception as error:
+            message = f"{step}: {type(error).__name__}: {error}"
+            raise RLMemoryError(message, step=step, type=type(error).__name__) from error
 
 
 class AsyncRolloutHandoff:
@@ -286,16 +286,3 @@ class AsyncRolloutHandoff:
 
 def _movable(target: Any, gradients: bool | None = None) -> Movable:
     return target if isinstance(target, Movable) else Offloader(target, gradients=gradients)
-
-
-@contextmanager
-def _named(step: str) -> Iterator[None]:
-    """Add the step to the details of an error."""
-    try:
-        yield
-    except RLMemoryError as error:
-        error.details["step"] = step
-        raise
-    except Exception as error:
-        message = f"{step}: {type(error).__name__}: {error}"
-        raise RLMemoryError(message, step=step, type=type(error).__name__) from error

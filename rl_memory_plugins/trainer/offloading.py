@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,14 +29,6 @@ from rl_memory_plugins.weights.manifest import align
 Target: TypeAlias = (
     torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 )
-
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
-
 
 HOST_MARGIN_BYTES = 256 << 20
 """Bytes of host memory that an offload leaves free. If host memory runs out, the kernel kills some process."""
@@ -56,30 +49,33 @@ class _Buffer:
 
 
 class _HostMemory:
-    """The arena of an offloader. It is closed when neither the offloader nor an offloaded storage needs it."""
+    """The arena of an offloader. It is closed when neither the offloader nor an offloaded storage needs it.
+
+    Unused buffers return to the arena at the next offload: a finaliser could run while this thread holds the arena's
+    lock.
+    """
 
     def __init__(self, arena: PagedArena) -> None:
         self.arena = arena
-        self._used: dict[int, weakref.ref[_Buffer]] = {}
+        self._buffers: dict[int, weakref.ref[_Buffer]] = {}
         weakref.finalize(self, arena.close).atexit = False
 
     def buffer(self, nbytes: int) -> _Buffer:
-        for address in [address for address, used in self._used.items() if used() is None]:
-            del self._used[address]
+        for address in [address for address, buffer in self._buffers.items() if buffer() is None]:
+            del self._buffers[address]
             self.arena.release(address)
         buffer = _Buffer(self, self.arena.acquire(nbytes))
-        self._used[buffer.address] = weakref.ref(buffer)
+        self._buffers[buffer.address] = weakref.ref(buffer)
         return buffer
 
 
-class _Away(NamedTuple):
-    nbytes: int
-    host: Any  # the copy: uint8, [nbytes]
-    buffer: _Buffer  # keeps the memory of the copy
+class _HostCopy(NamedTuple):
+    content: Any  # uint8, [bytes]
+    buffer: _Buffer  # keeps the memory of the content
 
 
-_away: weakref.WeakKeyDictionary[Any, _Away] = weakref.WeakKeyDictionary()
-"""The host copy of each offloaded storage. A copy lives as long as its storage, even if the offloader is deleted."""
+_host_copies: weakref.WeakKeyDictionary[Any, _HostCopy] = weakref.WeakKeyDictionary()
+"""The copy of each offloaded storage. A copy lives as long as its storage, even if the offloader is deleted."""
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
@@ -89,8 +85,8 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 class Offloader:
     """Moves the tensors of modules and optimisers together.
 
-    Each call reads the targets again, so it also moves new state of an optimiser. Save and load checkpoints while
-    everything is loaded; see the module's docstring.
+    Each call reads the targets again and therefore also moves new state of an optimiser. Save and load checkpoints
+    while everything is loaded; see the module's docstring.
 
     Args:
         *targets: Modules (their parameters, gradients and buffers; plain, FSDP1 or FSDP2), optimisers (their state),
@@ -115,21 +111,19 @@ class Offloader:
         self._moves = moves
         self._gradients = gradients
         self._host: _HostMemory | None = None
-        self._moved: weakref.WeakSet[Any] = weakref.WeakSet()  # storages; the targets may refer to them no more
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # offloaded; the targets may have dropped them
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that a `load` would copy to the device now."""
-        return sum(_away[storage].nbytes for storage in self._absent())
+        return sum(_host_copies[storage].content.nbytes for storage in self._offloaded())
 
     def resident_bytes(self, device: torch.device) -> int:
         """Bytes that an `offload` would move from this device now."""
-        return sum(storage.nbytes() for storage in self._present() if storage.device == device)
+        return sum(storage.nbytes() for storage in self._resident() if storage.device == device)
 
     def offload(self) -> Moved:
         """Copy the tensors to the host and free their device memory (to torch's cache; see `aggressive_empty_cache`).
-
-        Until `load`, `torch.save` of the targets or of their `state_dict()` writes an unreadable file.
 
         Raises:
             HostMemoryError: too little host memory; nothing was moved.
@@ -137,27 +131,27 @@ class Offloader:
             WeightUpdateError: an engine keeps this memory open and does not answer; nothing was moved.
         """
         start = time.perf_counter()
-        storages = self._present()
+        storages = self._resident()
         if not storages:
             return Moved()
         release_mapped()  # memory that engines keep open by CUDA IPC would not be freed
-        host = self._host_for(storages[0].device)
-        buffer = host.buffer(sum(align(storage.nbytes()) for storage in storages))
-        batch = {}
-        end = buffer.address
+        if self._host is None:
+            self._host = _HostMemory(_new_arena(storages[0].device))
+        buffer = self._host.buffer(sum(align(storage.nbytes()) for storage in storages))
+        copies = {}
+        address = buffer.address
         for storage in storages:
-            nbytes = storage.nbytes()
-            batch[storage] = _Away(nbytes, memory_view(end, nbytes), buffer)
-            end += align(nbytes)
+            copies[storage] = _HostCopy(memory_view(address, storage.nbytes()), buffer)
+            address += align(storage.nbytes())
         _synchronize(storages)  # another stream may still write to the storages
-        for storage, one in batch.items():
-            one.host.copy_(_bytes_of(storage), non_blocking=True)
+        for storage, copy in copies.items():
+            copy.content.copy_(_bytes_of(storage), non_blocking=True)
         _synchronize(storages)
-        for storage, one in batch.items():
+        _host_copies.update(copies)
+        self._storages.update(storages)
+        for storage in storages:
             storage.resize_(0)
-            _away[storage] = one
-            self._moved.add(storage)
-        return Moved(sum(one.nbytes for one in batch.values()), time.perf_counter() - start)
+        return Moved(sum(copy.content.nbytes for copy in copies.values()), time.perf_counter() - start)
 
     def load(self) -> Moved:
         """Copy all offloaded tensors of the targets back to the device, even if another offloader has moved them.
@@ -166,24 +160,24 @@ class Offloader:
             DeviceMemoryError: too little device memory; everything is still in host memory.
         """
         start = time.perf_counter()
-        storages = self._absent()
-        if not storages:
+        copies = {storage: _host_copies[storage].content for storage in self._offloaded()}
+        if not copies:
             return Moved()
-        total = sum(_away[storage].nbytes for storage in storages)
+        total = sum(content.nbytes for content in copies.values())
         try:
-            for storage in storages:
-                storage.resize_(_away[storage].nbytes)
+            for storage, content in copies.items():
+                storage.resize_(content.nbytes)
         except torch.OutOfMemoryError as error:
-            for storage in storages:
+            for storage in copies:
                 storage.resize_(0)
             raise DeviceMemoryError(
                 f"too little device memory to load {total} bytes: {error}", needed_bytes=total
             ) from None
-        for storage in storages:
-            _bytes_of(storage).copy_(_away[storage].host, non_blocking=True)
-        _synchronize(storages)
-        for storage in storages:
-            del _away[storage]
+        for storage, content in copies.items():
+            _bytes_of(storage).copy_(content, non_blocking=True)
+        _synchronize(copies)
+        for storage in copies:
+            del _host_copies[storage]
         return Moved(total, time.perf_counter() - start)
 
     def close(self) -> None:
@@ -191,7 +185,7 @@ class Offloader:
         self.load()
         self._host = None
 
-    def _present(self) -> list[Any]:
+    def _resident(self) -> list[Any]:
         """All storages to offload, without duplicates. First frees the parameters that FSDP has gathered."""
         for target in self._targets:
             if isinstance(target, torch.nn.Module):
@@ -208,28 +202,25 @@ class Offloader:
                 storages[storage] = None
         return list(storages)
 
-    def _absent(self) -> list[Any]:
+    def _offloaded(self) -> list[Any]:
         """All offloaded storages, without duplicates."""
-        storages = dict.fromkeys([*self._moved, *(tensor.untyped_storage() for tensor in self._tensors())])
-        return [storage for storage in storages if storage in _away]
+        storages = dict.fromkeys([*self._storages, *(tensor.untyped_storage() for tensor in self._tensors())])
+        return [storage for storage in storages if storage in _host_copies]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for target in self._targets:
             for tensor in tensors_of(target, self._gradients):
                 yield from _plain(tensor)
 
-    def _host_for(self, device: torch.device) -> _HostMemory:
-        if self._host is None:
-            if device.type == "cuda":
-                index = torch.cuda.current_device() if device.index is None else device.index
-                self._host = _HostMemory(PinnedArena(index, margin_bytes=HOST_MARGIN_BYTES))
-            else:
-                self._host = _HostMemory(PagedArena(margin_bytes=HOST_MARGIN_BYTES))
-        return self._host
+
+def _new_arena(device: torch.device) -> PagedArena:
+    if device.type == "cuda":
+        return PinnedArena(device.index, margin_bytes=HOST_MARGIN_BYTES)
+    return PagedArena(margin_bytes=HOST_MARGIN_BYTES)
 
 
 def _check(target: Any) -> None:
-    """Refuse a target whose tensors would not be found, and so would silently stay on the device."""
+    """Refuse a target whose tensors would not be found and would silently stay on the device."""
     found = isinstance(target, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, torch.Tensor))
     items = target if isinstance(target, (list, tuple)) else ()
     if not found or any(isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) for item in items):
@@ -251,21 +242,15 @@ def tensors_of(target: Target, gradients: bool | None = None) -> Iterator[torch.
             yield from torch.nn.Module.buffers(target)
         if gradients is not False:
             yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
-    elif isinstance(target, torch.optim.Optimizer):
-        for state in target.state.values():
-            yield from _nested(state)
     else:
-        yield from _nested(target)
+        yield from _nested(target.state if isinstance(target, torch.optim.Optimizer) else target)
 
 
 def _nested(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _nested(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _nested(item)
 
 
@@ -292,9 +277,10 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield from _plain(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in _COMPRESSED:
-        first, second = _COMPRESSED[tensor.layout]
-        yield from (getattr(tensor, first)(), getattr(tensor, second)(), tensor.values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
         yield tensor
 
@@ -324,37 +310,32 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedError: the tensor is offloaded and consists of several tensors, e.g. a quantised tensor.
     """
-    away = _away.get(tensor.untyped_storage())
-    if away is None:
-        if hasattr(tensor, "__tensor_flatten__") and any(part.untyped_storage() in _away for part in _plain(tensor)):
+    copy = _host_copies.get(tensor.untyped_storage())
+    if copy is None:
+        if hasattr(tensor, "__tensor_flatten__") and any(p.untyped_storage() in _host_copies for p in _plain(tensor)):
             raise UnsupportedError(f"an offloaded {type(tensor).__name__} cannot be read: load it first")
         return tensor
-    host = away.host
-    whole = host[: len(host) // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+    elements = copy.content.nbytes // tensor.element_size()
+    whole = copy.content[: elements * tensor.element_size()].view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class temporarily_loaded:
-    """A context with offloaded tensors on the device. Writes inside are lost, unless `load` is called inside."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._loaded: list[Any] = []
-
-    def __enter__(self) -> None:
-        for tensor in self._tensors:
-            storage = tensor.untyped_storage()
-            away = _away.get(storage)
-            if away is not None and not storage.nbytes():
-                storage.resize_(away.nbytes)
-                self._loaded.append(storage)
-                _bytes_of(storage).copy_(away.host)
-
-    def __exit__(self, *_: object) -> None:
-        _synchronize(self._loaded)
-        for storage in self._loaded:
-            if storage in _away:  # else it was loaded inside the context, and has no host copy any more
-                storage.resize_(0)
+@contextmanager
+def temporarily_loaded(tensor: torch.Tensor) -> Iterator[None]:
+    """A context with an offloaded tensor on the device. Writes inside are lost, unless `load` is called inside."""
+    storage = tensor.untyped_storage()
+    copy = _host_copies.get(storage)
+    if copy is None or storage.nbytes():
+        yield
+        return
+    try:
+        storage.resize_(copy.content.nbytes)
+        _bytes_of(storage).copy_(copy.content)
+        yield
+    finally:
+        _synchronize([storage])
+        if storage in _host_copies:  # else the tensor was loaded inside the context
+            storage.resize_(0)
 
 
 _offloaders: weakref.WeakKeyDictionary[Any, Offloader] = weakref.WeakKeyDictionary()

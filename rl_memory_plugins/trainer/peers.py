@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+import torch
+import torch.distributed as dist
 
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, from_record
 
@@ -29,11 +31,6 @@ class _Message(msgspec.Struct, array_like=True):
     failure: tuple[int, dict[str, Any]] | None
 
 
-def _encoded(step: str, value: Any, failure: tuple[int, dict[str, Any]] | None) -> bytes:
-    encode = msgspec.msgpack.encode
-    return encode(_Message(step, msgspec.Raw(encode(value)), failure))
-
-
 class Peers:
     """The ranks of a process group, or this process alone if `torch.distributed` is not initialised.
 
@@ -41,23 +38,21 @@ class Peers:
 
     Args:
         group: The ranks that hold parts of the model; by default the whole world. Agreements use a separate Gloo group,
-            which is made once. So they wait for no GPU, and never pair with a collective of a source that has failed on
-            one rank.
+            which is made once. They therefore wait for no GPU, and never pair with a collective of a source that has
+            failed on one rank.
 
     Attributes:
         step: The name of this process's step. `share` compares it across ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
         self.step = ""
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD if group is None else group
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             if self.size > 1:
-                self._group = _twin(group)
+                self._group = _gloo_group(group)
 
     def agree(self, run: Callable[[], T], as_type: Any = Any) -> list[T]:
         """Call `run` on every rank. Returns the results of all ranks, in their order.
@@ -78,7 +73,7 @@ class Peers:
     def share(
         self,
         value: Any,
-        error: Exception | None = None,
+        error: BaseException | None = None,
         severity: Callable[[Exception], int] = lambda _: 0,
         as_type: Any = Any,
     ) -> list[Any]:
@@ -96,30 +91,25 @@ class Peers:
             StateConflictError: the ranks are at different steps, and no value was shared. `details["steps"]` lists the
                 steps by rank. A rank with an error raises its own error instead.
         """
-        mine = None if error is None else (severity(error), _record(error))
         if self.size == 1:
             if error is not None:
                 raise error
             return [value]
-        try:
-            sent = _encoded(self.step, value, mine)
-        except Exception as failure:  # the other ranks wait for a message of this rank
-            error = error or failure
-            sent = _encoded(self.step, None, (severity(error), _bare_record(error)))
-        announced = _announcing.get(self._group)
-        if announced is not None:
-            announced.join()
-            _announcing.pop(self._group, None)
-        everyone = [msgspec.msgpack.decode(one, type=_Message) for one in self._gather(sent)]
-        steps = [one.step for one in everyone]
+        sent, error = self._encoded(value, error, severity)
+        announcement = _announcements.get(self._group)
+        if announcement is not None:
+            announcement.join()
+            _announcements.pop(self._group, None)
+        messages = [msgspec.msgpack.decode(message, type=_Message) for message in self._gather(sent)]
+        steps = [message.step for message in messages]
         if len(set(steps)) > 1:
             raise error or StateConflictError(
                 f"the trainer's processes are at different steps: {', '.join(step or '-' for step in steps)}",
                 steps=steps,
             )
-        failures = {rank: one.failure for rank, one in enumerate(everyone) if one.failure is not None}
+        failures = {rank: message.failure for rank, message in enumerate(messages) if message.failure is not None}
         if not failures:
-            return [msgspec.msgpack.decode(one.value, type=as_type) for one in everyone]
+            return [msgspec.msgpack.decode(message.value, type=as_type) for message in messages]
         worst = max(failures, key=lambda rank: (failures[rank][0], -rank))
         if worst == self.rank and error is not None:
             raise error
@@ -133,16 +123,14 @@ class Peers:
         The other ranks may be late, or never come: they may wait in a collective for this rank.
         """
         if self.size > 1:
-            try:
-                sent = _encoded(self.step, None, (0, _record(error)))
-            except Exception:
-                sent = _encoded(self.step, None, (0, _bare_record(error)))
+            sent, _ = self._encoded(None, error)
             # A daemon, so that the process can exit; its peers notice the closed connections. If it has not destroyed
             # its process groups, torch may abort it at exit.
-            announcing = threading.Thread(target=self._announce, args=(sent, _announcing.get(self._group)), daemon=True)
+            before = _announcements.get(self._group)
+            announcement = threading.Thread(target=self._announce, args=(sent, before), daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter shuts down
-                announcing.start()
-                _announcing[self._group] = announcing
+                announcement.start()
+                _announcements[self._group] = announcement
 
     def _announce(self, sent: bytes, before: threading.Thread | None) -> None:
         if before is not None:
@@ -150,41 +138,47 @@ class Peers:
         with contextlib.suppress(Exception):  # a lost connection: the next agreement raises it
             self._gather(sent)
 
+    def _encoded(
+        self, value: Any, error: BaseException | None, severity: Callable[[Any], int] = lambda _: 0
+    ) -> tuple[bytes, BaseException | None]:
+        """The message of this rank, and the error in it: the given one, or that `value` cannot be encoded."""
+        encode = msgspec.msgpack.encode
+        try:
+            failure = None if error is None else (severity(error), _record(error))
+            return encode(_Message(self.step, msgspec.Raw(encode(value)), failure)), error
+        except Exception as unsendable:  # the other ranks wait for a message of this rank
+            error = error or unsendable
+            failure = (severity(error), _record(error, details=False))
+            return encode(_Message(self.step, msgspec.Raw(encode(None)), failure)), error
+
     def _gather(self, sent: bytes) -> list[bytes]:
         """The bytes of all ranks. Messages are padded to the longest for the collective."""
-        import torch
-        import torch.distributed as dist
-
         own = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
         lengths = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(lengths, own, group=self._group)
         room = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device="cpu")
         room[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        everyone = [torch.empty_like(room) for _ in range(self.size)]
-        dist.all_gather(everyone, room, group=self._group)
-        return [bytes(one.numpy()[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
+        padded = [torch.empty_like(room) for _ in range(self.size)]
+        dist.all_gather(padded, room, group=self._group)
+        return [bytes(message.numpy()[: int(length)]) for message, length in zip(padded, lengths, strict=True)]
 
 
-_announcing: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+_announcements: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 """By Gloo group: the thread of the latest `Peers.announce_failure`. The next agreement of the group waits for it."""
 
-_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _twin(group: Any) -> Any:
+def _gloo_group(group: Any) -> Any:
     """The Gloo group for agreements among the ranks of `group`."""
-    import torch.distributed as dist
-
-    if group not in _twins:
+    if group not in _gloo_groups:
         ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
-        _twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
-    return _twins[group]
+        _gloo_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    return _gloo_groups[group]
 
 
-def _record(error: BaseException) -> dict[str, Any]:
-    return error.to_record() if isinstance(error, RLMemoryError) else _bare_record(error)
-
-
-def _bare_record(error: BaseException) -> dict[str, Any]:
-    """A record without the error's details, which might not be encodable."""
+def _record(error: BaseException, details: bool = True) -> dict[str, Any]:
+    """The record of an error, without its details if they cannot be encoded."""
+    if isinstance(error, RLMemoryError) and details:
+        return error.to_record()
     return RLMemoryError(f"{type(error).__name__}: {error}", type=type(error).__name__).to_record()

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
-from rl_memory_plugins.trainer.sources.model import OwnSource, as_source
+from rl_memory_plugins.trainer.sources.model import OwnSource, Tensors, as_source
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, WeightSender
-from rl_memory_plugins.weights.source import TensorSource
-
-if TYPE_CHECKING:
-    import torch
+from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
 
 
 def push_weights(
     post: Callable[[dict[str, Any]], Any],
-    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
+    tensors: Tensors,
     *,
     receivers: int | Sequence[str] = 1,
     partial: bool = False,
     weight_version: str | None = None,
     mode: str = "keep",
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    slots: int = 2,
     timeout_s: float | None = None,
-    directory: str | os.PathLike[str] | None = None,
-    transport: str = "auto",
-    keep_mapped: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Update the weights of an engine.
 
@@ -44,9 +35,9 @@ def push_weights(
         receivers: The devices of all ranks, or their number.
         weight_version: The version of the weights after the update.
         mode: How the engine treats running requests during the update: a `PauseMode`.
-        bucket_bytes, slots, directory, transport, keep_mapped: As for `WeightSender`.
         timeout_s: The longest silence of either side, in seconds. Default: `DEFAULT_TIMEOUT_S` for this side, and the
             option `update_timeout_s` for the engine.
+        **options: Options of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
     Returns: the report of the sender, with the answer of the engine under `"engine"`.
 
@@ -54,58 +45,80 @@ def push_weights(
         RLMemoryError: the update failed. If both sides fail, the more specific error.
     """
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    sender = WeightSender(
-        receivers,
-        bucket_bytes=bucket_bytes,
-        slots=slots,
-        timeout_s=wait_s,
-        directory=directory,
-        transport=transport,
-        keep_mapped=keep_mapped,
-    )
-    body = {
-        "endpoints": sender.endpoints,
-        "token": sender.token,
-        "weight_version": weight_version,
-        "mode": mode,
-        "timeout_s": timeout_s,
-    }
-    answers: list[Any] = []
-    failures: list[Exception] = []
-
-    def call() -> None:
-        try:
-            answers.append(post(body))
-        except Exception as error:
-            failures.append(error)
-            sender.cancel(wire.as_update_error(error))
-
-    thread = threading.Thread(target=on_this_gpu(call), name="rl-memory-update-weights", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:  # this process cannot start more threads
-        sender.close()
-        raise wire.as_update_error(error) from None
+    sender = WeightSender(receivers, timeout_s=wait_s, **options)
+    request = {"token": sender.token, "weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
+    call = EngineCall(post, {"endpoints": sender.endpoints, **request}, sender.cancel)
     report: dict[str, Any] = {}
+    failure: Exception | None = None
     try:
         report = sender.send(as_source(tensors, OwnSource), partial=partial)
     except Exception as error:
-        failures.append(error)
-    thread.join(wait_s)
-    if failures:
+        failure = error
+    failure = most_specific([failure, call.finish(wait_s)])
+    if failure is not None:
         try:
-            raise max(failures, key=specificity)
+            raise failure
         finally:
-            failures.clear()  # breaks a reference cycle of the errors and this frame
-    if not answers:
-        raise WeightUpdateError(
-            f"the engine has loaded all weights but did not answer within {wait_s:g} s", reason="stalled"
-        )
-    return {**report, "engine": answers[0]}
+            del failure  # breaks the reference cycle between the error and this frame
+    return {**report, "engine": call.answer}
+
+
+class EngineCall:
+    """A thread that asks an engine to update its weights. The engine answers once it has them.
+
+    Args:
+        post: Posts `body` to `/update_weights_from_ipc` and returns the answer.
+        on_error: Called with the error if the request fails: then no rank of the engine connects to its sender.
+
+    Attributes:
+        answer: The answer of the engine, after `finish`.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[dict[str, Any]], Any],
+        body: dict[str, Any],
+        on_error: Callable[[RLMemoryError], object],
+    ) -> None:
+        self._on_error = on_error
+        self._error: RLMemoryError | None = None
+        self.answer: Any = None
+        run = on_this_gpu(lambda: self._run(post, body))
+        self._thread = threading.Thread(target=run, name="rl-memory-update-weights", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # this process cannot start more threads
+            self._fail(error)
+
+    def finish(self, timeout_s: float) -> RLMemoryError | None:
+        """Wait for the answer. Returns the error of the request, or a `WeightUpdateError` after `timeout_s` seconds."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled")
+        error, self._error = self._error, None  # the error's traceback refers to this object
+        return error
+
+    def _run(self, post: Callable[[dict[str, Any]], Any], body: dict[str, Any]) -> None:
+        try:
+            self.answer = post(body)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = wire.as_update_error(error)
+        if self._error is not error:
+            self._error.__cause__ = error
+        self._on_error(self._error)
+
+
+def most_specific(errors: Iterable[Exception | None]) -> Exception | None:
+    """The error that names the cause most precisely, the first of several, or None without an error."""
+    return max((error for error in errors if error is not None), key=specificity, default=None)
 
 
 def specificity(error: Exception) -> int:
-    """How precisely an error names the cause: the highest is raised if both sides of an update fail.
+    """How precisely an error names the cause. If several sides of an update fail, the highest is raised.
 
     The sender's `ManifestError` covers all ranks. A `WeightUpdateError` may only say that the peer disconnected.
     """

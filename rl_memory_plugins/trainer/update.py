@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import secrets
 import socket
-import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
-from rl_memory_plugins.memory.threads import on_this_gpu
-from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.trainer.engine_handle import as_engines
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
-from rl_memory_plugins.trainer.push import specificity
-from rl_memory_plugins.trainer.sources.model import as_source
+from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
+from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
@@ -29,15 +28,16 @@ if TYPE_CHECKING:
 
 
 class _Site(NamedTuple):
-    """A trainer process: the UUID of its GPU, and the device names of each engine that it controls."""
+    """A trainer process."""
 
-    device: str | None
-    engines: list[list[str]]
+    token: str  # a proposal; all processes use the token of the first
+    gpu: str | None  # the UUID
+    engines: list[list[str]]  # the device names of each engine that the process controls
 
 
 def push_from_all(
     engines: Any,
-    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor],
+    tensors: Tensors,
     peers: Peers | None = None,
     *,
     partial: bool = False,
@@ -72,21 +72,23 @@ def push_from_all(
     peers = peers or Peers()
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     source = as_source(tensors)
-    shared: list[tuple[str, _Site]] = peers.agree(
-        lambda: (secrets.token_urlsafe(32), _Site(own_gpu(), [engine.devices() for engine in engines])),
-        as_type=tuple[str, _Site],
+    sites: list[_Site] = peers.agree(
+        lambda: _Site(secrets.token_urlsafe(32), own_gpu(), [engine.devices() for engine in engines]), as_type=_Site
     )
-    token, sites = shared[0][0], [site for _, site in shared]
+    token = sites[0].token
     served = [
         device
         for controller, site in enumerate(sites)
         for devices in site.engines
         for device in devices
-        if server_of(device, controller, sites) == peers.rank
+        if _server_of(device, controller, sites) == peers.rank
     ]
     begin = _Begin(peers)
+    request = {"token": token, "weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
     sender: WeightSender | None = None
-    calls: list[_EngineCall] = []
+    report: dict[str, Any] = {}
+    failure: Exception | None = None
+    calls: list[EngineCall] = []
 
     def listen() -> dict[str, str]:
         nonlocal sender
@@ -98,29 +100,24 @@ def push_from_all(
     try:
         sockets = peers.agree(listen)
         for engine, devices in zip(engines, sites[peers.rank].engines, strict=True):
-            servers = {device: server_of(device, peers.rank, sites) for device in devices}
-            body = {
-                "endpoints": {device: sockets[server][device] for device, server in servers.items()},
-                "token": token,
-                "weight_version": weight_version,
-                "mode": mode,
-                "timeout_s": timeout_s,
-            }
-            calls.append(_EngineCall(engine, devices, body))
-        report, failure = _send(sender, source, begin, partial)
+            endpoints = {device: sockets[_server_of(device, peers.rank, sites)][device] for device in devices}
+            fail = functools.partial(_fail_senders, [(device, endpoints[device]) for device in devices], token)
+            calls.append(EngineCall(engine.post_update, {"endpoints": endpoints, **request}, fail))
+        try:
+            report = _send(sender, source, begin, partial)
+        except Exception as error:
+            failure = wire.as_update_error(error)
     finally:
         if sender is not None:
             sender.close()
-    failures = [failure, *(call.finish(wait_s) for call in calls)]
-    worst = max((one for one in failures if one is not None), key=specificity, default=None)
+    failure = most_specific([failure, *(call.finish(wait_s) for call in calls)])
     try:
-        peers.share(None, worst, severity=specificity)
+        peers.share(None, failure, specificity)
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        failures.clear()  # breaks the reference cycle between the errors and this frame
-        del worst, failure
+        del failure  # breaks the reference cycle between the error and this frame
     return {**report, "engines": [call.answer for call in calls]}
 
 
@@ -140,47 +137,43 @@ def require_options(options: Mapping[str, Any]) -> None:
     WeightSender(**sender).close()
 
 
-def server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
+def _server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
     """The rank of the trainer process that sends to `device`: the first on that GPU, else `controller`."""
-    return next((rank for rank, site in enumerate(sites) if site.device == device), controller)
+    return next((rank for rank, site in enumerate(sites) if site.gpu == device), controller)
 
 
-def _send(
-    sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool
-) -> tuple[dict[str, Any], Exception | None]:
-    """Iterate over the source once, and send if this process has a sender. Returns the report and the error, if any."""
+def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
+    """Iterate over the source once, and send if this process has a sender. Returns the report."""
     once = _Once(source)
     try:
         if sender is not None:
-            return sender.send(once, partial=partial), None
-        once.specs()  # a source may keep what it lists for the `tensors()` that follows; and its errors are shared
+            return sender.send(once, partial=partial)
+        once.specs()  # may prepare `tensors`; and all processes must learn its errors
         begin.settle(None)
         once.drain()
     except Exception as error:
-        known = wire.as_update_error(error)
         traceback.clear_frames(error.__traceback__)
-        if not begin.shared:
-            with contextlib.suppress(Exception):  # raises the error that all processes now share
-                begin.settle(None, known)
-        elif begin.agreed and begin.peers.size > 1:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if begin.agreed is None:
+                begin.settle(None, wire.as_update_error(error))
+            elif begin.agreed and begin.peers.size > 1:
                 once.drain()
-        try:
-            return {}, known
-        finally:
-            del known  # breaks the reference cycle between the error and this frame
+        raise
     finally:
         once.close()
-    return {"bytes": 0, "tensors": 0, "buckets": 0, "seconds": {}, "receivers": []}, None
+    return {"bytes": 0, "tensors": 0, "buckets": 0, "seconds": {}, "receivers": []}
 
 
 class _Begin:
-    """The agreement of all processes to begin. Each takes part exactly once, before it reads a tensor of the source."""
+    """The agreement of all processes to begin. Each takes part exactly once, before it reads a tensor of the source.
+
+    Attributes:
+        agreed: Whether the update begins; `None` until this process has taken part.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        self.shared = False
-        self.agreed = False
+        self.agreed: bool | None = None
 
     def settle(self, unused: list[str] | None, error: Exception | None = None) -> list[str]:
         """Share this process's vote, and return the names of tensors that no engine rank uses.
@@ -193,7 +186,7 @@ class _Begin:
             RLMemoryError: a process cannot begin.
             ManifestError: this process has no sender, and no engine rank uses some of the names.
         """
-        self.shared = True
+        self.agreed = False
         votes = [vote for vote in self.peers.share(unused, error, specificity) if vote is not None]
         unknown = [name for name in votes[0] if all(name in vote for vote in votes)] if votes else []
         self.agreed = not unknown
@@ -229,49 +222,15 @@ class _Once:
         close_iterator(self._tensors)
 
 
-class _EngineCall:
-    """A thread that calls an engine's `post_update`, which returns once the engine has the weights.
+def _fail_senders(endpoints: Sequence[tuple[str, str]], token: str, error: RLMemoryError) -> None:
+    """Report a failed request to the senders of these devices and sockets, because no rank of the engine will connect.
 
-    If the call fails, the engine's ranks never connect. The thread then reports the error to their senders.
+    A sender refuses the report if the rank has connected.
     """
-
-    def __init__(self, engine: EngineHandle, devices: list[str], body: dict[str, Any]) -> None:
-        self._engine = engine
-        self._devices = devices
-        self._body = body
-        self._error: Exception | None = None
-        self.answer: Any = None
-        self._thread = threading.Thread(target=on_this_gpu(self._run), name="rl-memory-update-weights", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the thread cannot start
-            self._fail(error)
-
-    def finish(self, timeout_s: float) -> Exception | None:
-        """Wait for the thread. Returns the error of the call, or a `WeightUpdateError` after `timeout_s` seconds."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled")
-        error, self._error = self._error, None  # the error's traceback refers to this object
-        return error
-
-    def _run(self) -> None:
-        try:
-            self.answer = self._engine.post_update(self._body)
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._error = wire.as_update_error(error)
-        for device in self._devices:
-            self._stand_in(device, self._error)
-
-    def _stand_in(self, device: str, error: RLMemoryError) -> None:
-        """Replace an engine rank that will not connect. A sender that already has the rank refuses it."""
+    for device, path in endpoints:
         with contextlib.suppress(OSError, RLMemoryError), socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(1.0)
-            sock.connect(self._body["endpoints"][device])
+            sock.connect(path)
             connection = wire.Connection(sock, "the trainer")
-            connection.send(wire.Hello(wire.PROTOCOL, device, self._body["token"], rank=-1), 1.0)
+            connection.send(wire.Hello(wire.PROTOCOL, device, token, rank=-1), 1.0)
             connection.fail(error)

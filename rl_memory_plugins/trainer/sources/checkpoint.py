@@ -6,36 +6,17 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 
-INDEX = "model.safetensors.index.json"
+if TYPE_CHECKING:
+    import torch
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),  # since torch 2.7
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+INDEX = "model.safetensors.index.json"
 
 
 class CheckpointSource:
@@ -46,7 +27,7 @@ class CheckpointSource:
         dtype, rename: See `Outgoing`.
 
     Raises:
-        InvalidRequestError: a file is missing, or (from `specs`) a dtype cannot be sent.
+        InvalidRequestError: a file is missing.
     """
 
     def __init__(
@@ -60,34 +41,22 @@ class CheckpointSource:
         self._files = _files(Path(path))
 
     def specs(self) -> list[TensorSpec]:
-        with needs("checkpoints"):
-            from safetensors import safe_open
-
-        specs = []
-        for path in self._files:
-            with safe_open(path, framework="pt") as file:
-                for name, sent in self._names(file.keys()):
-                    part = file.get_slice(name)
-                    dtype = _DTYPES.get(part.get_dtype())
-                    if dtype is None:
-                        raise InvalidRequestError(f"{name} in {path}: dtype {part.get_dtype()} cannot be sent")
-                    specs.append(self._outgoing.spec(sent, dtype, part.get_shape()))
-        return specs
+        return [self._outgoing.spec(name, tensor.dtype, tensor.shape) for name, tensor in self._mapped()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._mapped():
+            yield name, self._outgoing.cast(tensor)
+
+    def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors as mappings of the files: no bytes are read before they are used."""
         with needs("checkpoints"):
             from safetensors import safe_open
 
         for path in self._files:
             with safe_open(path, framework="pt") as file:
-                for name, sent in self._names(file.keys()):
-                    yield sent, self._outgoing.cast(file.get_tensor(name))
-
-    def _names(self, names: list[str]) -> Iterator[tuple[str, str]]:
-        for name in names:
-            sent = self._outgoing.name(name)
-            if sent is not None:
-                yield name, sent
+                for name in file.keys():  # noqa: SIM118
+                    if (sent := self._outgoing.name(name)) is not None:
+                        yield sent, file.get_tensor(name)
 
 
 def _files(path: Path) -> list[Path]:

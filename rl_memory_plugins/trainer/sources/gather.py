@@ -14,24 +14,24 @@ from rl_memory_plugins.trainer.sources.outgoing import Outgoing, copy_into
 BATCH_BYTES = 64 << 20
 """The most bytes of all ranks in one collective, unless one tensor alone is larger."""
 
-ALIGNMENT = 16  # bytes; a view as any dtype needs no more
+ALIGNMENT = 16  # bytes; suffices for a view as any dtype
 
 
 def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors in their order, cast to the dtype in which they are sent, and DTensors gathered.
+    """Yield all tensors in their order, in the dtype in which they are sent. DTensors are gathered.
 
-    All ranks of the meshes must iterate in step. Offloaded tensors are read in host memory. At any time one batch and
-    one tensor of it exist.
+    All ranks of the meshes must iterate in step. Offloaded tensors are read in host memory. The function holds one
+    batch at a time, and one tensor of the batch.
     """
     batch: _Batch | None = None
     for name, tensor in named:
         group = _group(tensor)
-        if batch is not None and (group is None or not batch.has_room(tensor, group, outgoing)):
+        if batch is not None and (group is None or not batch.has_room(tensor, group)):
             yield from batch.gather()
             batch = None
         if group is not None:
-            batch = batch or _Batch(group, tensor.device_mesh.device_type)
-            batch.add(name, tensor, outgoing)
+            batch = batch or _Batch(group, tensor.device_mesh.device_type, outgoing)
+            batch.add(name, tensor)
         elif hasattr(tensor, "full_tensor"):
             yield name, _redistributed(tensor, outgoing)
         else:
@@ -41,16 +41,16 @@ def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator
 
 
 def _group(tensor: Any) -> Any:
-    """The process group of a DTensor that is sharded along dimension 0 on one mesh dimension only; else None."""
+    """The process group of a DTensor that only one mesh dimension shards, and along dimension 0; else `None`."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return None
     from torch.distributed.tensor import Shard
 
-    cuts = [at for at, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(cuts) != 1 or type(placements[cuts[0]]) is not Shard or placements[cuts[0]].dim != 0:
+    split = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(split) != 1 or type(placements[split[0]]) is not Shard or placements[split[0]].dim != 0:
         return None
-    return tensor.device_mesh.get_group(cuts[0])
+    return tensor.device_mesh.get_group(split[0])
 
 
 class _Member(NamedTuple):
@@ -58,37 +58,43 @@ class _Member(NamedTuple):
     tensor: Any
     dtype: torch.dtype  # in which the tensor is sent
     start: int  # the offset in a rank's part of the batch, in bytes
-    share: int  # bytes of the largest shard
+    shard_bytes: int  # of the largest shard
 
 
 class _Batch:
     """Tensors of any dtypes that are gathered over one group as bytes.
 
-    torch shards a dimension into chunks of equal size, then at most one smaller chunk, then empty chunks. So the
-    padding of the shards to one size lies behind all rows of the whole tensor.
+    Shards are padded to the size of the largest. torch shards a dimension into chunks of equal size, then at most one
+    smaller chunk, then empty chunks. The padding therefore lies behind all rows of the whole tensor.
     """
 
-    def __init__(self, group: Any, device: str) -> None:
+    def __init__(self, group: Any, device: str, outgoing: Outgoing) -> None:
         self._group = group
         self._device = device
+        self._outgoing = outgoing
         self._ranks = torch.distributed.get_world_size(group)
         self._members: list[_Member] = []
         self._end = 0  # bytes of a rank's part
 
-    def has_room(self, tensor: Any, group: Any, outgoing: Outgoing) -> bool:
+    def has_room(self, tensor: Any, group: Any) -> bool:
         same = group is self._group and tensor.device_mesh.device_type == self._device
-        return same and self._ranks * (self._end + _share(tensor, outgoing, self._ranks)) <= BATCH_BYTES
+        return same and self._ranks * (self._end + self._shard_bytes(tensor)) <= BATCH_BYTES
 
-    def add(self, name: str, tensor: Any, outgoing: Outgoing) -> None:
-        dtype, share = outgoing.sent_as(tensor.dtype), _share(tensor, outgoing, self._ranks)
-        self._members.append(_Member(name, tensor, dtype, self._end, share))
-        self._end += -(-share // ALIGNMENT) * ALIGNMENT
+    def add(self, name: str, tensor: Any) -> None:
+        nbytes = self._shard_bytes(tensor)
+        self._members.append(_Member(name, tensor, self._outgoing.sent_as(tensor.dtype), self._end, nbytes))
+        self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         parts = self._parts()
         for member in self._members:
-            part = parts[:, member.start : member.start + member.share].reshape(-1).view(member.dtype)
-            yield member.name, part[: member.tensor.numel()].view(member.tensor.shape)
+            whole = parts[:, member.start : member.start + member.shard_bytes].reshape(-1).view(member.dtype)
+            yield member.name, whole[: member.tensor.numel()].view(member.tensor.shape)
+
+    def _shard_bytes(self, tensor: Any) -> int:
+        """Bytes of the largest shard of a tensor, in the dtype in which the tensor is sent."""
+        shape = (-(-tensor.shape[0] // self._ranks), *tensor.shape[1:])
+        return int(math.prod(shape) * self._outgoing.sent_as(tensor.dtype).itemsize)
 
     def _parts(self) -> torch.Tensor:
         """The parts of all ranks: uint8, [ranks, bytes]."""
@@ -104,14 +110,8 @@ class _Batch:
         return parts.view(self._ranks, self._end)
 
 
-def _share(tensor: Any, outgoing: Outgoing, ranks: int) -> int:
-    """Bytes of the largest shard of a tensor."""
-    row: int = math.prod(tensor.shape[1:]) * outgoing.sent_as(tensor.dtype).itemsize
-    rows: int = -(-tensor.shape[0] // ranks)
-    return rows * row
-
-
 def all_gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """Gather the parts of all ranks: `own` has shape [n], `parts` has shape [ranks * n]."""
     renamed = getattr(torch.distributed, "all_gather_single", None)  # in torch 2.13
     (renamed or torch.distributed.all_gather_into_tensor)(parts, own, group=group)
 
@@ -124,5 +124,5 @@ def _redistributed(tensor: Any, outgoing: Outgoing) -> torch.Tensor:
     sharded = DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
     )
-    made: torch.Tensor = sharded.full_tensor()
-    return made
+    whole: torch.Tensor = sharded.full_tensor()
+    return whole

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing
@@ -19,17 +21,19 @@ T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """The layout of the checkpoint's tensors in the shards of one parameter."""
+    """The layout of the checkpoint's tensors in the shards of one parameter.
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the tensor-parallel ranks hold different parts."""
+    Attributes:
+        sharded: Whether the tensor-parallel ranks hold different parts.
+    """
 
-    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-        """The shapes of the checkpoint's tensors, given the shape of one shard and the number of ranks."""
+    sharded: bool
 
     def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The checkpoint's tensors, given the shards of all ranks in their order. The result may be views."""
+        """The checkpoint's tensors, given the shards of all ranks in their order. The result may be views.
+
+        Also called with shards on the meta device, for the shapes of the result.
+        """
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,6 @@ class Replicated:
     """Every tensor-parallel rank holds the whole parameter, e.g. a norm or a router."""
 
     sharded = False
-
-    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-        return [tuple(shard)]
 
     def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         return shards
@@ -55,10 +56,6 @@ class Split:
     dim: int
     size: int | None = None
     sharded = True
-
-    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-        extent = shard[self.dim] * ranks if self.size is None else self.size
-        return [(*shard[: self.dim], extent, *shard[self.dim + 1 :])]
 
     def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         whole = torch.cat(shards, self.dim)
@@ -78,10 +75,6 @@ class FusedQKV:
     head_dim: int
     sharded = True
 
-    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-        rest = tuple(shard[1:])
-        return [(count * self.head_dim, *rest) for count in (self.heads, self.kv_heads, self.kv_heads)]
-
     def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         rest = shards[0].shape[1:]
         queries = self.heads // self.kv_heads
@@ -95,9 +88,6 @@ class GateUp:
     """The first weight of a gated MLP: each shard is a part of gate, then a part of up. `merge` returns gate and up."""
 
     sharded = True
-
-    def shapes(self, shard: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-        return [(shard[0] // 2 * ranks, *shard[1:])] * 2
 
     def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         halves = [shard.chunk(2) for shard in shards]
@@ -115,13 +105,6 @@ class _Entry(NamedTuple):
     names: tuple[str, ...]  # names of the checkpoint's tensors in the parameter
     shapes: tuple[tuple[int, ...], ...]  # shapes of these tensors
     dtype: str  # torch's name of the parameter's dtype
-
-
-class _Local(NamedTuple):
-    """The facts about a parameter that only its owner knows."""
-
-    name: str
-    layout: Layout
 
 
 class MegatronSource:
@@ -158,16 +141,13 @@ class MegatronSource:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        import torch.distributed as dist
-
-        self._dist = dist
         self._parameters = parameters
         self._outgoing = Outgoing(dtype)
         self._tp_group, self._pp_group = tp_group, pp_group
         self._tp_size = dist.get_world_size(tp_group) if tp_group is not None else 1
         self._stage = dist.get_rank(pp_group) if pp_group is not None else 0
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
-        self._own: dict[tuple[str, ...], _Local] = {}
+        self._device = torch.device(device) if device else own_device()
+        self._own: dict[tuple[str, ...], tuple[str, Layout]] = {}  # names of an entry: this rank's name, and the layout
         self._entries = self._plan(name_map)
 
     def specs(self) -> list[TensorSpec]:
@@ -181,20 +161,20 @@ class MegatronSource:
         parameters = self._named()
         for entry in self._entries:
             if entry.owner == self._stage:
-                own = self._own[entry.names]
-                tensors = self._gather(parameters[own.name], own.layout)
+                local, layout = self._own[entry.names]
+                tensors = self._gather(parameters[local], layout)
             else:
                 dtype = self._outgoing.sent_as(getattr(torch, entry.dtype))
                 tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape in entry.shapes]
             for name in entry.names:
-                yield name, self._share(tensors.pop(0), entry.owner)
+                yield name, self._broadcast(tensors.pop(0), entry.owner)
 
-    def _share(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+    def _broadcast(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
         """Broadcast from the owner to all stages. On the other stages `tensor` is the buffer that receives."""
         if self._pp_group is None:
             return tensor
         tensor = tensor.contiguous()
-        self._dist.broadcast(tensor, self._dist.get_global_rank(self._pp_group, owner), self._pp_group)
+        dist.broadcast(tensor, dist.get_global_rank(self._pp_group, owner), self._pp_group)
         return tensor
 
     def _gather(self, parameter: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -202,7 +182,7 @@ class MegatronSource:
         shards = [shard]
         if layout.sharded and self._tp_size > 1:
             shards = [torch.empty_like(shard) for _ in range(self._tp_size)]
-            self._dist.all_gather(shards, shard, group=self._tp_group)
+            dist.all_gather(shards, shard, group=self._tp_group)
         return layout.merge(shards)
 
     def _named(self) -> Mapping[str, torch.Tensor]:
@@ -213,31 +193,26 @@ class MegatronSource:
     def _plan(self, name_map: NameMap) -> list[_Entry]:
         """The parameters of all stages, in the order of the stages: the same list, or an error, on every rank."""
         own: list[_Entry] = []
-        error: Exception | None = None
-        try:
+
+        def plan_own() -> None:
             self._check_groups()
-            own = list(self._own_entries(name_map))
-        except Exception as failure:
-            error = failure
-        _, error = _shared(self._tp_group, None, error)
-        stages, error = _shared(self._pp_group, own, error, as_type=list[_Entry])
-        if error is not None:
-            raise error
+            own.extend(self._own_entries(name_map))
+
+        def plan_stage() -> list[_Entry]:
+            _agree(self._tp_group, plan_own)
+            return own
+
         planned: dict[tuple[str, ...], _Entry] = {}
-        for stage in stages:
+        for stage in _agree(self._pp_group, plan_stage, as_type=list[_Entry]):
             for entry in stage:
                 planned.setdefault(entry.names, entry)
         return list(planned.values())
 
     def _check_groups(self) -> None:
-        """Check that the groups share this rank only. Otherwise one rank gathers while another broadcasts: a deadlock.
-
-        Raises:
-            InvalidRequestError: the groups share more ranks.
-        """
+        """Check that the groups share only this rank. Else one rank gathers while another broadcasts: a deadlock."""
         if self._tp_group is None or self._pp_group is None:
             return
-        tensor, pipeline = (set(self._dist.get_process_group_ranks(one)) for one in (self._tp_group, self._pp_group))
+        tensor, pipeline = (set(dist.get_process_group_ranks(group)) for group in (self._tp_group, self._pp_group))
         common = sorted(tensor & pipeline)
         if len(common) > 1:
             raise InvalidRequestError(
@@ -251,20 +226,16 @@ class MegatronSource:
             mapped = name_map(local)
             if mapped is not None:
                 names, layout = mapped
-                shapes = tuple(tuple(shape) for shape in layout.shapes(tensor.shape, self._tp_size))
+                shards = [torch.empty(tensor.shape, device="meta")] * (self._tp_size if layout.sharded else 1)
+                shapes = tuple(tuple(whole.shape) for whole in layout.merge(shards))
                 if len(shapes) != len(names):
                     raise InvalidRequestError(
                         f"{local}: {layout} makes {len(shapes)} tensors, but name_map returns {list(names)}", name=local
                     )
-                self._own.setdefault(tuple(names), _Local(local, layout))
+                self._own.setdefault(tuple(names), (local, layout))
                 yield _Entry(self._stage, tuple(names), shapes, name_of(tensor.dtype))
 
 
-def _shared(group: Any, value: T, error: Exception | None, as_type: Any = Any) -> tuple[list[T], Exception | None]:
-    """The values of all ranks, or an error if a rank of the group has one; see `Peers.share`."""
-    if group is None:
-        return [value], error
-    try:
-        return Peers(group).share(value, error, as_type=as_type), None
-    except Exception as failure:
-        return [], failure
+def _agree(group: Any, run: Callable[[], T], as_type: Any = Any) -> list[T]:
+    """`Peers.agree` among the ranks of a group. Without a group, this rank is alone."""
+    return [run()] if group is None else Peers(group).agree(run, as_type)

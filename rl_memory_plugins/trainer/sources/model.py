@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,17 +14,20 @@ from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import TensorSource, named_tensors
 
+Tensors: TypeAlias = TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]
+"""The tensors to send, for `as_source`."""
+
 
 class ModelSource:
     """A module's parameters and persistent buffers, or a mapping such as a state dict; see `named_tensors`.
 
-    DTensors are gathered when their turn comes, a few at a time: all ranks of their mesh must iterate, in step. Each
-    casts its parts first, so that the gather moves and holds the dtype that is sent. Offloaded tensors, by
-    `offload` or by `.cpu()`, are read where they are.
+    DTensors are gathered in batches during the iteration: all ranks of their mesh must iterate in step. Each rank casts
+    its shards first, so that a gather moves only the dtype that is sent. Tensors in host memory, by `offload` or by
+    `.cpu()`, are read there.
 
     Args:
-        model: The module, or names and tensors. It is looked at anew for every update. A mapping that is no `dict`
-            may make each tensor when it is asked for: one of them exists at a time.
+        model: The module, or names and tensors. Every update reads it again. A mapping that is no `dict` may make each
+            tensor on access; the source then holds only one tensor at a time.
         dtype, rename: See `Outgoing`.
     """
 
@@ -37,14 +40,14 @@ class ModelSource:
     ) -> None:
         self._model = model
         self._outgoing = Outgoing(dtype, rename)
-        self._kept = isinstance(model, (torch.nn.Module, dict))  # not made when they are asked for
-        self._listed: list[tuple[str, Any]] | None = None  # by `specs()`, until `tensors()` gives them
+        self._holds_tensors = isinstance(model, (torch.nn.Module, dict))  # does not make them on access
+        self._listed: list[tuple[str, Any]] | None = None  # from `specs` to `tensors`: listing takes as long as sending
 
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`.
 
         Raises:
-            InvalidRequestError: a tensor has no memory, since other code than `offload` has moved it away; see also
+            InvalidRequestError: a tensor has no memory, because other code than `offload` has freed it; see also
                 `named_tensors`.
         """
         self._listed = None
@@ -57,31 +60,30 @@ class ModelSource:
         return specs
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        named, self._listed = self._now(), None  # listing the tensors takes as long as sending them
+        named, self._listed = self._named(), None
         return gather_all(named, self._outgoing)
 
     def resident(self) -> list[torch.Tensor] | None:
-        """See `weights.source.ResidentSource`: none where some are gathered, cast, or made when they are asked for."""
-        if not self._kept:
+        """See `weights.source.ResidentSource`. `None` if a tensor is gathered, cast, or made on access."""
+        if not self._holds_tensors:
             return None
-        tensors = [tensor for _, tensor in self._now()]
-        for one in tensors:
-            if hasattr(one, "full_tensor") or self._outgoing.sent_as(one.dtype) != one.dtype:
-                return None
-        return [host_view(one.detach() if one.requires_grad else one) for one in tensors]
-
-    def _now(self) -> Iterable[tuple[str, Any]]:
-        return self._named() if self._listed is None else self._listed
+        tensors = [tensor for _, tensor in self._named()]
+        if any(hasattr(t, "full_tensor") or self._outgoing.sent_as(t.dtype) != t.dtype for t in tensors):
+            return None
+        return [host_view(tensor.detach() if tensor.requires_grad else tensor) for tensor in tensors]
 
     def _named(self) -> Iterable[tuple[str, Any]]:
+        """The tensors by the checkpoint's names: as `specs` has listed them, or else as they are now."""
+        if self._listed is not None:
+            return self._listed
         named = named_tensors(self._model, self._outgoing.name)
-        return list(named) if self._kept else named
+        return list(named) if self._holds_tensors else named
 
     def _check(self, name: str, tensor: Any) -> None:
         part = getattr(tensor, "_local_tensor", tensor)
         if part.nbytes and not part.untyped_storage().nbytes() and host_view(part) is part:
             raise InvalidRequestError(
-                f"{name} has no memory: other code than Offloader has moved it away; load it first", name=name
+                f"{name} has no memory: other code than Offloader has freed it; load it first", name=name
             )
 
 
@@ -101,8 +103,6 @@ class OwnSource(ModelSource):
         super()._check(name, tensor)
 
 
-def as_source(
-    tensors: TensorSource | torch.nn.Module | Mapping[str, torch.Tensor], kind: type[ModelSource] = ModelSource
-) -> TensorSource:
-    """A source as it is, and a module or a mapping as a source of this kind."""
+def as_source(tensors: Tensors, kind: type[ModelSource] = ModelSource) -> TensorSource:
+    """Convert a module or a mapping to a source of this kind. Another source stays as it is."""
     return kind(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors

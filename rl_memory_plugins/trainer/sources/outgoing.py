@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,10 +32,12 @@ class Outgoing:
     rename: Rename | None = None
 
     def name(self, name: str) -> str | None:
+        """The name of the checkpoint for a name of the trainer, or `None` to skip the tensor."""
         name = without_wrappers(name)
         return name if self.rename is None else self.rename(name)
 
     def sent_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor of the trainer's dtype is sent."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def spec(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
@@ -49,25 +52,19 @@ class Outgoing:
         """
         tensor = tensor.detach()
         dtype = self.sent_as(tensor.dtype)
-        if tensor.dtype == dtype:
-            return tensor
-        if tensor.device.type == "cpu" and (device := own_device()).type == "cuda":
-            try:
-                return cast_to(tensor, dtype, device)
-            except torch.OutOfMemoryError:
-                pass
+        if tensor.dtype != dtype and tensor.device.type == "cpu" and (device := own_device()).type == "cuda":
+            with contextlib.suppress(torch.OutOfMemoryError):
+                made = torch.empty(tensor.shape, dtype=dtype, device=device)
+                copy_into(made, tensor)
+                return made
         return tensor.to(dtype)
 
 
-def cast_to(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy in another dtype on another device. Returns after all host memory has been read."""
-    made = torch.empty(tensor.shape, dtype=dtype, device=device)
-    copy_into(made, tensor)
-    return made
-
-
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy to a contiguous tensor of the same shape. The target's device casts, in pieces."""
+    """Copy to a contiguous tensor of the same shape. The target's device casts, in pieces.
+
+    Returns after all host memory has been read.
+    """
     if source.dtype == target.dtype or source.device == target.device:
         target.copy_(source)
         return

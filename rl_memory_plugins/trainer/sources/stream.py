@@ -17,7 +17,7 @@ class StreamSource:
 
     Args:
         specs: The tensors in the generator's order, with the dtypes in which they are sent.
-        make: Returns a new iterable of names and tensors. Called for every update, so a failed update can be repeated.
+        make: Returns a new iterable of names and tensors. Called for every update: a failed update can be repeated.
         dtype: The dtype to which floating-point tensors are cast.
     """
 

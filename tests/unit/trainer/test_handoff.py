@@ -230,11 +230,15 @@ def test_gradients_leave_before_the_engines_weights_come(monkeypatch):
 
 
 def test_without_a_fraction_the_trainers_own_limit_stays(monkeypatch):
-    monkeypatch.setattr(handoff, "limit_memory", lambda share: pytest.fail("a limit was set"))
     setup = Setup()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: pytest.fail("a limit was set"))
+    monkeypatch.setattr(handoff, "aggressive_empty_cache", lambda **options: CacheClearing())
+    monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     with setup.handoff.training("7"):
         pass
-    setup.assert_updated()
+    assert setup.engine.awake == {"weights", "kv_cache"}
 
 
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.5])

@@ -25,7 +25,7 @@ def storage_bytes(*tensors):
 
 
 def places(*offloaders):
-    return {offloading._away[storage].buffer.address for one in offloaders for storage in one._moved}
+    return {offloading._host_copies[storage].buffer.address for one in offloaders for storage in one._storages}
 
 
 def train(model, optimizer):
@@ -155,12 +155,12 @@ def test_what_is_loaded_while_it_is_borrowed_stays():
     tensor = torch.arange(100.0)
     offloader = Offloader([tensor], moves=everything)
     offloader.offload()
-    with temporarily_loaded([tensor]):
+    with temporarily_loaded(tensor):
         offloader.load()
         tensor[0] = -1
     assert tensor.tolist() == [-1.0, *map(float, range(1, 100))]
     offloader.offload()
-    with temporarily_loaded([tensor]):
+    with temporarily_loaded(tensor):
         assert tensor[0] == -1
     assert tensor.untyped_storage().nbytes() == 0
 
@@ -190,11 +190,11 @@ def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
 def test_borrowed_tensors_are_there_for_a_moment():
     tensor = torch.arange(6.0)
     offloader = Offloader([tensor], moves=everything)
-    with temporarily_loaded([tensor]):
+    with temporarily_loaded(tensor):
         pass
     assert storage_bytes(tensor) == [24]  # it was not away
     offloader.offload()
-    with temporarily_loaded([tensor]):
+    with temporarily_loaded(tensor):
         assert torch.equal(tensor, torch.arange(6.0))
     assert storage_bytes(tensor) == [0]
     offloader.load()
@@ -311,11 +311,11 @@ def test_the_functions_keep_one_offloader_for_each_target(monkeypatch):
     assert load(model).bytes > 0 and load(optimizer).bytes > 0
     offload(model), offload(optimizer)
     assert [places(offloading._offloaders[one]) for one in (model, optimizer)] == before
-    assert len(offloading._away) > 0
+    assert len(offloading._host_copies) > 0
     load(optimizer)
     del model, optimizer
     gc.collect()
-    assert len(offloading._offloaders) == 0 and len(offloading._away) == 0
+    assert len(offloading._offloaders) == 0 and len(offloading._host_copies) == 0
 
 
 def sparse(layout):
