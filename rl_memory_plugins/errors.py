@@ -15,8 +15,8 @@
     ├── UnsupportedError              422  the engine or its version cannot do this
     └── EngineFaultError              500  a failure that the contract does not foresee
 
-An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle. Its type and fields reach
-the HTTP client unchanged.
+An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle. Its type and fields
+reach the HTTP client unchanged.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class RankAgent:
         manager: The state machine of the rank.
         receiver: Takes weight updates.
         after_wake: The engine's own work after tags have become resident again; called with these tags.
-        before_update: The engine's own work before an update: it ends an update of the engine's own that is still open.
-        resident_graphs: Why this rank's CUDA graphs stay on the device; empty if they can be released.
+        before_update: The engine's own work before an update: it ends an open update by the engine's own calls.
+        resident_graphs: The reason why this rank's CUDA graphs stay on the device; empty if they can be released.
     """
 
     def __init__(
