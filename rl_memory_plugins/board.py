@@ -47,10 +47,9 @@ class StatusBoard:
         os.ftruncate(self._handle, _SIZE)
         self._memory = mmap.mmap(self._handle, _SIZE)
         self._sequence = 0
-        self._encoder = msgspec.msgpack.Encoder()
 
     def publish(self, status: EngineStatus) -> None:
-        payload = self._encoder.encode(status)
+        payload = msgspec.msgpack.encode(status)
         if _HEADER.size + len(payload) > _SIZE:  # an error in the middle of the write would leave readers waiting
             raise ValueError(f"a status of {len(payload)} bytes does not fit the board")
         self._memory[: _HEADER.size] = _HEADER.pack(self._sequence + 1, len(payload), 0)
@@ -73,7 +72,6 @@ class BoardReader:
         self.path = path
         with Path(path).open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
-        self._decoder = msgspec.msgpack.Decoder(EngineStatus)
         self._seen = -1
         self._status = EngineStatus(ranks=[])
 
@@ -90,7 +88,7 @@ class BoardReader:
                 return self._status
             payload = self._memory[_HEADER.size : _HEADER.size + length]
             if sequence % 2 == 0 and sequence > 0 and checksum == _checksum(sequence, payload):
-                self._status = self._decoder.decode(payload)
+                self._status = msgspec.msgpack.decode(payload, type=EngineStatus)
                 self._seen = sequence
                 return self._status
             deadline = deadline or time.monotonic() + _WRITE_TIMEOUT_S

@@ -56,13 +56,10 @@ class Controller:
         self._ranks = ranks
         self._engine = engine
         self._board = board
-        self._engine_rank = engine_rank
         self._update_timeout_s = update_timeout_s
         self._updates = 0
         self._draining: list[PendingTransition] = []
-        self._drained: dict[
-            str, str
-        ] = {}  # by ticket: the names of the transitions for which this engine stays drained
+        self._drained: dict[str, str] = {}  # ticket to name: the transitions for which this engine stays drained
         self._held: PendingTransition | None = None  # between its two phases
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
             commands.Sleep: self._sleep,
@@ -87,7 +84,7 @@ class Controller:
         try:
             command = commands.decode_command(payload)
         except msgspec.MsgspecError as error:
-            return done(error_reply(self._engine_rank, InvalidRequestError(f"not a command: {error}")))
+            return done(error_reply(self.status.engine_rank, InvalidRequestError(f"not a command: {error}")))
         return self.obey(command)
 
     def obey(self, command: AnyCommand) -> Future[bytes]:
@@ -158,11 +155,11 @@ class Controller:
     # -- commands -------------------------------------------------------------------------------------------
 
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
-        level, tags, mode = command.level, command.tags, command.mode
+        level, tags = command.level, command.tags
         if level is Level.DISCARD and Tag.WEIGHTS in tags:
             self.capabilities.require_updatable("sleep(level=2) of the weights")
         self.require_free()
-        if mode is PauseMode.KEEP:
+        if command.mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
         operation = PendingTransition(command.name, command.hold, command.call)
 
@@ -170,7 +167,7 @@ class Controller:
             self.require_free()
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
                 self._engine.reset_caches()
-            prepare(self._ranks, "sleep", level=int(level), tags=[tag.value for tag in tags])
+            prepare(self._ranks, "sleep", level=level, tags=tags)
             return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
@@ -181,16 +178,15 @@ class Controller:
                 self._note(paused=True)
             return operation.report(replies)
 
-        return self._drain_then(operation, mode, act)
+        return self._drain_then(operation, command.mode, act)
 
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
-        tags = command.tags
         self.require_free()
         self._require_none_waiting(command.hold)
         operation = PendingTransition(command.name, command.hold)
 
         def act() -> Any:
-            prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
+            prepare(self._ranks, "wake", tags=command.tags)
             return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
@@ -210,11 +206,9 @@ class Controller:
                 self._note(paused=False)
             return operation.report(replies)
 
-        self._run(operation, act)
-        return operation.reply
+        return self._run(operation, act)
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
-        mode = command.mode
         self.capabilities.require_updatable("update_weights")
         self.require_free()
         self._require_none_waiting(command.hold)
@@ -258,7 +252,7 @@ class Controller:
             operation.seconds["finish"] = time.perf_counter() - start
             return operation.report(received, weight_version=version, ranks=[reply.result for reply in received])
 
-        return self._drain_then(operation, mode, act)
+        return self._drain_then(operation, command.mode, act)
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self.require_free()
@@ -274,14 +268,11 @@ class Controller:
         held = self._held
         if held is not None and command.ticket == held.ticket:
             self._held = None
-            operation = PendingTransition(held.name, held.ticket)
-            self._run(operation, lambda: held.finish(command.commit))
-        elif command.ticket in self._drained and not command.commit:
-            operation = PendingTransition(self._drained.pop(command.ticket), command.ticket)
-            self._run(operation, lambda: None)
-        else:  # the engine may hold the transition of another caller
-            raise StateConflictError("no transition with this ticket waits for a decision")
-        return operation.reply
+            return self._run(PendingTransition(held.name, held.ticket), lambda: held.finish(command.commit))
+        if command.ticket in self._drained and not command.commit:
+            return self._run(PendingTransition(self._drained.pop(command.ticket), command.ticket), lambda: None)
+        # the engine may hold the transition of another caller
+        raise StateConflictError("no transition with this ticket waits for a decision")
 
     def _cancel_drain(self, command: commands.CancelDrain) -> Future[bytes]:
         waiting = [operation for operation in self._draining if command.call in ("", operation.call)]
@@ -340,11 +331,11 @@ class Controller:
         drained.add_done_callback(when_drained)
         return operation.reply
 
-    def _run(self, operation: PendingTransition, act: Callable[[], Any]) -> None:
+    def _run(self, operation: PendingTransition, act: Callable[[], Any]) -> Future[bytes]:
         """Run the body of a transition. Publish the state in any case, and only then send the reply."""
         self._publish(busy=operation.name)
         try:
-            reply: Reply[Any] = Reply(rank=self._engine_rank, result=msgspec.to_builtins(act()))
+            reply: Reply[Any] = Reply(rank=self.status.engine_rank, result=msgspec.to_builtins(act()))
         except Exception as error:
             reply = self._error_reply(operation.name, error)
         try:
@@ -360,6 +351,7 @@ class Controller:
             operation.reply.set_result(encode_reply(reply))
         if self.status.asleep_tags():
             self._engine.call_after_reply(self._publish_residual_memory)
+        return operation.reply
 
     def _decided(self, operation: PendingTransition, finish: Callable[[bool], Any]) -> Any:
         """Finish at once; or, with a ticket, hold the second phase until its `Decide` comes."""
@@ -419,9 +411,9 @@ class Controller:
         self._engine.show(self.status.asleep_tags(), self.status.weight_version)
 
     def _reply(self, result: Any) -> Future[bytes]:
-        return done(Reply(rank=self._engine_rank, result=msgspec.to_builtins(result)))
+        return done(Reply(rank=self.status.engine_rank, result=msgspec.to_builtins(result)))
 
     def _error_reply(self, name: str, error: BaseException) -> Reply[Any]:
         if not isinstance(error, RLMemoryError):
             logger.error("%s failed", name, exc_info=error)
-        return error_reply(self._engine_rank, error)
+        return error_reply(self.status.engine_rank, error)

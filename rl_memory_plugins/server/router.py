@@ -61,8 +61,7 @@ def build_router(
         given = await read_arguments(request, {"tags"})
         api = engine()
         report = await api.run(api.wake_up(**given))
-        asleep = is_sleeping(await api.run(api.status()))
-        return Woken("sleeping" if asleep else "awake", given.get("tags"), report)
+        return Woken("sleeping" if is_sleeping(await status()) else "awake", given.get("tags"), report)
 
     async def update_weights(request: Request, native: NativeUpdate | None = None) -> Updated | Response:
         given = await read_body(request)
@@ -74,7 +73,7 @@ def build_router(
         command = operations.update_weights(**given)
         api = engine()
         report = await api.run(api.transition(command))
-        return Updated("updated", *_version(await api.run(api.status())), report)
+        return Updated("updated", *_version(await status()), report)
 
     async def sleeping(request: Request) -> Sleeping:
         return Sleeping(is_sleeping(await status()))
@@ -100,16 +99,13 @@ def build_router(
 
     router = APIRouter()
     for prefix in prefixes:
+        update = update_weights if prefix else functools.partial(update_weights, native=native_update)
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/sleep", sleep),
             ("POST", "/wake_up", wake_up),
             ("GET", "/is_sleeping", sleeping),
             ("GET", "/memory", memory),
-            (
-                "POST",
-                UPDATE_ROUTE,
-                update_weights if prefix else functools.partial(update_weights, native=native_update),
-            ),
+            ("POST", UPDATE_ROUTE, update),
             ("GET", "/weight_version", weight_version),
             ("GET", "/weights/checksums", checksums),
         ]
