@@ -20,8 +20,6 @@ with needs("server"):
     from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
     from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["RLMemoryConfig"]
-
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20

@@ -44,17 +44,18 @@ def private_directory() -> Path:
 
 
 @contextmanager
-def one_at_a_time(what: str, timeout_s: float, go_on: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Hold the lock of the name `what` in the body. Waits for other processes, but not longer than `timeout_s` seconds.
+def one_at_a_time(name: str, timeout_s: float, keep_waiting: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Hold the lock `name` in the body. Waits for other processes, but not longer than `timeout_s` seconds.
 
     Args:
-        go_on: Whether to wait on. If it returns `False`, or the time is over, the body runs without the lock.
+        keep_waiting: Called between two attempts. If it returns `False`, or the time is over, the body runs without
+            the lock.
     """
-    path = private_directory() / f"{what}.lock"
+    path = private_directory() / f"{name}.lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + timeout_s
-        while not try_lock(fd) and go_on():
+        while not try_lock(fd) and keep_waiting():
             if time.monotonic() > deadline:
                 logger.warning("another process holds the lock %s for more than %g s", path, timeout_s)
                 break

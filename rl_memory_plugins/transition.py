@@ -24,8 +24,8 @@ class PendingTransition:
 
     Args:
         name: A key of `STEPS`.
-        ticket: The ticket of a transition of several data-parallel engines. None of them resumes by itself after it.
-        call: The name for `CancelDrain`.
+        ticket: The ticket of a transition of several data-parallel engines. No engine resumes by itself after it.
+        call: The name of the command for `CancelDrain`.
     """
 
     def __init__(self, name: str, ticket: str = "", call: str = "") -> None:

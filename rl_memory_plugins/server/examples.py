@@ -21,7 +21,7 @@ def _sent(answer: msgspec.Struct) -> Json:
     return sent
 
 
-_DEFAULTS = "the defaults, or what the query says"
+_DEFAULTS = "the defaults, or the parameters of the query"
 
 SLEEP: Json = {
     _DEFAULTS: {},
@@ -32,7 +32,7 @@ WAKE: Json = {_DEFAULTS: {}, "the weights first": {"tags": ["weights"]}}
 UPDATE: Json = {
     "one trainer process for all ranks": {
         "endpoints": {"*": "/tmp/rl-memory-x/weights.sock"},
-        "token": "of the trainer",
+        "token": "the token of the trainer",
         "weight_version": "step-41",
     }
 }

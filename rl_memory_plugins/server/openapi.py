@@ -24,7 +24,7 @@ Json = dict[str, Any]
 SECURITY = "rl_memory_key"
 
 ERRORS = {
-    401: "The engine has a key, and the request does not show it (`AuthenticationError`). The engine's own check may "
+    401: "The engine has a key, and the request does not carry it (`AuthenticationError`). The engine's own check may "
     "come first, and answers in the engine's own shape.",
     403: "The engine has no key, and the request does not come from a client on its machine (`PermissionDeniedError`).",
     409: "Not possible in this state; the message names the call to make first (`StateConflictError`).",
@@ -36,7 +36,7 @@ ERRORS = {
     504: "Running requests did not end within `drain_timeout_s`; nothing was released (`DrainTimeoutError`).",
     507: "Device or host memory does not suffice; nothing was changed (`DeviceMemoryError`, `HostMemoryError`).",
 }
-_BODY_WINS = " Where query and body name a parameter, the body wins."
+_BODY_WINS = " If query and body name a parameter, the body wins."
 _ALL_ROUTES = (401, 403, 500, 503)
 
 _TAG = {"type": "string", "enum": [tag.value for tag in PUBLIC_TAGS]}
@@ -47,10 +47,10 @@ _LEVEL: Json = {
     "description": "0 pauses, 1 keeps the weights in host memory, 2 discards them.",
 }
 _MODES = {"type": "string", "enum": [mode.value for mode in PauseMode]}
-_RUNNING = "What happens to running requests: ended now, waited for, or kept until the wake."
-_TAGS: Json = {"type": "array", "items": _TAG, "minItems": 1, "description": "All tags where it is left out."}
+_RUNNING = "Running requests end now (abort), finish first (wait), or continue afterwards (keep)."
+_TAGS: Json = {"type": "array", "items": _TAG, "minItems": 1, "description": "All tags if it is left out."}
 _TAGS_OF_BODY: Json = {
-    "description": "A list, or names with commas between them. All tags where it is left out or null.",
+    "description": "A list, or names with commas between them. All tags if it is left out or null.",
     "anyOf": [
         {"type": "array", "items": _TAG, "minItems": 1},
         {"type": "string", "examples": ["weights,kv_cache"]},
@@ -70,18 +70,18 @@ _UPDATE: Json = {
         "minProperties": 1,
         "description": "Device → path of the trainer's Unix socket; `*` for all others.",
     },
-    "token": {"type": "string", "minLength": 1, "description": "What the ranks show there."},
+    "token": {"type": "string", "minLength": 1, "description": "The secret that the ranks present to the trainer."},
     "weight_version": {
         "type": ["string", "null"],
         "maxLength": LONGEST_VERSION,
-        "description": "The version afterwards; a counter where none is given.",
+        "description": "The version after the update; a counter if none is given.",
     },
     "mode": {**_MODES, "default": PauseMode.KEEP.value, "description": _RUNNING},
     "timeout_s": {
         "type": ["number", "null"],
         "exclusiveMinimum": 0,
         "maximum": LONGEST_S,
-        "description": "How long the trainer may be silent; the option `update_timeout_s` where none is given.",
+        "description": "The longest silence of the trainer; the option `update_timeout_s` if none is given.",
     },
 }
 #: The body and the answer of SGLang's own callers of the root route `UPDATE_ROUTE`.
@@ -196,7 +196,7 @@ def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
         schema: Json = {"type": "object", "required": ["error"]} if status == 401 else failed
         operation["responses"][str(status)] = _content(ERRORS[status], schema, examples.ERRORS.get(status, {}))
     operation["responses"]["503"]["headers"] = {
-        "Retry-After": {"schema": {"type": "string"}, "description": "Seconds until it is worth another try."}
+        "Retry-After": {"schema": {"type": "string"}, "description": "Seconds to wait before the next try."}
     }
     if route.body:
         body = {"type": "object", "additionalProperties": False, "properties": route.body}
@@ -210,11 +210,9 @@ def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
 
 
 def _take_native(operation: Json) -> None:
-    for content, native in (
-        (operation["requestBody"], _NATIVE_UPDATE),
-        (operation["responses"]["200"], _NATIVE_ANSWER),
-    ):
-        media = content["content"]["application/json"]
+    bodies = ((operation["requestBody"], _NATIVE_UPDATE), (operation["responses"]["200"], _NATIVE_ANSWER))
+    for body, native in bodies:
+        media = body["content"]["application/json"]
         media["schema"] = {"anyOf": [media["schema"], native]}
     operation["responses"]["400"] = _content("The engine's own call is wrong or failed.", {"type": "object"}, {})
 
