@@ -1,11 +1,10 @@
 """Sleep, wake and in-place weight updates for vLLM and SGLang, for reinforcement learning on shared GPUs.
 
-Everything that users import stands in one of four places. The names that most programs need are here: the client of
-an engine's server, errors, records, options, and how weights are sent. `rl_memory_plugins.trainer` has the whole
-trainer's side. `rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` have the two engines.
+Users import from four modules. This module has the names that most programs need: the client of an engine's server,
+errors, records, options, and the functions that send weights. `rl_memory_plugins.trainer` has the trainer's side.
+`rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` have the two engines.
 
-Importing this package imports no engine, no torch, no FastAPI and no pydantic: names that need one are resolved
-when they are first used.
+Importing this package imports no engine, no torch, no FastAPI and no pydantic: the first use of a name imports them.
 """
 
 from __future__ import annotations
@@ -95,16 +94,13 @@ _PACKAGES = ("sglang", "trainer", "vllm")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = _version()
-    elif name in _LAZY:
-        value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    elif name in _PACKAGES:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    if name == "__version__":
+        return _version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
@@ -116,5 +112,5 @@ def _version() -> str:
 
     try:
         return version(__name__)
-    except PackageNotFoundError:  # run from a source tree that is not installed
+    except PackageNotFoundError:  # the package runs from a source tree and is not installed
         return "0+unknown"

@@ -12,7 +12,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 def refusal(engine: EngineStatus) -> EngineAsleepError | None:
-    """The error that says why the engine does not admit requests; `None` if it does.
+    """The error for requests that the engine does not admit; `None` if it admits them.
 
     An engine admits requests while all tags are resident on every rank, the content of the weights is valid, and no
     pause and no transition is under way.
@@ -34,12 +34,8 @@ def refusal(engine: EngineStatus) -> EngineAsleepError | None:
 
 
 def first_refusal(engines: Iterable[EngineStatus]) -> EngineAsleepError | None:
-    """The refusal of the first engine that does not admit requests; a request may be routed to any of them."""
-    for engine in engines:
-        error = refusal(engine)
-        if error is not None:
-            return error
-    return None
+    """The refusal of the first engine that does not admit requests. A request may be routed to any engine."""
+    return next(filter(None, map(refusal, engines)), None)
 
 
 def is_sleeping(engines: Iterable[EngineStatus]) -> bool:

@@ -1,9 +1,9 @@
 """The status board: one page of shared memory on which an engine's controller shows its status.
 
-Server processes read it for every request, so a request is refused without a round trip, and `is_sleeping`
-and `memory_status` answer at once even while the engine is busy with a transition. The controller is the only
-writer. A sequence number before the payload is odd while a write is under way. A checksum of the payload finds what the
-sequence number cannot: a processor that orders memory weakly (Arm) may show its end before the payload's.
+Server processes read the board for every request. They refuse requests without a round trip, and `is_sleeping` and
+`memory_status` answer at once during a transition. Only the controller writes. The sequence number before the payload
+is odd during a write. The checksum covers the case that the sequence number cannot: a processor that orders memory
+weakly (Arm) may show the end of the write before all of the payload.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _HEADER = struct.Struct("=QQI")  # sequence number, payload length, checksum of 
 _SIZE = 1 << 20
 _LOCK_TIMEOUT_S = 10.0
 _WRITE_TIMEOUT_S = 1.0  # a write takes microseconds
-TOLD_S = 1.0
-"""For so long the status that an engine on another host told is taken for true."""
+ANSWER_VALID_S = 1.0
+"""How long the answer of an engine on another host counts as its status."""
 
 
 class StatusBoard:
@@ -39,19 +39,18 @@ class StatusBoard:
 
     def __init__(self) -> None:
         directory = private_directory()
-        with one_at_a_time("boards", _LOCK_TIMEOUT_S):  # a board that is not locked yet looks like a dead process's
+        with one_at_a_time("boards", _LOCK_TIMEOUT_S):  # before its lock, a new board looks like that of a dead process
             _remove_boards_of_dead_processes(directory)
             self._handle, self.path = tempfile.mkstemp(prefix=f"{os.getpid()}-", suffix=".board", dir=directory)
-            try_lock(self._handle)  # held as long as this process lives, which shows that it does
+            try_lock(self._handle)  # held until the process ends: shows that the process lives
         self._owner = os.getpid()
         os.ftruncate(self._handle, _SIZE)
         self._memory = mmap.mmap(self._handle, _SIZE)
         self._sequence = 0
-        self._encoder = msgspec.msgpack.Encoder()
 
     def publish(self, status: EngineStatus) -> None:
-        payload = self._encoder.encode(status)
-        if _HEADER.size + len(payload) > _SIZE:  # found out half-way, it would leave readers waiting for ever
+        payload = msgspec.msgpack.encode(status)
+        if _HEADER.size + len(payload) > _SIZE:  # an error in the middle of the write would leave readers waiting
             raise ValueError(f"a status of {len(payload)} bytes does not fit the board")
         self._memory[: _HEADER.size] = _HEADER.pack(self._sequence + 1, len(payload), 0)
         self._memory[_HEADER.size : _HEADER.size + len(payload)] = payload
@@ -73,9 +72,8 @@ class BoardReader:
         self.path = path
         with Path(path).open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
-        self._decoder = msgspec.msgpack.Decoder(EngineStatus)
         self._seen = -1
-        self._status: EngineStatus | None = None
+        self._status = EngineStatus(ranks=[])
 
     def read(self) -> EngineStatus:
         """The status as it is now.
@@ -86,65 +84,66 @@ class BoardReader:
         deadline = None
         while True:
             sequence, length, checksum = _HEADER.unpack_from(self._memory)
-            if sequence == self._seen and self._status is not None:
+            if sequence == self._seen:
                 return self._status
             payload = self._memory[_HEADER.size : _HEADER.size + length]
             if sequence % 2 == 0 and sequence > 0 and checksum == _checksum(sequence, payload):
-                self._status = self._decoder.decode(payload)
+                self._status = msgspec.msgpack.decode(payload, type=EngineStatus)
                 self._seen = sequence
                 return self._status
             deadline = deadline or time.monotonic() + _WRITE_TIMEOUT_S
             if time.monotonic() > deadline:
-                raise EngineFaultError("the engine's status board is not being written to the end", path=self.path)
+                raise EngineFaultError("the engine has not completed a write of its status board", path=self.path)
             time.sleep(0)
 
 
 def _checksum(sequence: int, payload: bytes) -> int:
-    """Of one state of the board; with the sequence number in it, a payload of another state does not fit."""
+    """The checksum of the payload and its sequence number. The payload of another write does not match."""
     return zlib.crc32(payload, sequence & 0xFFFFFFFF)
 
 
 class Boards:
-    """The status of several engines: read from their boards, or the last that they told from another host.
+    """The status of several engines: from their boards, or from the last answers of engines on other hosts.
 
     Args:
-        told: Each engine's answer to `commands.Hello`.
+        answers: The answer of each engine to `commands.Hello`.
     """
 
-    def __init__(self, told: Sequence[dict[str, Any]]) -> None:
-        self.complete = True
-        self._told_at = time.monotonic()
+    def __init__(self, answers: Sequence[dict[str, Any]]) -> None:
+        self._answered_at: float | None = None  # `None` if all engines have boards here
         self._engines: list[BoardReader | EngineStatus] = []
-        for engine in told:
+        for answer in answers:
             try:
-                self._engines.append(BoardReader(engine["board"]))
+                self._engines.append(BoardReader(answer["board"]))
             except OSError:
-                self._engines.append(msgspec.convert(engine["status"], EngineStatus))
-                self.complete = False
+                self._engines.append(msgspec.convert(answer["status"], EngineStatus))
+                self._answered_at = time.monotonic()
 
     @property
     def outdated(self) -> bool:
-        """Whether what was told may no longer be so: others may have changed it through another server."""
-        return not self.complete and time.monotonic() > self._told_at + TOLD_S
+        """Whether an answer may no longer hold: another server may have changed its engine."""
+        return self._answered_at is not None and time.monotonic() > self._answered_at + ANSWER_VALID_S
 
     def expire(self) -> None:
-        """What was told is no longer so."""
-        self._told_at = -math.inf
+        """Declare the answers outdated."""
+        if self._answered_at is not None:
+            self._answered_at = -math.inf
 
     def read(self, busy: str = "") -> list[EngineStatus]:
         """
         Args:
-            busy: What keeps the engines of other hosts busy, as far as the reader knows, where they did not say it.
+            busy: `EngineStatus.busy` of engines on other hosts, if the reader knows more than their last answers say.
         """
-        return [engine.read() if isinstance(engine, BoardReader) else _told(engine, busy) for engine in self._engines]
-
-
-def _told(status: EngineStatus, busy: str) -> EngineStatus:
-    return msgspec.structs.replace(status, busy=busy) if busy else status
+        return [
+            engine.read()
+            if isinstance(engine, BoardReader)
+            else msgspec.structs.replace(engine, busy=busy or engine.busy)
+            for engine in self._engines
+        ]
 
 
 def _remove_boards_of_dead_processes(directory: Path) -> None:
-    """Containers may share the directory and not their processes' numbers, so it is the locks that count."""
+    """Boards without a lock. Containers may share the directory but not process ids, so the names show nothing."""
     for board in directory.glob("*.board"):
         with suppress(FileNotFoundError), board.open("rb") as file:
             if try_lock(file.fileno()):

@@ -1,7 +1,7 @@
-"""What an engine can do: its adapter declares it once, at the start, and every refusal reads it.
+"""The abilities of an engine. Its adapter declares them once, at the start, and every refusal reads them.
 
-A rank knows its weights and its graphs, the engine its ranks, its peers and its scheduler. So both make the same
-record, and the controller merges them.
+A rank knows its weights and its graphs; the engine knows its ranks, its peers and its scheduler. Both make the same
+record, and the controller merges the records.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import msgspec
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.tags import PauseMode
 
-#: Layers that a record names; a large model has thousands.
+#: The most layers that a record names. A large model has thousands.
 MOST_LAYERS = 20
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """The abilities of one engine. The defaults are those of an engine that can do everything.
+    """The abilities of one engine. With the defaults the engine can do everything.
 
     Attributes:
-        ranks: How many ranks the controller reaches.
+        ranks: The number of ranks that the controller reaches.
         steps_with_peers: The data-parallel engines of a model with experts run every step together. An engine that
             resumes alone waits for the others.
-        modes: The modes that can deal with running requests.
-        fixed_weights: Why no update can ever reach the weights; empty if updates can.
-        fixed_layers: The layers that cause it, at most `MOST_LAYERS`: the name and the quantisation method of each.
-        resident_graphs: Why CUDA graphs stay on the device; empty if they can be released.
+        modes: The modes that the engine supports.
+        fixed_weights: The reason why no update can reach the weights; empty if updates can.
+        fixed_layers: The layers that no update can reach, at most `MOST_LAYERS`: their names and quantisation methods.
+        resident_graphs: The reason why CUDA graphs stay on the device; empty if they can be released.
     """
 
     ranks: int = 1
@@ -38,7 +38,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     resident_graphs: str = ""
 
     def merged(self, ranks: Iterable[Capabilities]) -> Capabilities:
-        """The engine's record with what its ranks declare. The first rank that cannot do something says why."""
+        """The engine's record, merged with those of its ranks. The first rank without an ability gives the reason."""
         merged = self
         for rank in ranks:
             merged = msgspec.structs.replace(
@@ -53,10 +53,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         """Check that an update can bring the weights back.
 
         Args:
-            operation: The call that needs it, for the message.
+            operation: The call that needs the ability, for the message.
 
         Raises:
-            UnsupportedError: no update can reach the weights; `layers` names those that cause it.
+            UnsupportedError: no update can reach the weights; `layers` in its details names the layers.
         """
         if self.fixed_weights:
             raise UnsupportedError(
@@ -70,6 +70,6 @@ EVERYTHING = Capabilities()
 
 
 def fixed_by(error: UnsupportedError) -> Capabilities:
-    """A rank's record, from the error that an update of its weights would raise."""
+    """The record of a rank, from the error that an update of its weights would raise."""
     layers = list(error.details.get("layers", {}).items())
     return Capabilities(fixed_weights=error.message, fixed_layers=dict(layers[:MOST_LAYERS]))

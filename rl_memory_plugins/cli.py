@@ -19,7 +19,7 @@ from rl_memory_plugins import patch_cli
 from rl_memory_plugins.client import EngineClient
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.extras import needs
-from rl_memory_plugins.records import EngineStatus, RankStatus, Report
+from rl_memory_plugins.records import EngineStatus, Report
 
 with needs("cli"):
     import typer
@@ -52,8 +52,7 @@ def serve_vllm(context: typer.Context) -> None:
     """MODEL [ARGS]...  Run `vllm serve MODEL [ARGS]... --rl-memory`."""
     with _reported():
         _require("vllm", "vLLM")
-        environment = with_saver(context.args, os.environ)
-        _exec(vllm_command(context.args), _with_plugin(environment, "VLLM_PLUGINS"))
+        _exec(vllm_command(context.args), _with_plugin(with_saver(context.args, os.environ), "VLLM_PLUGINS"))
 
 
 @serve.command("sglang", context_settings=_PASS_ON, add_help_option=False)
@@ -62,31 +61,27 @@ def serve_sglang(context: typer.Context) -> None:
     with _reported():
         _require("sglang", "SGLang")
         environment = with_saver(context.args, os.environ)
-        if environment.get("SGLANG_PLUGINS"):  # SGLang takes an empty list for no list
+        if environment.get("SGLANG_PLUGINS"):  # to SGLang an empty list means all plugins
             environment = _with_plugin(environment, "SGLANG_PLUGINS")
-        _exec(sglang_command(context.args), environment)
+        _exec(["-m", "sglang.launch_server", *_with_flag(_with_model(context.args, "--model-path"))], environment)
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
-    """What `vllm serve ARGUMENTS` runs, by this interpreter, with our flag.
+    """The arguments of this interpreter for `vllm serve ARGUMENTS` with our flag.
 
-    The CPU build is installed under another name, and vLLM's command line, which asks for the version of
-    `vllm`, does not start there; its server module does.
+    The CPU build has another distribution name. vLLM's command line asks for the version of `vllm` and fails there;
+    vLLM's server module starts.
     """
     try:
         version("vllm")
     except PackageNotFoundError:
-        if arguments and not arguments[0].startswith("-"):
-            arguments = ["--model", *arguments]
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_with_flag(arguments)]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *_with_flag(arguments)]
+        return ["-m", "vllm.entrypoints.openai.api_server", *_with_flag(_with_model(arguments, "--model"))]
+    return ["-m", "vllm.entrypoints.cli.main", "serve", *_with_flag(arguments)]
 
 
-def sglang_command(arguments: Sequence[str]) -> list[str]:
-    """SGLang's launcher with our flag; a first argument that is no option is the model."""
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--model-path", *arguments]
-    return [sys.executable, "-m", "sglang.launch_server", *_with_flag(arguments)]
+def _with_model(arguments: Sequence[str], option: str) -> Sequence[str]:
+    """The arguments, with the option's name before a first argument that is no option: the model."""
+    return [option, *arguments] if arguments and not arguments[0].startswith("-") else arguments
 
 
 def _with_flag(arguments: Sequence[str]) -> list[str]:
@@ -95,13 +90,13 @@ def _with_flag(arguments: Sequence[str]) -> list[str]:
     from rl_memory_plugins.config import RLMemoryConfig
 
     given = any(argument.split("=", 1)[0].replace("_", "-") == FLAG for argument in arguments)
-    if given or RLMemoryConfig.from_environment() is not None:  # a flag would win over what RL_MEMORY holds
+    if given or RLMemoryConfig.from_environment() is not None:  # the flag would win over RL_MEMORY
         return [*arguments]
     return [*arguments, FLAG]
 
 
 def with_saver(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with torch_memory_saver's library preloaded if the options ask for that mode of it."""
+    """The environment; it preloads the library of torch_memory_saver if the options select that mode."""
     from rl_memory_plugins.config import RLMemoryConfig
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -117,7 +112,7 @@ def with_saver(arguments: Sequence[str], environment: Mapping[str, str]) -> dict
 
 
 def _with_plugin(environment: Mapping[str, str], variable: str) -> dict[str, str]:
-    """The environment, with our plugin in the list of allowed ones if there is such a list."""
+    """The environment, with our plugin in the list of allowed plugins if there is a list."""
     listed = environment.get(variable)
     if listed is None:
         return dict(environment)
@@ -132,9 +127,9 @@ def _require(module: str, name: str) -> None:
         )
 
 
-def _exec(command: list[str], environment: dict[str, str]) -> NoReturn:
+def _exec(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
-    os.execvpe(command[0], command, environment)
+    os.execvpe(sys.executable, [sys.executable, *arguments], environment)
 
 
 # -- control ----------------------------------------------------------------------------------------
@@ -143,9 +138,7 @@ def _exec(command: list[str], environment: dict[str, str]) -> NoReturn:
 @app.command()
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
     """Show every rank's memory by tag, and whether requests are admitted."""
-    with _reported(as_json):
-        answer = _call("GET", url, "/memory", api_key)
-        _show(answer, as_json, _print_status)
+    _control("GET", url, "/memory", api_key, as_json, _print_status)
 
 
 @app.command()
@@ -158,23 +151,20 @@ def sleep(
     as_json: AsJson = False,
 ) -> None:
     """Close admission and release memory."""
-    with _reported(as_json):
-        parameters = {"level": level, "tags": tags, "mode": mode}
-        _show(_call("POST", url, "/sleep", api_key, parameters), as_json, _print_transition)
+    body = {"level": level, "tags": tags, "mode": mode}
+    _control("POST", url, "/sleep", api_key, as_json, _print_transition, body)
 
 
 @app.command("wake-up")
 def wake_up(tags: Tags = None, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
     """Take memory back."""
-    with _reported(as_json):
-        _show(_call("POST", url, "/wake_up", api_key, {"tags": tags}), as_json, _print_transition)
+    _control("POST", url, "/wake_up", api_key, as_json, _print_transition, {"tags": tags})
 
 
 @app.command()
 def checksums(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
     """Show checksums of the weights as they are."""
-    with _reported(as_json):
-        _show(_call("GET", url, "/weights/checksums", api_key), as_json, _print_json)
+    _control("GET", url, "/weights/checksums", api_key, as_json, lambda answer: Console().print_json(data=answer))
 
 
 @app.command("version")
@@ -186,7 +176,28 @@ def print_version() -> None:
             typer.echo(f"{distribution} {version(distribution)}")
 
 
-def _call(method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _control(
+    method: str,
+    url: str,
+    route: str,
+    api_key: str,
+    as_json: bool,
+    show: Callable[[dict[str, Any]], None],
+    body: dict[str, Any] | None = None,
+) -> None:
+    """Call a control route, and print its answer: with `--json` as it is, else by `show`."""
+    with _reported(as_json):
+        answer = _call(method, url, route, api_key, body)
+        if as_json:
+            typer.echo(json.dumps(answer, indent=2))
+            return
+        try:
+            show(answer)
+        except (KeyError, TypeError, msgspec.ValidationError):
+            raise RLMemoryError("the server did not answer as control routes do; --json shows its answer") from None
+
+
+def _call(method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None) -> dict[str, Any]:
     with EngineClient(url, api_key) as engine:
         return engine.call(method, route, body)
 
@@ -204,54 +215,29 @@ def _reported(as_json: bool = False) -> Iterator[None]:
 # -- printing ---------------------------------------------------------------------------------------
 
 
-def _show(answer: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-        return
-    try:
-        show(answer)
-    except (KeyError, TypeError, msgspec.ValidationError):
-        raise RLMemoryError("the server did not answer as control routes do; --json shows what it said") from None
-
-
-def _print_json(answer: dict[str, Any]) -> None:
-    Console().print_json(data=answer)
-
-
 def _print_status(answer: dict[str, Any]) -> None:
     engines = msgspec.convert(answer["engines"], list[EngineStatus])
     admitting = "admits requests" if answer["admitting"] else f"admits no requests ({answer['reason']})"
     console = Console()
     console.print(f"{admitting}; weights {answer['content']}, version {answer['weight_version']}")
-    for engine in engines:
-        if engine.busy:
-            console.print(f"engine {engine.engine_rank}: {engine.under_way}")
-        if engine.paused:
-            console.print(f"engine {engine.engine_rank}: paused")
     table = Table("engine", "rank", "device", "tag", "state", "size", "in host memory")
+    lines = []
     for engine in engines:
+        name = f"engine {engine.engine_rank}"
+        if engine.busy:
+            console.print(f"{name}: {engine.under_way}")
+        if engine.paused:
+            console.print(f"{name}: paused")
         for rank in engine.ranks:
+            first = (str(engine.engine_rank), str(rank.rank), rank.device)
             for tag, found in rank.tags.items():
-                table.add_row(
-                    str(engine.engine_rank),
-                    str(rank.rank),
-                    rank.device,
-                    tag,
-                    found.state.value,
-                    size(found.bytes),
-                    size(found.host_bytes),
-                )
+                table.add_row(*first, tag, found.state.value, size(found.bytes), size(found.host_bytes))
+            free, total = size(rank.device_free_bytes), size(rank.device_total_bytes)
+            left = ", ".join(f"{size(nbytes)} {cause}" for cause, nbytes in rank.left.items())
+            lines.append(f"{name} rank {rank.rank}: {free} of {total} free, {rank.allocator} allocator")
+            lines += [f"  {note}" for note in (*rank.notes, *([f"left on the device: {left}"] if left else []))]
     console.print(table)
-    for engine in engines:
-        for rank in engine.ranks:
-            console.print(_rank_line(engine, rank))
-
-
-def _rank_line(engine: EngineStatus, rank: RankStatus) -> str:
-    free, total = size(rank.device_free_bytes), size(rank.device_total_bytes)
-    line = f"engine {engine.engine_rank} rank {rank.rank}: {free} of {total} free, {rank.allocator} allocator"
-    left = [f"{size(nbytes)} {cause}" for cause, nbytes in rank.left.items()]
-    return "\n  ".join([line, *rank.notes, *([f"left on the device: {', '.join(left)}"] if left else [])])
+    console.print("\n".join(lines))
 
 
 def _print_transition(answer: dict[str, Any]) -> None:
@@ -266,14 +252,15 @@ def _print_transition(answer: dict[str, Any]) -> None:
     console.print(", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items()))
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """A number of bytes for a person: `1.5 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -15,12 +14,11 @@ ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself ha
 
 
 def http_client(url: str, api_key: str, timeout: httpx.Timeout | float) -> httpx.Client:
-    """To a server whose every call counts.
+    """A client that opens a new connection for each call, at a cost of less than a millisecond.
 
-    A server closes a kept connection after some idle seconds, and right after an error of its own; a call sent into
-    that moment fails, and cannot be sent again since it may have been carried out. So each call has a connection of its
-    own, which costs less than a millisecond. It is the server that is told: a pool that is to keep none
-    (`max_keepalive_connections=0`) lets one thread close the connection that another has just begun to use.
+    A server closes an idle connection after some seconds, and any connection after an error of its own. A call sent at
+    that moment fails, and must not be repeated because the server may have carried it out. The header asks the server
+    to close the connection. `max_keepalive_connections=0` would let one thread close the connection of another.
     """
     headers = {"Connection": "close"}
     if api_key:
@@ -29,23 +27,23 @@ def http_client(url: str, api_key: str, timeout: httpx.Timeout | float) -> httpx
         base_url=url,
         headers=headers,
         timeout=timeout,
-        limits=httpx.Limits(),  # none: a control call does not wait for a hundred requests to end
-        trust_env=False,  # a proxy has no business between a trainer and its engine
+        limits=httpx.Limits(),  # no limit: a control call must not wait until a hundred requests end
+        trust_env=False,  # no proxy between a trainer and its engine
     )
 
 
 class EngineClient:
-    """One server's control routes; every error of the server is raised as the typed error it is.
+    """The control routes of one server. Raises each error of the server as its own type.
 
     Args:
-        url: The server's address, e.g. `http://127.0.0.1:8000`.
-        api_key: The engine's admin or API key, where it has one.
-        timeout_s: How long the server may say nothing; `None` waits as long as it does. The server has its own
-            deadlines, and a transition goes on without its client.
+        url: The address of the server, e.g. `http://127.0.0.1:8000`.
+        api_key: The admin or API key of the engine, if it has one.
+        timeout_s: The longest silence of the server; `None` for no limit. The server has its own deadlines, and a
+            transition continues without its client.
 
     Raises:
-        RLMemoryError: the address is none.
-        InvalidRequestError: the key cannot be sent.
+        RLMemoryError: the address is not valid.
+        InvalidRequestError: the key has characters that no HTTP header can hold.
     """
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float | None = None) -> None:
@@ -60,20 +58,18 @@ class EngineClient:
     def __enter__(self) -> EngineClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         self._http.close()
 
     def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort") -> dict[str, Any]:
-        """Close admission and release memory. The answer holds the report."""
+        """Close admission and release memory. `report` of the answer holds the report."""
         return self.call("POST", "/sleep", {"level": level, "tags": tags, "mode": mode})
 
     def wake_up(self, tags: Any = None) -> dict[str, Any]:
-        """Take memory back; `status` is `awake` once nothing sleeps any more."""
+        """Take memory back. `status` of the answer is `awake` if no tag sleeps any more."""
         return self.call("POST", "/wake_up", {"tags": tags})
 
     def is_sleeping(self) -> bool:
@@ -102,10 +98,10 @@ class EngineClient:
 
         Args:
             tensors: A module, a mapping of names to tensors, or a `trainer.TensorSource`.
-            receivers: The devices to serve; all of the engine's where not given.
+            receivers: The devices to serve; all devices of the engine if not given.
             **options: As for `trainer.push_weights`.
 
-        Returns: the sender's report, with the engine's under `engine`.
+        Returns: the report of the sender, with the report of the engine as `engine`.
         """
         from rl_memory_plugins.trainer.push import push_weights
 
@@ -114,22 +110,23 @@ class EngineClient:
         )
 
     def post_update(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Have the engine connect to a sender that waits for it; blocks until the update is over."""
+        """Make the engine connect to a sender that waits for it. Blocks until the update has ended."""
         return self.call("POST", "/update_weights_from_ipc", body)
 
     @contextmanager
     def _expected(self) -> Iterator[None]:
-        """Another server may answer anything."""
+        """Raise a typed error for an answer of another form: the address may be that of another server."""
         try:
             yield
         except (KeyError, TypeError):
             raise RLMemoryError(f"{self.url} did not answer as control routes do") from None
 
     def call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Call a control route and give its answer.
+        """Call a control route. Returns its answer.
 
         Raises:
-            RLMemoryError: the server's own error, rebuilt; or a server that has no such route or is not there.
+            RLMemoryError: the error of the server; or the server cannot be reached, or gave no answer.
+            UnsupportedError: the server has no control routes.
         """
         try:
             response = self._http.request(method, ROUTES + route, json=body)
@@ -152,6 +149,6 @@ class EngineClient:
         if response.status_code == 404:
             raise UnsupportedError(
                 f"{self.url} has no control routes: was its engine started with --rl-memory? "
-                f"They are looked for at {response.url}; the address is the server's, without a path like /v1"
+                f"The client asked {response.url}; give it the address of the server, without a path such as /v1"
             )
         raise RLMemoryError(f"{self.url} answered {response.status_code}: {response.text[:500]}")

@@ -7,7 +7,7 @@ nothing checks them again.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ class Command(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sleep(Command, frozen=True):
+    name: ClassVar[str] = "sleep"  # of the transition: a key of `transition.STEPS`, and `EngineStatus.busy`
     level: Level = Level.PRESERVE
     tags: tuple[Tag, ...] = PUBLIC_TAGS
     mode: PauseMode = PauseMode.ABORT
@@ -29,6 +30,7 @@ class Sleep(Command, frozen=True):
 
 
 class WakeUp(Command, frozen=True):
+    name: ClassVar[str] = "wake_up"
     tags: tuple[Tag, ...] = PUBLIC_TAGS
     hold: str = ""
 
@@ -41,6 +43,7 @@ class UpdateWeights(Command, frozen=True):
     `update_timeout_s`.
     """
 
+    name: ClassVar[str] = "update_weights"
     endpoints: dict[str, str]
     token: str
     weight_version: str | None = None
@@ -70,7 +73,7 @@ class Decide(Command, frozen=True):
 
 
 class CancelDrain(Command, frozen=True):
-    """Give up the command of this name if it still waits for running requests. No name means all such commands."""
+    """Give up the command with this `call`, if it still waits for running requests. Without `call`: all of them."""
 
     call: str = ""
 

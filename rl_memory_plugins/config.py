@@ -1,7 +1,7 @@
-"""The options, in one model that the command-line flag, the environment and Python all fill.
+"""The options, in one model for the command-line flag, the environment and Python.
 
-An explicit value wins over the environment (`RL_MEMORY_<OPTION>`), the environment over the default. Whether
-the plugin is enabled is not an option: it is enabled by the presence of a configuration.
+An explicit value wins over the environment (`RL_MEMORY_<OPTION>`), and the environment wins over the default. No option
+enables the plugin: the presence of a configuration does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ with needs("server"):
     from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
     from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["RLMemoryConfig"]
-
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20
@@ -37,7 +35,7 @@ _parse_byte_string = TypeAdapter(ByteSize).validate_python
 
 
 def _parse_bytes(value: object) -> object:
-    """`"1GiB"` to 1073741824; anything that is not a string is left to pydantic."""
+    """Turn `"1GiB"` into 1073741824. Pydantic checks what is no string."""
     if isinstance(value, bool):
         raise ValueError("expected a number of bytes, or a string like 512MiB or 1GiB")
     if isinstance(value, str):
@@ -61,41 +59,41 @@ class RLMemoryConfig(BaseSettings):
     )
 
     allocator: Literal["auto", "vmm", "tms", "host"] = "auto"
-    """Where pausable memory comes from; `auto` takes `vmm` on CUDA, `tms` on ROCm and `host` on CPUs."""
+    """The allocator of pausable memory. `auto` means `vmm` on CUDA, `tms` on ROCm and `host` on CPUs."""
 
     tms_hook_mode: Literal["auto", "torch", "preload"] = "auto"
-    """How torch_memory_saver gets between torch and CUDA: `preload` needs its library in LD_PRELOAD, which
-    `rl-memory serve` arranges; `auto` takes the mode that the process was started for."""
+    """How torch_memory_saver intercepts torch's CUDA calls. `preload` needs its library in LD_PRELOAD, which
+    `rl-memory serve` sets. `auto` takes the mode that the process was started for."""
 
     poison: bool = False
-    """Fill newly mapped pages with NaNs, so that a forgotten restore is loud. Slow, for tests. Released pages
-    need no filling: reading them is a fault on a GPU, and gives nothing of what they held on a CPU."""
+    """Fill newly mapped pages with NaNs, so that tests notice a missing restore. Slow. Released pages need no NaNs:
+    reading them is a fault on a GPU, and on a CPU gives none of the former content."""
 
     eager_backup: bool = False
-    """Copy the weights to host memory in the background, at the start and after each complete update, so that
-    the next level-1 sleep only unmaps."""
+    """Copy the weights to host memory in the background, at the start and after each complete update. The next level-1
+    sleep then only unmaps."""
 
     prepare_host_memory: Literal["auto", "start", "first_use"] = "auto"
-    """When host memory for a copy of the weights is made. `auto`: in the background from the start on, as far as a
-    quarter of the host's memory stays free; a level-2 sleep ends that, and what level-2 sleeps do not need is given
-    back. `start`: in the background from the start on, and kept. `first_use`: at the first sleep that preserves."""
+    """When the engine obtains host memory for a copy of the weights. `auto`: in the background from the start on, while
+    a quarter of the host's memory stays free; a level-2 sleep ends that and gives unneeded memory back. `start`: in the
+    background from the start on, and the memory is kept. `first_use`: at the first sleep that preserves."""
 
     host_arena_max_bytes: Bytes = 0
-    """The most host memory that backups may take, for each process; 0: bounded by the free memory only."""
+    """The most host memory that the backups of one process may take. With 0 only the free memory limits them."""
 
     host_memory_margin_bytes: Bytes = 256 * MiB
-    """Host memory that backups leave free. Exhausted host memory is no error one can catch: the kernel ends a
-    process, often not ours. The margin covers what the machine's other processes allocate while a backup is
-    being made; it stays well below a backup's own size, so it refuses few sleeps that would have worked."""
+    """Host memory that backups leave free. No process can catch exhausted host memory: the kernel kills a process,
+    often of another program. The margin covers allocations of other processes while the engine makes a backup. The
+    margin is far smaller than a backup, and therefore refuses few sleeps that would have worked."""
 
     device_memory_margin_bytes: Bytes = 64 * MiB
     """Device memory that a wake leaves free, for kernels and communicators that allocate on first use."""
 
     update_timeout_s: Seconds = 60.0
-    """How long the trainer may be silent during a weight update before the update is given up."""
+    """The longest silence of the trainer during a weight update. Then the update fails."""
 
     drain_timeout_s: Seconds = 600.0
-    """How long a transition waits for running requests before it gives up and admission opens again."""
+    """How long a transition waits for running requests. Then it fails, and admission opens again."""
 
     allow_cast: bool = False
     """Accept a weight whose dtype differs from the parameter's, and convert it."""
@@ -114,15 +112,15 @@ class RLMemoryConfig(BaseSettings):
 
     @classmethod
     def parse(cls, value: object = None) -> RLMemoryConfig:
-        """Read what the flag or the Python argument holds; unnamed options come from the environment.
+        """Read the value of the flag or of the Python argument. The environment gives all other options.
 
         Args:
-            value: `True`, `None` or an empty string (nothing is named), a JSON object, `key=value,key=value`,
-                a mapping, or a configuration, which is returned as it is.
+            value: `True`, `None` or an empty string (no options), a JSON object, `key=value,key=value`, a mapping, or a
+                configuration, which is returned as it is.
 
         Raises:
-            InvalidRequestError: an unknown option, a bad value, or a value of another form; the details list
-                all options as `allowed` and what is wrong with which as `problems`.
+            InvalidRequestError: an unknown option, a bad value, or a value of another form. The details list all
+                options as `allowed`, and the message for each bad option as `problems`.
         """
         if isinstance(value, RLMemoryConfig):
             return value
@@ -131,14 +129,15 @@ class RLMemoryConfig(BaseSettings):
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> RLMemoryConfig:
-        """The inverse of `to_dict`, for the processes of an engine: the environment has no say in it again."""
-        return cls._validated({**_defaults(), **options})
+        """The inverse of `to_dict`, for the processes of an engine. Does not read the environment again."""
+        defaults = {key: field.default for key, field in cls.model_fields.items()}
+        return cls._validated({**defaults, **options})
 
     @classmethod
     def from_environment(cls) -> RLMemoryConfig | None:
-        """The configuration that `RL_MEMORY` holds, written as for the flag; `None` if it is unset or off.
+        """The configuration in `RL_MEMORY`, written as for the flag; `None` if the variable is unset or off.
 
-        For frameworks that build an engine's arguments themselves and pass no flag on.
+        For frameworks that build the arguments of an engine themselves and pass no flag on.
         """
         value = os.environ.get("RL_MEMORY", "").strip()
         return None if value.lower() in _OFF else cls.parse(value)
@@ -146,10 +145,9 @@ class RLMemoryConfig(BaseSettings):
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from their defaults, as JSON values in alphabetical order.
 
-        vLLM hashes this into the key of its compile cache, so equal configurations give equal dicts.
+        Equal configurations give equal dicts, because vLLM hashes the dict into the key of its compile cache.
         """
-        defaults = _defaults()
-        return {key: value for key, value in sorted(self.model_dump().items()) if value != defaults[key]}
+        return dict(sorted(self.model_dump(exclude_defaults=True).items()))
 
     @classmethod
     def _validated(cls, options: dict[str, Any]) -> RLMemoryConfig:
@@ -160,18 +158,14 @@ class RLMemoryConfig(BaseSettings):
         raise _invalid("; ".join(f"{name}: {why}" for name, why in problems.items()), problems=problems)
 
 
-def _defaults() -> dict[str, Any]:
-    return {key: field.default for key, field in RLMemoryConfig.model_fields.items()}
-
-
 def _name(location: tuple[int | str, ...], options: Mapping[str, Any]) -> str:
-    """How the user wrote the option: a key, or a variable of the environment."""
+    """The option's name as the user wrote it: a key, or a variable of the environment."""
     key = str(location[0])
     return key if key in options else f"{ENV_PREFIX}{key.upper()}"
 
 
 def _warn_of_unknown_variables() -> None:
-    """One that is misspelt would be left out without a word; an engine need not end for it."""
+    """Warn of variables that may be misspelt options. They do not stop the start of an engine."""
     known = {ENV_PREFIX + name.upper() for name in (*RLMemoryConfig.model_fields, *OTHER_VARIABLES)}
     unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
     if unknown:
@@ -179,6 +173,7 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _options(value: object) -> dict[str, Any]:
+    """The named options of a value that `RLMemoryConfig.parse` takes."""
     if value is None or value is True:
         return {}
     if isinstance(value, Mapping):
@@ -188,19 +183,13 @@ def _options(value: object) -> dict[str, Any]:
     text = value.strip()
     if text.lower() in _ON:
         return {}
-    return _json_object(text) if text.startswith("{") else _pairs(text)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        options: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(f"malformed JSON: {error}") from None
-    return options
-
-
-def _pairs(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
+    if text.startswith("{"):
+        try:
+            options = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _invalid(f"malformed JSON: {error}") from None
+        return options
     for pair in text.split(","):
         key, equals, item = (part.strip() for part in pair.partition("="))
         if not equals or not key:

@@ -23,22 +23,10 @@ from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import AnyCommand, done, encode_reply, error_reply
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
-from rl_memory_plugins.errors import (
-    DrainTimeoutError,
-    InvalidRequestError,
-    RLMemoryError,
-    StateConflictError,
-)
-from rl_memory_plugins.records import (
-    INITIAL_VERSION,
-    LONGEST_VERSION,
-    UNKNOWN,
-    EngineStatus,
-    RankStatus,
-    Reply,
-)
+from rl_memory_plugins.errors import DrainTimeoutError, InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.records import LONGEST_VERSION, UNKNOWN, EngineStatus, RankStatus, Reply
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
-from rl_memory_plugins.transition import Held, PendingTransition
+from rl_memory_plugins.transition import PendingTransition
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +56,11 @@ class Controller:
         self._ranks = ranks
         self._engine = engine
         self._board = board
-        self._engine_rank = engine_rank
         self._update_timeout_s = update_timeout_s
-        self._weight_version = INITIAL_VERSION
         self._updates = 0
-        self._paused = False
-        self._busy = ""
         self._draining: list[PendingTransition] = []
-        self._drained: dict[str, str] = {}  # by ticket: the names of transitions that this engine stays drained for
-        self._held: Held | None = None
+        self._drained: dict[str, str] = {}  # ticket to name: the transitions for which this engine stays drained
+        self._held: PendingTransition | None = None  # between its two phases
         self._handlers: dict[type, Callable[[Any], Future[bytes]]] = {
             commands.Sleep: self._sleep,
             commands.WakeUp: self._wake_up,
@@ -100,17 +84,17 @@ class Controller:
         try:
             command = commands.decode_command(payload)
         except msgspec.MsgspecError as error:
-            return done(error_reply(self._engine_rank, InvalidRequestError(f"not a command: {error}")))
+            return done(error_reply(self.status.engine_rank, InvalidRequestError(f"not a command: {error}")))
         return self.obey(command)
 
     def obey(self, command: AnyCommand) -> Future[bytes]:
         try:
             return self._handlers[type(command)](command)
         except Exception as error:
-            return done(self._failed(type(command).__name__, error))
+            return done(self._error_reply(type(command).__name__, error))
 
     def refusal(self) -> RLMemoryError | None:
-        """Why the engine does not admit requests now; `None` if it does."""
+        """The reason why the engine admits no requests now; `None` if it admits them."""
         return admission.refusal(self.status)
 
     def require_free(self) -> None:
@@ -124,27 +108,26 @@ class Controller:
 
     def refresh(self) -> None:
         """Ask all ranks for their state, and publish it."""
-        replies = raise_failures(self._ranks.call("status"))
-        if self._busy == UNKNOWN:
-            self._busy = self._under_way()
-        self._show_ranks(replies)
+        ranks = self._ask_ranks("status")
+        busy = self._under_way() if self.status.busy == UNKNOWN else self.status.busy
+        self._publish(ranks=ranks, busy=busy)
 
     def _refresh_content(self, contents: Sequence[tuple[str, int]] | None) -> None:
         """Publish content and epoch alone: trainers load tensor by tensor, and the whole status takes longer."""
-        if self._busy == UNKNOWN:
+        if self.status.busy == UNKNOWN:
             self.refresh()
             return
         if contents is None:
             contents = [reply.result for reply in raise_failures(self._ranks.call("content"))]
-        self._show(
-            [
-                msgspec.structs.replace(rank, content=Content(content), content_epoch=epoch)
-                for rank, (content, epoch) in zip(self.status.ranks, contents, strict=True)
-            ]
-        )
+        ranks = [
+            msgspec.structs.replace(rank, content=Content(content), content_epoch=epoch)
+            for rank, (content, epoch) in zip(self.status.ranks, contents, strict=True)
+        ]
+        self._publish(ranks=ranks)
 
     def _refresh_or_close(self) -> None:
         """Refresh at the end of a transition, so that the board does not keep the state of its middle."""
+        self._note(busy=self._under_way())
         try:
             self.refresh()
             return
@@ -153,14 +136,13 @@ class Controller:
         try:
             self.refresh()
         except RLMemoryError:
-            self._busy = UNKNOWN
-            self._show(self.status.ranks)
+            self._publish(busy=UNKNOWN)
             raise
 
-    def _account(self) -> None:
+    def _publish_residual_memory(self) -> None:
         """Publish the memory that is left on the devices. Measuring it takes too long for a sleep."""
         try:
-            self._show_ranks(raise_failures(self._ranks.call("account")))
+            self._publish(ranks=self._ask_ranks("account"))
         except Exception:
             logger.exception("the memory that is left on the devices could not be measured")
 
@@ -173,58 +155,58 @@ class Controller:
     ) -> None:
         """Publish changes that the engine's own calls have made, and schedule again if the admission rule holds.
 
-        All data-parallel engines call this at the same time, so an engine that waited for a peer goes on too.
+        All data-parallel engines call this at the same time, so an engine that waited for a peer continues too.
 
         Args:
-            weight_version: The version that the caller gave the new weights, if it gave one.
-            paused: The engine is paused by its own API. Requests in that pause are kept over an update of the engine's
-                own, as on an engine without the plugin.
+            weight_version: The version that the caller gave the new weights, if any.
+            paused: The engine is paused by its own API. As on an engine without the plugin, such a pause keeps requests
+                while the engine's own call updates the weights.
             contents: The content of each rank's weights and its epoch, if known. The ranks are asked otherwise.
         """
-        if weight_version:  # others check neither its length nor its characters
-            self._weight_version = weight_version[:LONGEST_VERSION].encode(errors="replace").decode()
+        if weight_version:  # the engine checks neither its length nor its characters
+            self._note(weight_version=weight_version[:LONGEST_VERSION].encode(errors="replace").decode())
         was_closed = self.refusal() is not None
         self._refresh_content(contents)
         self._resume_if_admitting(lift_pause=False)
         kept = paused and self.status.content is Content.UPDATING
         if not was_closed and self.refusal() is not None and not kept:
-            self._engine.drain(PauseMode.ABORT)  # running requests would go on with a mixture of weights
+            self._engine.drain(PauseMode.ABORT)  # running requests would continue with a mixture of weights
 
     # -- commands -------------------------------------------------------------------------------------------
 
     def _sleep(self, command: commands.Sleep) -> Future[bytes]:
-        level, tags, mode = command.level, command.tags, command.mode
+        level, tags = command.level, command.tags
         if level is Level.DISCARD and Tag.WEIGHTS in tags:
             self.capabilities.require_updatable("sleep(level=2) of the weights")
         self.require_free()
-        if mode is PauseMode.KEEP:
+        if command.mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
-        operation = PendingTransition("sleep", command.hold, command.call)
+        operation = PendingTransition(command.name, command.hold, command.call)
 
         def act() -> Any:
             self.require_free()
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
                 self._engine.reset_caches()
-            prepare(self._ranks, "sleep", level=int(level), tags=[tag.value for tag in tags])
+            prepare(self._ranks, "sleep", level=level, tags=tags)
             return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
             if not agreed:
                 return abort(self._ranks, "sleep")
             replies = commit(self._ranks, "sleep")
-            self._paused = self._paused or level is Level.PAUSE
+            if level is Level.PAUSE:
+                self._note(paused=True)
             return operation.report(replies)
 
-        return self._drain_then(operation, mode, act)
+        return self._drain_then(operation, command.mode, act)
 
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
-        tags = command.tags
         self.require_free()
         self._require_none_waiting(command.hold)
-        operation = PendingTransition("wake_up", command.hold)
+        operation = PendingTransition(command.name, command.hold)
 
         def act() -> Any:
-            prepare(self._ranks, "wake", tags=[tag.value for tag in tags])
+            prepare(self._ranks, "wake", tags=command.tags)
             return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
@@ -233,21 +215,20 @@ class Controller:
             try:
                 replies = commit(self._ranks, "wake")
             except RLMemoryError:
-                paused, self._paused = self._paused, True  # `after_wake` may have failed: the next wake calls it again
+                paused = self.status.paused
+                self._note(paused=True)  # `after_wake` may have failed: the next wake calls it again
                 self.refresh()
                 if self.status.asleep_tags():
-                    self._paused = paused
+                    self._note(paused=paused)
                 raise
             self.refresh()
             if not self.status.asleep_tags():
-                self._paused = False
+                self._note(paused=False)
             return operation.report(replies)
 
-        self._run(operation, act)
-        return operation.reply
+        return self._run(operation, act)
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
-        mode = command.mode
         self.capabilities.require_updatable("update_weights")
         self.require_free()
         self._require_none_waiting(command.hold)
@@ -256,7 +237,7 @@ class Controller:
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
                 asleep=self.status.asleep_tags(),
             )
-        operation = PendingTransition("update_weights", command.hold, command.call)
+        operation = PendingTransition(command.name, command.hold, command.call)
         received: list[Reply[Any]] = []
 
         def act() -> Any:
@@ -286,21 +267,18 @@ class Controller:
             if not agreed:
                 return None
             self._updates += 1
-            self._weight_version = command.weight_version or str(self._updates)
+            version = command.weight_version or str(self._updates)
+            self._note(weight_version=version)
             operation.seconds["finish"] = time.perf_counter() - start
-            return operation.report(
-                received,
-                weight_version=self._weight_version,
-                ranks=[reply.result for reply in received],
-            )
+            return operation.report(received, weight_version=version, ranks=[reply.result for reply in received])
 
-        return self._drain_then(operation, mode, act)
+        return self._drain_then(operation, command.mode, act)
 
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self.require_free()
         operation = PendingTransition(command.operation, command.ticket, command.call)
 
-        def act() -> Any:  # also while another transition is held, which goes first
+        def act() -> Any:  # also while the engine holds another transition, which ends first
             self._drained[operation.ticket] = operation.name
             return {"drained": operation.elapsed()}
 
@@ -310,57 +288,51 @@ class Controller:
         held = self._held
         if held is not None and command.ticket == held.ticket:
             self._held = None
-            operation = PendingTransition(held.name, held.ticket)
-            self._run(operation, lambda: held.finish(command.commit))
-        elif command.ticket in self._drained and not command.commit:
-            operation = PendingTransition(self._drained.pop(command.ticket), command.ticket)
-            self._run(operation, lambda: None)
-        else:  # the transition of another caller may be held
-            raise StateConflictError("no transition with this ticket waits for a decision")
-        return operation.reply
+            return self._run(PendingTransition(held.name, held.ticket), lambda: held.finish(command.commit))
+        if command.ticket in self._drained and not command.commit:
+            return self._run(PendingTransition(self._drained.pop(command.ticket), command.ticket), lambda: None)
+        # the engine may hold the transition of another caller
+        raise StateConflictError("no transition with this ticket waits for a decision")
 
     def _cancel_drain(self, command: commands.CancelDrain) -> Future[bytes]:
-        waiting = [one for one in self._draining if command.call in ("", one.call)]
-        self._draining = [one for one in self._draining if one not in waiting]
+        waiting = [operation for operation in self._draining if command.call in ("", operation.call)]
         for operation in waiting:
             operation.cancelled = True
+            self._draining.remove(operation)
         error: Exception = DrainTimeoutError(
             "running requests did not finish within drain_timeout_s, and nothing was released: "
             "use mode='abort' or mode='keep', or a larger drain_timeout_s"
         )
         try:
             if waiting:
-                self._busy = self._under_way()
                 self._refresh_or_close()
                 if not any(operation.ticket for operation in waiting):
                     self._resume_if_admitting(lift_pause=False)
         except Exception as failure:
             error = failure
         for operation in waiting:
-            operation.reply.set_result(encode_reply(self._failed(operation.name, error)))
-        return self._answered({"cancelled": [operation.name for operation in waiting]})
+            operation.reply.set_result(encode_reply(self._error_reply(operation.name, error)))
+        return self._reply({"cancelled": [operation.name for operation in waiting]})
 
     def _resume(self, command: commands.Resume) -> Future[bytes]:
         self._resume_if_admitting(lift_pause=command.lift_pause)
-        return self._answered(None)
+        return self._reply(None)
 
     def _checksums(self, command: commands.Checksums) -> Future[bytes]:
         self.require_free()
-        replies = raise_failures(self._ranks.call("checksums"))
-        return self._answered([reply.result for reply in replies])
+        return self._reply([reply.result for reply in raise_failures(self._ranks.call("checksums"))])
 
     def _hello(self, command: commands.Hello) -> Future[bytes]:
-        return self._answered({"board": self._board.path if self._board else None, "status": self.status})
+        return self._reply({"board": self._board.path if self._board else None, "status": self.status})
 
     # -- transitions --------------------------------------------------------------------------------
 
     def _drain_then(self, operation: PendingTransition, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
-        self._begin(operation.name)  # first: the server looks up why the drain has ended a request
+        self._publish(busy=operation.name)  # first: the server looks up why the drain has ended a request
         try:
             drained = self._engine.drain(mode)
         except BaseException:
-            self._busy = self._under_way()
-            self._show(self.status.ranks)
+            self._publish(busy=self._under_way())
             raise
         self._draining.append(operation)
 
@@ -379,34 +351,35 @@ class Controller:
         drained.add_done_callback(when_drained)
         return operation.reply
 
-    def _run(self, operation: PendingTransition, act: Callable[[], Any]) -> None:
+    def _run(self, operation: PendingTransition, act: Callable[[], Any]) -> Future[bytes]:
         """Run the body of a transition. Publish the state in any case, and only then send the reply."""
-        self._begin(operation.name)
+        self._publish(busy=operation.name)
         try:
-            reply: Reply[Any] = Reply(rank=self._engine_rank, result=msgspec.to_builtins(act()))
+            reply: Reply[Any] = Reply(rank=self.status.engine_rank, result=msgspec.to_builtins(act()))
         except Exception as error:
-            reply = self._failed(operation.name, error)
-        self._busy = self._under_way()
+            reply = self._error_reply(operation.name, error)
         try:
             self._refresh_or_close()
             if not operation.ticket:
                 if reply.error is not None and self.refusal() is None:
-                    # Reply first: peers that this client does not know may resume in step once it has the answer.
+                    # Reply first: once the caller has the answer, peers that this client does not know may resume too.
                     operation.reply.set_result(encode_reply(reply))
                 self._resume_if_admitting(lift_pause=operation.name == "wake_up")
         except Exception as error:
-            reply = self._failed(operation.name, error)
+            reply = self._error_reply(operation.name, error)
         if not operation.reply.done():
             operation.reply.set_result(encode_reply(reply))
         if self.status.asleep_tags():
-            self._engine.call_after_reply(self._account)
+            self._engine.call_after_reply(self._publish_residual_memory)
+        return operation.reply
 
     def _decided(self, operation: PendingTransition, finish: Callable[[bool], Any]) -> Any:
         """Finish at once; or, with a ticket, hold the second phase until its `Decide` comes."""
         if not operation.ticket:
             return finish(True)
         self._drained.pop(operation.ticket, None)
-        self._held = Held(operation.ticket, operation.name, finish)
+        operation.finish = finish
+        self._held = operation
         return {"held": True}
 
     def _under_way(self) -> str:
@@ -425,17 +398,16 @@ class Controller:
         return [*(operation.name for operation in self._draining), *drained]
 
     def _require_none_waiting(self, ticket: str) -> None:
-        """Check that no other transition waits for running requests, which must go on for it."""
+        """
+        Raises:
+            StateConflictError: another transition waits for running requests, and they must not stop for this one.
+        """
         waiting = self._waiting(besides=ticket)
         if waiting:
             raise StateConflictError(
                 "another call still waits for running requests: let it end, or call sleep(mode='abort')",
                 waiting=waiting,
             )
-
-    def _begin(self, name: str) -> None:
-        self._busy = name
-        self._show(self.status.ranks)
 
     def _resume_if_admitting(self, *, lift_pause: bool) -> None:
         """Schedule again if the admission rule holds."""
@@ -444,26 +416,24 @@ class Controller:
 
     # -- the status ----------------------------------------------------------------------------------------
 
-    def _show_ranks(self, replies: list[Reply[Any]]) -> None:
-        self._show([msgspec.convert(reply.result, RankStatus) for reply in replies])
+    def _ask_ranks(self, method: str) -> list[RankStatus]:
+        return [msgspec.convert(reply.result, RankStatus) for reply in raise_failures(self._ranks.call(method))]
 
-    def _show(self, ranks: list[RankStatus]) -> None:
-        self.status = EngineStatus(
-            ranks=ranks,
-            weight_version=self._weight_version,
-            paused=self._paused,
-            busy=self._busy,
-            engine_rank=self._engine_rank,
-            capabilities=self.capabilities,
-        )
+    def _note(self, **fields: Any) -> None:
+        """Change fields of the status. The next `_publish` publishes them."""
+        self.status = msgspec.structs.replace(self.status, **fields)
+
+    def _publish(self, **fields: Any) -> None:
+        """Change fields of the status, and publish it."""
+        self._note(**fields)
         if self._board is not None:
             self._board.publish(self.status)  # first: servers refuse requests by it
-        self._engine.show(self.status.asleep_tags(), self._weight_version)
+        self._engine.show(self.status.asleep_tags(), self.status.weight_version)
 
-    def _answered(self, result: Any) -> Future[bytes]:
-        return done(Reply(rank=self._engine_rank, result=msgspec.to_builtins(result)))
+    def _reply(self, result: Any) -> Future[bytes]:
+        return done(Reply(rank=self.status.engine_rank, result=msgspec.to_builtins(result)))
 
-    def _failed(self, name: str, error: BaseException) -> Reply[Any]:
+    def _error_reply(self, name: str, error: BaseException) -> Reply[Any]:
         if not isinstance(error, RLMemoryError):
             logger.error("%s failed", name, exc_info=error)
-        return error_reply(self._engine_rank, error)
+        return error_reply(self.status.engine_rank, error)

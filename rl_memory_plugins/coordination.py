@@ -38,17 +38,12 @@ def abort(ranks: RankGroup, operation: str) -> None:
     ranks.call(f"abort_{operation}")
 
 
-def raise_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
-    """Return the ranks' replies, or raise one typed error that names every rank that failed."""
-    return _raise_failures(replies, "rank")
+def raise_failures(replies: Sequence[Reply[Any]], participant: str = "rank") -> list[Reply[Any]]:
+    """Return the replies.
 
-
-def raise_engine_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
-    """The same for the replies of data-parallel engines."""
-    return _raise_failures(replies, "engine_rank")
-
-
-def _raise_failures(replies: Sequence[Reply[Any]], participant: str) -> list[Reply[Any]]:
+    Raises:
+        RLMemoryError: the first error among the replies; its details name every participant that failed.
+    """
     failed = [reply for reply in replies if reply.error is not None]
     if not failed:
         return list(replies)
@@ -57,3 +52,8 @@ def _raise_failures(replies: Sequence[Reply[Any]], participant: str) -> list[Rep
     error.details.setdefault(participant, failed[0].rank)
     error.details.setdefault(f"failed_{participant}s", [reply.rank for reply in failed])
     raise error
+
+
+def raise_engine_failures(replies: Sequence[Reply[Any]]) -> list[Reply[Any]]:
+    """`raise_failures` for the replies of data-parallel engines."""
+    return raise_failures(replies, "engine_rank")

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_memory_plugins import admission, operations
 from rl_memory_plugins.board import Boards
-from rl_memory_plugins.commands import AnyCommand, WakeUp
+from rl_memory_plugins.commands import AnyCommand, UpdateWeights, WakeUp
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply, Report
@@ -28,7 +28,7 @@ class EngineApi(ABC):
     The methods for Python callers check their arguments and build a command; `transition` runs the command.
     """
 
-    _asks_meanwhile = False  # in the background, engines whose status is old, so that no caller waits for them
+    _asks_in_background = False  # engines whose status is old; then no caller waits for them
 
     def __init__(self) -> None:
         self._boards: Boards | None = None
@@ -41,25 +41,27 @@ class EngineApi(ABC):
     def status(self) -> Operation:
         """The status of every engine. Only the first request of a client may wait for a transition.
 
-        An engine on this host publishes its status on its board. An engine on another host sends its status, which
-        counts as busy while a transition of this client is under way, and if it is old and the engine does not answer.
+        An engine on this host publishes its status on its board. The status of an engine on another host is its last
+        answer. It counts as busy while a transition of this client is under way, and if the answer is old and the
+        engine gives no new one.
         """
         known = self.status_now()
         if known:
             return known
-        if self._boards is not None and self._asks_meanwhile:
+        if self._boards is not None and self._asks_in_background:
             return self._boards.read(busy=UNANSWERED)
         return (yield from self._ask()).read()
 
     def status_now(self) -> list[EngineStatus]:
-        """The status, for code that cannot wait; empty if it is not known. The engines refuse requests then."""
+        """The status without waiting; empty if it is not known. The engines refuse requests then."""
         return self._known()
 
     def _known(self) -> list[EngineStatus]:
         if self._boards is None:
             return []
-        if self._transitions:
-            return self._boards.read(busy=_of_most_weight(self._transitions))
+        if self._transitions:  # nothing may start while an update runs
+            update = UpdateWeights.name in self._transitions
+            return self._boards.read(busy=UpdateWeights.name if update else self._transitions[-1])
         return [] if self._boards.outdated else self._boards.read()
 
     def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Operation:
@@ -71,7 +73,7 @@ class EngineApi(ABC):
         return (yield from self.transition(operations.wake_up(tags)))
 
     def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Operation:
-        """Take weights from a trainer's sockets; ends when they are in place. See `commands.UpdateWeights`."""
+        """Take weights from a trainer's sockets. Ends when all ranks hold them. See `commands.UpdateWeights`."""
         return (yield from self.transition(operations.update_weights(endpoints, token, **options)))
 
     def is_sleeping(self) -> Operation:
@@ -83,7 +85,7 @@ class EngineApi(ABC):
         return (yield from self.status())
 
     def weight_version(self) -> Operation:
-        """The version that the last complete update gave."""
+        """The version of the weights after the last complete update."""
         return (yield from self.status())[0].weight_version
 
     def weight_checksums(self) -> Operation:
@@ -97,14 +99,13 @@ class EngineApi(ABC):
         engines = yield from self.status()
         operations.refuse_during_update(engines)
         failure: RLMemoryError | None = None
-        name = operations.name_of(command)
-        self._transitions.append(name)
+        self._transitions.append(command.name)
         try:
             report: Report = yield from operations.transition(command, engines)
         except RLMemoryError as error:
             failure = error
         finally:
-            self._transitions.remove(name)
+            self._transitions.remove(command.name)
             if self._boards is not None:
                 self._boards.expire()
         engines = yield from self._status_after()
@@ -116,8 +117,8 @@ class EngineApi(ABC):
         return report
 
     def _status_after(self) -> Operation:
-        """The status after a transition. Engines on other hosts are asked again, unless another transition of this
-        client is under way: their answers would wait for its end."""
+        """The status after a transition. Asks engines on other hosts again, unless another transition of this client is
+        under way: their answers would wait for its end."""
         return self._known() or (yield from self._ask()).read()
 
     def _ask(self) -> Operation:
@@ -132,7 +133,7 @@ class AsyncioApi(EngineApi):
         drain_timeout_s: How long a transition waits for running requests.
     """
 
-    _asks_meanwhile = True
+    _asks_in_background = True
 
     def __init__(self, drain_timeout_s: float) -> None:
         super().__init__()
@@ -152,30 +153,25 @@ class AsyncioApi(EngineApi):
         return await operations.run_within(operation, self._call, self._drain_timeout_s, self._turns)
 
     def status_now(self) -> list[EngineStatus]:
-        """See `EngineApi.status_now`; where it is old, the engines are asked meanwhile, for those who come next."""
+        """See `EngineApi.status_now`. If the status is old, asks the engines in the background, for later callers."""
         known = self._known()
         if not known and self._boards is not None:
             self._renew()
         return known
 
     async def status_at_first(self) -> list[EngineStatus]:
-        """The status for a client that has never asked; for others as `status_now`."""
+        """`status_now`; the first call of a client waits for the answer of the engines."""
         if self._boards is None:
             await self.run(self.status())
         return self.status_now()
 
     def _renew(self) -> None:
-        """Ask the engines, without waiting for their answers, unless they are being asked already."""
+        """Ask the engines in the background, unless a question is under way."""
         if self._asking is not None and not self._asking.done():
             return
         try:
             asyncio.get_running_loop()
-        except RuntimeError:  # called from outside of the loop: whoever runs it next asks
+        except RuntimeError:  # this thread runs no event loop: the next caller in the loop asks
             return
         self._asking = asyncio.ensure_future(operations.run_async(self._ask(), self._call))
         self._asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())  # `run` raises it
-
-
-def _of_most_weight(transitions: list[str]) -> str:
-    """What a told status is marked with: nothing may start while an update runs."""
-    return "update_weights" if "update_weights" in transitions else transitions[-1]

@@ -13,33 +13,15 @@
     ├── AuthenticationError           401
     ├── PermissionDeniedError         403
     ├── UnsupportedError              422  the engine or its version cannot do this
-    └── EngineFaultError              500  a rank failed in a way that the contract does not foresee
+    └── EngineFaultError              500  a failure that the contract does not foresee
 
-An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle, so its type
-and fields survive every hop from a rank to the HTTP client.
+An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle. Its type and fields
+reach the HTTP client unchanged.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
-
-__all__ = [
-    "AuthenticationError",
-    "DeviceMemoryError",
-    "DrainTimeoutError",
-    "EngineAsleepError",
-    "EngineFaultError",
-    "HostMemoryError",
-    "InvalidRequestError",
-    "ManifestError",
-    "OutOfMemoryError",
-    "PermissionDeniedError",
-    "RLMemoryError",
-    "StateConflictError",
-    "UnsupportedError",
-    "WeightUpdateError",
-    "from_record",
-]
 
 
 class RLMemoryError(Exception):
@@ -59,7 +41,7 @@ class RLMemoryError(Exception):
 
     @property
     def code(self) -> str:
-        """The machine-readable name: the class's own."""
+        """The machine-readable name: the name of the class."""
         return type(self).__name__
 
     def to_record(self) -> dict[str, Any]:
@@ -83,7 +65,7 @@ class StateConflictError(RLMemoryError):
 
 
 class EngineAsleepError(RLMemoryError):
-    """`details["reason"]` says why: `starting`, `asleep`, `stale`, `updating`, `failed` or `paused`."""
+    """`details["reason"]` is one of `starting`, `asleep`, `stale`, `updating`, `failed` and `paused`."""
 
     status = 503
 
@@ -134,15 +116,15 @@ def _subclasses(cls: type[RLMemoryError]) -> dict[str, type[RLMemoryError]]:
 
 
 def from_record(record: dict[str, Any]) -> RLMemoryError:
-    """Rebuild the error that `to_record` described; an unknown name becomes an `EngineFaultError`."""
+    """The error of a record that `to_record` made. An unknown name gives an `EngineFaultError`."""
     cls = _subclasses(RLMemoryError).get(str(record.get("error")), EngineFaultError)
     error = cls(str(record.get("message", "")))
-    error.details.update(record.get("details") or {})  # not as keywords: a peer may use any key
+    error.details.update(record.get("details") or {})  # keyword arguments would fail for a key such as `message`
     return error
 
 
 def as_rl_memory_error(error: BaseException) -> RLMemoryError:
-    """`error` itself if it is ours, else an `EngineFaultError` that names its type."""
+    """`error` itself if this package defines it, else an `EngineFaultError` that names its type."""
     if isinstance(error, RLMemoryError):
         return error
     return EngineFaultError(f"{type(error).__name__}: {error}", type=type(error).__name__)

@@ -1,4 +1,4 @@
-"""The parts of this package that need more than msgspec and httpx, by the extra that installs it."""
+"""Imports of packages that only an extra of this package installs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Around the imports that an extra of this package installs.
+    """For imports in the body: name the extra that installs a missing package.
 
     Raises:
-        ModuleNotFoundError: one of them is not installed; the message names the extra.
+        ModuleNotFoundError: a package is not installed; the message names the extra.
     """
     try:
         yield

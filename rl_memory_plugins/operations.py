@@ -1,13 +1,12 @@
-"""The client's side of every operation, over one or many engines, free of I/O.
+"""The client's side of every operation on one or several engines, without I/O.
 
-Each operation is a generator that yields a command for all engines and is sent their replies. Two drivers run
-it: `run` over a blocking transport and `run_async` over an asyncio one, so that the rules are written once.
+An operation is a generator. It yields a command for all engines and receives their replies. `run` drives it over a
+blocking transport, `run_async` over an asyncio transport; both transports share the rules.
 
-With data parallelism the engines agree first: they are told to hold after their first phase, and a second
-round commits everywhere or undoes everywhere. They schedule again when all of them admit requests, none before.
-Only one transition at a time can be held, so those of one client take turns; what waits for running requests does
-so before its turn, so that an abort can overtake it. A single engine needs one round, and its controller keeps the
-order.
+A single engine needs one round, and its controller keeps the order. Data-parallel engines agree first: each holds the
+transition after the first phase, and a second round commits or undoes on all engines. They schedule again once all of
+them admit requests. An engine holds one transition at a time, and therefore the transitions of one client take turns. A
+transition waits for running requests before its turn, and therefore an abort can overtake it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, Repo
 from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
 
-_begun: set[asyncio.Task[Any]] = set()  # operations that run; the event loop itself holds its tasks only weakly
+_running: set[asyncio.Task[Any]] = set()  # strong references: the event loop holds its tasks only weakly
 
 Operation = Generator[AnyCommand, list[Reply[Any]], Any]
 Transition = commands.Sleep | commands.WakeUp | commands.UpdateWeights
@@ -58,8 +57,8 @@ def update_weights(
     """Build the command; see `commands.UpdateWeights`.
 
     Raises:
-        InvalidRequestError: a value of the wrong type or that is no text, no endpoints, no token, a name that is too
-            long, or a time that is not within 0 and `LONGEST_S`.
+        InvalidRequestError: a value has the wrong type or is no valid text, endpoints or token are empty, the version
+            is too long, or the time is not within 0 and `LONGEST_S`.
     """
     given = {
         "endpoints": endpoints,
@@ -89,16 +88,10 @@ def update_weights(
     return command
 
 
-def name_of(command: Transition) -> str:
-    """What `EngineStatus.busy` says while the command is under way."""
-    names = {commands.Sleep: "sleep", commands.WakeUp: "wake_up", commands.UpdateWeights: "update_weights"}
-    return names[type(command)]
-
-
 def refuse_during_update(engines: Iterable[EngineStatus]) -> None:
     """
     Raises:
-        StateConflictError: an update is running; the engines could not even be asked before it ends.
+        StateConflictError: an update is running. The engines cannot answer a command before it ends.
     """
     if any(engine.busy == "update_weights" for engine in engines):
         raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
@@ -115,11 +108,11 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
     ticket, drained_s = uuid.uuid4().hex, 0.0
     try:
         if not isinstance(command, commands.WakeUp) and command.mode is PauseMode.WAIT:
-            waited = raise_engine_failures((yield commands.Drain(name_of(command), ticket)))
+            waited = raise_engine_failures((yield commands.Drain(command.name, ticket)))
             drained_s = max(reply.result["drained"] for reply in waited)
         raise_engine_failures((yield msgspec.structs.replace(command, hold=ticket)))
-    except Exception:  # a refusal, or the way to an engine broke off; another may hold the operation
-        # An engine that refused holds nothing of ours and answers 409 here, which is as good as an undo.
+    except Exception:  # an engine refused, or the transport failed; other engines may hold the transition
+        # An engine that holds no transition with this ticket answers 409, and nothing has to be undone there.
         yield commands.Decide(ticket, commit=False)
         raise
     report = _merge(raise_engine_failures((yield commands.Decide(ticket, commit=True))))
@@ -158,22 +151,20 @@ def _merge(replies: list[Reply[Any]]) -> Report:
 
 
 def run(operation: Operation, call: Callable[[AnyCommand], list[Reply[Any]]]) -> Any:
-    """Drive an operation over a transport that blocks. It is told of errors of the transport, to undo what it began."""
+    """Drive an operation over a blocking transport; see `run_async`."""
+
+    async def answer(command: AnyCommand) -> list[Reply[Any]]:
+        return call(command)
+
     try:
-        command = next(operation)
-        while True:
-            try:
-                replies = call(command)
-            except Exception as error:
-                command = operation.throw(error)
-            else:
-                command = operation.send(replies)
+        run_async(operation, answer).send(None)  # `answer` never suspends, so this runs to the end
     except StopIteration as end:
         return end.value
+    raise AssertionError("the operation was suspended")
 
 
 async def run_async(operation: Operation, call: Callable[[AnyCommand], Awaitable[list[Reply[Any]]]]) -> Any:
-    """Drive an operation over an asyncio transport; see `run`."""
+    """Drive an operation over an asyncio transport. The operation gets the transport's errors, to undo its work."""
     try:
         command = next(operation)
         while True:
@@ -193,10 +184,11 @@ async def run_within(
     drain_timeout_s: float,
     turns: asyncio.Lock,
 ) -> Any:
-    """Drive an operation; of those that share `turns`, one at a time is held by the engines.
+    """Drive an operation to its end, even if the caller is cancelled.
 
-    If running requests keep a transition waiting for too long, it is given up on all engines. One that has drained is
-    not affected: it runs to its end, also if the caller is cancelled.
+    Args:
+        drain_timeout_s: How long a transition waits for running requests. Then all engines give the transition up.
+        turns: The engines hold one transition at a time of the operations that share this lock.
 
     Raises:
         DrainTimeoutError: the requests did not finish in time; admission is open again.
@@ -208,9 +200,8 @@ async def run_within(
             async def ask(command: AnyCommand) -> list[Reply[Any]]:
                 if isinstance(command, Transition) and command.hold:
                     await turn.enter_async_context(turns)
-                # A question may wait for others' transitions, and ends none.
                 if not isinstance(command, commands.Sleep | commands.UpdateWeights | commands.Drain):
-                    return await call(command)
+                    return await call(command)  # waits for no running requests itself
                 command = msgspec.structs.replace(command, call=uuid.uuid4().hex)
                 answering = asyncio.ensure_future(call(command))
                 done, _ = await asyncio.wait([answering], timeout=drain_timeout_s)
@@ -221,6 +212,6 @@ async def run_within(
             return await run_async(operation, ask)
 
     task = asyncio.ensure_future(in_turn())
-    _begun.add(task)
-    task.add_done_callback(_begun.discard)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
     return await asyncio.shield(task)

@@ -18,11 +18,10 @@ POLL_S = 0.02
 
 
 def private_directory() -> Path:
-    """The directory. It is made if it is not there, and only this user can enter it.
+    """Create the directory if it does not exist. Only this user can enter it.
 
     Raises:
-        PermissionError: another user has put something in its place: a directory, a file or a symbolic link. Nothing
-            was changed.
+        PermissionError: the path leads to another user's directory, a file or a symbolic link. Nothing was changed.
     """
     directory = Path(tempfile.gettempdir(), f"rl-memory-{os.getuid()}")
     with suppress(FileExistsError):
@@ -33,7 +32,7 @@ def private_directory() -> Path:
         raise PermissionError(
             f"{directory} cannot be opened as a directory ({error.strerror}): remove it, or set TMPDIR to another place"
         ) from error
-    try:  # what is checked is what was opened, whatever the path leads to by now
+    try:  # checks the opened directory; the path may lead elsewhere by now
         found = os.fstat(fd)
         if found.st_uid != os.getuid():
             raise PermissionError(f"{directory} belongs to another user: set TMPDIR to another place")
@@ -45,17 +44,18 @@ def private_directory() -> Path:
 
 
 @contextmanager
-def one_at_a_time(what: str, timeout_s: float, go_on: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Wait for other processes that do `what`, for as long as that; then go on all the same, with a warning.
+def one_at_a_time(name: str, timeout_s: float, keep_waiting: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Hold the lock `name` in the body. Waits for other processes, but not longer than `timeout_s` seconds.
 
     Args:
-        go_on: Asked while it waits; if it says no, the body runs at once.
+        keep_waiting: Called between two attempts. If it returns `False`, or the time is over, the body runs without
+            the lock.
     """
-    path = private_directory() / f"{what}.lock"
+    path = private_directory() / f"{name}.lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + timeout_s
-        while not try_lock(fd) and go_on():
+        while not try_lock(fd) and keep_waiting():
             if time.monotonic() > deadline:
                 logger.warning("another process holds the lock %s for more than %g s", path, timeout_s)
                 break
@@ -63,7 +63,7 @@ def one_at_a_time(what: str, timeout_s: float, go_on: Callable[[], bool] = lambd
         try:
             yield
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a fork may have the file open too, so closing it here is not enough
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing would keep the lock if a fork has the file open too
     finally:
         os.close(fd)
 

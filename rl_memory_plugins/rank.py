@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,18 +14,15 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.records import Reply
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
+if TYPE_CHECKING:
+    from rl_memory_plugins.weights.receiver import WeightReceiver
 
-class WeightReceiver(Protocol):
-    """The part of `weights/receiver.py` that a rank uses."""
-
-    def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
-        """Take one update from the trainer. Returns its report, or raises a typed error."""
-
-    def checksums(self) -> dict[str, Any]:
-        """Checksums of the weights as they are."""
-
-    def capabilities(self) -> Capabilities:
-        """Whether an update can ever reach the weights."""
+#: The methods of the manager that the controller calls without conversion, and those of the agent.
+_MANAGER_METHODS = frozenset({"abort_sleep", "abort_wake", "status", "account"})
+_AGENT_METHODS = frozenset(
+    {"prepare_sleep", "commit_sleep", "prepare_wake", "commit_wake"}
+    | {"receive_weights", "finish_update", "checksums", "content", "capabilities"}
+)
 
 
 class RankAgent:
@@ -35,8 +32,8 @@ class RankAgent:
         manager: The state machine of the rank.
         receiver: Takes weight updates.
         after_wake: The engine's own work after tags have become resident again; called with these tags.
-        before_update: The engine's own work before an update: it ends an update of the engine's own that is still open.
-        resident_graphs: Why this rank's CUDA graphs stay on the device; empty if they can be released.
+        before_update: The engine's own work before an update: it ends an open update by the engine's own calls.
+        resident_graphs: The reason why this rank's CUDA graphs stay on the device; empty if they can be released.
     """
 
     def __init__(
@@ -50,27 +47,9 @@ class RankAgent:
         self.manager = manager
         self.receiver = receiver
         self._after_wake = after_wake
-        self._woken: set[Tag] = set()  # whose `after_wake` has not succeeded yet: the next wake calls it again
+        self._woken: set[Tag] = set()  # tags whose `after_wake` has not succeeded yet: the next wake repeats it
         self._before_update = before_update
         self._resident_graphs = resident_graphs
-        self._methods: dict[str, Callable[..., Any]] = {
-            method.__name__: method
-            for method in (
-                self.prepare_sleep,
-                self.commit_sleep,
-                self.abort_sleep,
-                self.prepare_wake,
-                self.commit_wake,
-                self.abort_wake,
-                self.receive_weights,
-                self.finish_update,
-                self.checksums,
-                self.status,
-                self.content,
-                self.account,
-                self.capabilities,
-            )
-        }
 
     def handle(self, payload: bytes) -> bytes:
         """Decode a call, run it, and encode its reply. Never raises: an exception would break the engine's RPC."""
@@ -78,10 +57,11 @@ class RankAgent:
 
     def reply(self, payload: bytes) -> Reply[Any]:
         try:
-            method, arguments = decode_call(payload)
-            if method not in self._methods:
+            method, arguments = msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])
+            if method not in _AGENT_METHODS | _MANAGER_METHODS:
                 raise EngineFaultError(f"this rank has no method {method!r}")
-            return Reply(rank=self.manager.rank, result=msgspec.to_builtins(self._methods[method](**arguments)))
+            result = getattr(self if method in _AGENT_METHODS else self.manager, method)(**arguments)
+            return Reply(rank=self.manager.rank, result=msgspec.to_builtins(result))
         except Exception as error:
             return error_reply(self.manager.rank, error)
 
@@ -93,9 +73,6 @@ class RankAgent:
         self._woken -= {Tag(change.tag) for change in changes}
         return {"changes": changes, "seconds": self.manager.seconds()}
 
-    def abort_sleep(self) -> None:
-        self.manager.abort_sleep()
-
     def prepare_wake(self, tags: list[str]) -> None:
         self.manager.prepare_wake([Tag(tag) for tag in tags])
 
@@ -105,9 +82,6 @@ class RankAgent:
         self._after_wake([tag for tag in PUBLIC_TAGS if tag in self._woken])
         self._woken = set()
         return {"changes": changes, "seconds": self.manager.seconds()}
-
-    def abort_wake(self) -> None:
-        self.manager.abort_wake()
 
     def receive_weights(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
         self.manager.require_writable()
@@ -121,24 +95,13 @@ class RankAgent:
         self.manager.require_writable()
         return self.receiver.checksums()
 
-    def status(self) -> Any:
-        return self.manager.status()
-
     def content(self) -> tuple[str, int]:
         """The content of the weights and its epoch."""
         return self.manager.content.value, self.manager.epoch
 
-    def account(self) -> Any:
-        return self.manager.account()
-
     def capabilities(self) -> Capabilities:
-        own = Capabilities(resident_graphs=self._resident_graphs)
-        return own.merged([self.receiver.capabilities()])
+        return Capabilities(resident_graphs=self._resident_graphs).merged([self.receiver.capabilities()])
 
 
 def encode_call(method: str, arguments: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode((method, arguments))
-
-
-def decode_call(payload: bytes) -> tuple[str, dict[str, Any]]:
-    return msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])

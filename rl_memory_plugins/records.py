@@ -17,7 +17,7 @@ INITIAL_VERSION = "initial"
 """The version of the weights that an engine starts with."""
 
 LONGEST_VERSION = 1024
-"""The most characters of a weight version. Every status holds it, and the space of a status is limited."""
+"""The most characters of a weight version. Every status holds the version, and the status board is limited."""
 
 
 class TagStatus(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 #: `EngineStatus.busy` of an engine whose ranks did not report their state. Any later command asks them again.
 UNKNOWN = "status"
 
-#: What may keep an engine on another host busy that does not answer: a transition of another client, or a long step.
+#: `EngineStatus.busy` of an engine on another host that does not answer: another client's transition may be under way.
 UNANSWERED = "unanswered"
 
 

@@ -1,6 +1,6 @@
 """SGLang with one more argument: `Engine(model_path=…, rl_memory=True)`, and `ServerArgs` for `launch_server`.
 
-Once the package is installed SGLang itself takes the argument; here it is on by default.
+SGLang itself takes the argument too, once the package is installed. Here the default is `True`.
 """
 
 from __future__ import annotations

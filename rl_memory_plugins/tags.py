@@ -1,8 +1,8 @@
-"""The vocabulary of the contract: tags, levels, modes and states, and the checks of a caller's values."""
+"""Tags, levels, modes and states of the contract, and the checks of a caller's values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 from rl_memory_plugins.errors import InvalidRequestError
@@ -36,7 +36,7 @@ class Level(IntEnum):
 
 
 class PauseMode(StrEnum):
-    """The treatment of running requests: ended early, waited for, or recomputed after the wake."""
+    """Running requests end at once, finish first, or continue after the wake with a recomputed KV cache."""
 
     ABORT = "abort"
     WAIT = "wait"
@@ -50,7 +50,7 @@ class TagState(StrEnum):
 
 
 class Content(StrEnum):
-    """Whether the weights' content may answer requests. Only `VALID` may."""
+    """The state of the weights' content. Only `VALID` content may answer requests."""
 
     VALID = "valid"
     STALE = "stale"  # discarded since the last complete update
@@ -59,55 +59,56 @@ class Content(StrEnum):
 
 
 def preserves(level: Level, tag: Tag) -> bool:
-    """The table of the contract: does `sleep(level)` keep this tag's content in host memory?"""
+    """Whether `sleep(level)` keeps the content of this tag in host memory, as the table of the contract says."""
     if tag is Tag.KV_CACHE:
         return False
     return level is Level.PRESERVE or tag is not Tag.WEIGHTS
 
 
 def parse_level(level: object) -> Level:
-    if isinstance(level, bool) or not isinstance(level, (int, str)):
-        raise _invalid("level", level, [v.value for v in Level])
     try:
-        return Level(int(level))
+        if isinstance(level, (int, str)) and not isinstance(level, bool):
+            return Level(int(level))
     except ValueError:
-        raise _invalid("level", level, [v.value for v in Level]) from None
+        pass
+    raise _not_allowed("level", level, list(Level))
 
 
 def parse_mode(mode: object) -> PauseMode:
     try:
         return PauseMode(str(mode))
     except ValueError:
-        raise _invalid("mode", mode, [v.value for v in PauseMode]) from None
+        raise _not_allowed("mode", mode, list(PauseMode)) from None
 
 
 def parse_tags(tags: Iterable[object] | str | None) -> tuple[Tag, ...]:
-    """Check `tags` and return them in canonical order.
+    """Check `tags` and return them in canonical order, each once.
 
-    `None` means all tags. A string is split at its commas. Duplicates are dropped. An empty list is an error: some
-    callers mean no tag by it and others all tags, and both engines have had that as a bug.
+    `None` means all tags. A string is split at its commas. An empty list is an error: some callers mean no tag by it
+    and others all tags, and both engines have had that as a bug.
 
     Raises:
-        InvalidRequestError: empty, or a name that is not a public tag; lists what is allowed.
+        InvalidRequestError: the list is empty, or a name is no public tag; the error lists the allowed tags.
     """
     if tags is None:
         return PUBLIC_TAGS
-    allowed = [tag.value for tag in PUBLIC_TAGS]
     if isinstance(tags, str):
         tags = tags.split(",")
     if isinstance(tags, Mapping) or not isinstance(tags, Iterable):  # as a JSON body can hold
-        raise _invalid("tags", tags, allowed)
+        raise _not_allowed("tags", tags, PUBLIC_TAGS)
     names = [str(tag).strip() for tag in tags]
-    unknown = sorted({name for name in names if name not in allowed})
+    unknown = sorted(set(names) - set(PUBLIC_TAGS))
     if unknown or not names:
-        raise _invalid("tags", unknown or [], allowed)
-    return tuple(tag for tag in PUBLIC_TAGS if tag.value in names)
+        raise _not_allowed("tags", unknown, PUBLIC_TAGS)
+    return tuple(tag for tag in PUBLIC_TAGS if tag in names)
 
 
-def _invalid(field: str, got: object, allowed: list[object] | list[str] | list[int]) -> InvalidRequestError:
-    if field == "tags" and got == []:
-        message = f"tags is empty: leave it out for all tags, or name some of {', '.join(map(str, allowed))}"
+def _not_allowed(field: str, got: object, choice: Sequence[Level | PauseMode | Tag]) -> InvalidRequestError:
+    allowed = [member.value for member in choice]
+    names = ", ".join(map(str, allowed))
+    if got == []:
+        message = f"{field} is empty: leave it out for all {field}, or name some of {names}"
     else:
-        message = f"{field} {got!r} is not allowed: use one of {', '.join(map(str, allowed))}"
+        message = f"{field} {got!r} is not allowed: use one of {names}"
     shown = got if isinstance(got, (int, str, list)) else str(got)
-    return InvalidRequestError(message, field=field, got=shown, allowed=list(allowed))
+    return InvalidRequestError(message, field=field, got=shown, allowed=allowed)

@@ -1,4 +1,4 @@
-"""Seconds by step, as reports have them."""
+"""Measures the steps of reports in seconds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST_S = 7 * 24 * 3600.0
-"""The longest wait that can be asked for: the system counts the milliseconds of some in 31 bits."""
+"""The longest wait that a caller may set: some system calls count milliseconds in 31 bits."""
 
 
 @contextmanager
 def timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    """Add what the body takes to its step, also where it raises."""
+    """Add the duration of the body to its step, also if the body raises."""
     start = time.perf_counter()
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -19,21 +19,13 @@ STEPS = {
 }
 
 
-class Held(NamedTuple):
-    """A transition between its two phases. All data-parallel engines decide together on the second phase."""
-
-    ticket: str
-    name: str
-    finish: Callable[[bool], Any]
-
-
 class PendingTransition:
     """One transition from its command to its reply.
 
     Args:
         name: A key of `STEPS`.
-        ticket: The ticket of a transition of several data-parallel engines. None of them resumes by itself after it.
-        call: The name for `CancelDrain`.
+        ticket: The ticket of a transition of several data-parallel engines. No engine resumes by itself after it.
+        call: The name of the command for `CancelDrain`.
     """
 
     def __init__(self, name: str, ticket: str = "", call: str = "") -> None:
@@ -43,26 +35,22 @@ class PendingTransition:
         self.reply: Future[bytes] = Future()
         self.seconds = dict.fromkeys(STEPS[name], 0.0)
         self.cancelled = False
+        self.finish: Callable[[bool], Any] = lambda commit: None  # the second phase of a transition that is held
         self._start = time.perf_counter()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self._start
 
-    def add_seconds(self, replies: list[Reply[Any]]) -> None:
-        """Add the steps that the ranks ran. The slowest rank counts."""
-        for reply in replies:
-            for step, seconds in reply.result["seconds"].items():
-                self.seconds[step] = max(self.seconds.get(step, 0.0), seconds)
-
     def report(self, replies: list[Reply[Any]], **details: Any) -> Report:
-        """The answer, once all ranks have acted.
+        """The report, once all ranks have acted. In each step the slowest rank counts.
 
         Args:
-            replies: The ranks' own: the tags that each has changed, and its seconds by step.
+            replies: The replies of the ranks: the tags that each has changed, and its seconds by step.
         """
-        self.add_seconds(replies)
+        changes: list[TagChange] = []
+        for reply in replies:
+            changes += msgspec.convert(reply.result.get("changes", ()), list[TagChange])
+            for step, seconds in reply.result["seconds"].items():
+                self.seconds[step] = max(self.seconds.get(step, 0.0), seconds)
         self.seconds["total"] = self.elapsed()
-        changes = [
-            msgspec.convert(change, TagChange) for reply in replies for change in reply.result.get("changes", ())
-        ]
         return Report(changes=changes, seconds=self.seconds, details=details)

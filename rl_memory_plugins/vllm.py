@@ -16,32 +16,31 @@ def _with_config(rl_memory: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     additional = dict(arguments.get("additional_config") or {})
     if rl_memory is None or (rl_memory is True and CONFIG_KEY in additional):
         return arguments
-    # `False` is passed on: it wins over the environment.
+    # `False` stays in the configuration: it wins over the environment.
     additional[CONFIG_KEY] = False if rl_memory is False else RLMemoryConfig.parse(rl_memory).to_dict()
     return {**arguments, "additional_config": additional}
 
 
-class LLM(vllm.LLM):  # type: ignore[misc]
+class _WithRLMemory:
+    """Adds the argument `rl_memory` to a class of vLLM that takes `additional_config`."""
+
+    def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_config(rl_memory, kwargs))
+
+
+class LLM(_WithRLMemory, vllm.LLM):  # type: ignore[misc]
     """`vllm.LLM`.
 
     Args:
-        rl_memory: `True` for the defaults, or for what `additional_config` names; options as
-            `config.RLMemoryConfig.parse` takes them; `False` for an engine without it; `None`: the environment says.
+        rl_memory: `True` for the options in `additional_config`, or the defaults; options as
+            `config.RLMemoryConfig.parse` takes them; `False` for an engine without the plugin; `None` for the options
+            of the environment.
     """
 
-    def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
-        super().__init__(*args, **_with_config(rl_memory, kwargs))
 
-
-class EngineArgs(vllm.EngineArgs):  # type: ignore[misc]
+class EngineArgs(_WithRLMemory, vllm.EngineArgs):  # type: ignore[misc]
     """`vllm.EngineArgs` with `rl_memory`, as for `LLM`."""
 
-    def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
-        super().__init__(*args, **_with_config(rl_memory, kwargs))
 
-
-class AsyncEngineArgs(vllm.AsyncEngineArgs):  # type: ignore[misc]
+class AsyncEngineArgs(_WithRLMemory, vllm.AsyncEngineArgs):  # type: ignore[misc]
     """`vllm.AsyncEngineArgs` with `rl_memory`, as for `LLM`."""
-
-    def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:
-        super().__init__(*args, **_with_config(rl_memory, kwargs))

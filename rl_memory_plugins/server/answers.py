@@ -1,4 +1,4 @@
-"""What the control routes answer, as types. `openapi.py` describes the answers by them."""
+"""The types of the control routes' answers. `openapi.py` derives the schemas from them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rl_memory_plugins.tags import Content, Level, Tag
 class Slept(msgspec.Struct, frozen=True):
     status: Literal["sleeping"]
     level: Level
-    tags: tuple[Tag, ...]  # those that the call meant, in the order in which they sleep
+    tags: tuple[Tag, ...]  # all tags of the call, in the order in which they sleep
     report: Report
 
 
 class Woken(msgspec.Struct, frozen=True):
     status: Literal["awake", "sleeping"]  # whether any tag still sleeps
-    tags: list[str] | str | None  # the caller's own
+    tags: list[str] | str | None  # as the caller wrote them
     report: Report
 
 

@@ -1,4 +1,4 @@
-"""Control routes and gate in an engine's own app."""
+"""Puts the control routes and the gate into an engine's own app."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def attach(
     """Put the control routes in front of the app's own, describe them, and put the gate around the app.
 
     Args:
-        app: A FastAPI app that has not served yet.
+        app: A FastAPI app that has not served a request yet.
         engine: As for `build_router`.
         status: As for `AdmissionGate`.
-        keys: Of the engine; without one, clients on this machine are admitted.
+        keys: The keys of the engine. Without a key, only clients on this machine may call the control routes.
         generation: The paths of all routes that run the model.
         native_update: As for `build_router`.
 

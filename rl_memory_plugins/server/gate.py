@@ -1,13 +1,13 @@
-"""The gate before generation requests: while the engine does not admit any, they are refused at once.
+"""The gate before generation requests: it refuses them at once while the engine admits none.
 
-The engine refuses them too. The gate is earlier: before the body is read and tokenised, and before a streaming
-answer has begun with status 200. A request that passed the gate and found the engine closed when it got there
-is reported by the adapter (`report_refusal`), and gets the same 503 whatever the engine's own server makes of it.
+The engine refuses them too. The gate refuses earlier: before the server reads and tokenises the body, and before a
+streaming answer has begun with status 200. If the engine closes after a request has passed the gate, the adapter calls
+`report_refusal`, and the gate answers the same 503 whatever the engine's own server would answer.
 
-Answers that pass carry the version of the weights when the request was admitted, and when the answer began to be
-sent. A version changes only by an update, so no token of an answer is by older weights than the first says, and no
-token that was there when it began by newer ones than the second. Answers that are sent whole begin when they are
-complete: where both versions are the same, all of it is by these weights.
+An answer that passes carries two weight versions: the version when the request was admitted, and the version when the
+answer began. Only an update changes the version. Therefore no token comes from weights older than the first version,
+and no token that existed when the answer began comes from weights newer than the second. An answer that is sent whole
+begins when it is complete: if both versions are equal, all of it comes from these weights.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ ANSWERED_VERSION = b"x-weight-version-end"
 
 _TRY_AGAIN_LATER = 1013
 
-_PLAIN = "/:=+@"  # besides letters, digits and "_.-~"; other characters of a version are percent-encoded
+_UNQUOTED = "/:=+@"  # besides letters, digits and "_.-~"; other characters of a version are percent-encoded
 
 _refusals: ContextVar[list[RLMemoryError] | None] = ContextVar("rl_memory_refusals", default=None)
 
 
 def report_refusal(error: RLMemoryError) -> None:
-    """Tell the gate of the request that this code runs for that the engine has refused it after all."""
+    """Report to the gate that the engine has refused the request that this code runs for."""
     refusals = _refusals.get()
     if refusals is not None:
         refusals.append(error)
 
 
 def refuse_if_closed(engines: Iterable[EngineStatus]) -> None:
-    """For calls into an engine from Python.
+    """Check admission for a Python call into an engine.
 
     Raises:
-        EngineAsleepError: the engines would not admit a request; the gate of a request that this code runs for
-            answers with it too.
+        EngineAsleepError: the engines do not admit requests. If this code runs for an HTTP request, the gate answers
+            this error.
     """
     refusal = first_refusal(engines)
     if refusal is not None:
@@ -56,15 +56,15 @@ def refuse_if_closed(engines: Iterable[EngineStatus]) -> None:
 
 
 class AdmissionGate:
-    """ASGI middleware that answers 503 with `Retry-After` to generation requests that would not be admitted.
+    """ASGI middleware that answers 503 with `Retry-After` to generation requests that the engines do not admit.
 
-    Answers to the others get the headers `X-Weight-Version` and `X-Weight-Version-End`. A WebSocket is refused before
-    it opens; of what is asked later, by one that is open, the engine's own check is the only one.
+    Answers to admitted requests get the headers `X-Weight-Version` and `X-Weight-Version-End`. The gate refuses a
+    WebSocket before it opens. Only the engine checks the requests that an open WebSocket sends.
 
     Args:
-        app: What all other requests go to, untouched.
-        status: The engines' status; must not block (`board.BoardReader.read`).
-        is_generation: Whether the scope of a request or a WebSocket is a generation's, e.g. `posts_to(...)`.
+        app: The app. It gets all other requests unchanged.
+        status: Returns the status of the engines; must not block (`board.BoardReader.read`).
+        is_generation: Whether the scope of a request or a WebSocket runs the model, e.g. `posts_to(...)`.
     """
 
     def __init__(
@@ -92,44 +92,40 @@ class AdmissionGate:
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
-        admitted = [(ADMITTED_VERSION, _encoded(weight_version(engines)))] if engines else []
-        await self._pass_on(scope, receive, send, admitted)
+        await self._pass_on(scope, receive, send, _version_header(ADMITTED_VERSION, engines))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, admitted: list[tuple[bytes, bytes]]) -> None:
-        """Run the request; if it is refused late, answer in the place of the engine's server.
+        """Run the request. If the engine refuses it before the answer begins, answer instead of the engine's server.
 
         Args:
-            admitted: The header with the version of the weights when the request was admitted, where that is known.
+            admitted: The header with the version of the weights when the request was admitted, if it is known.
         """
         late: list[RLMemoryError] = []
         _refusals.set(late)
-        started = replaced = False
+        started = False
 
-        async def send_or_replace(message: Message) -> None:
-            nonlocal started, replaced
+        async def send_unless_refused(message: Message) -> None:
+            nonlocal started
             if late and not started:
-                started = replaced = True
-                await error_response(late[0])(scope, receive, send)
-            elif not replaced:
-                started = True
-                if message["type"] == "http.response.start":
-                    headers = [*admitted, *self._answered_version()]
-                    message = {**message, "headers": [*message.get("headers", ()), *headers]}
-                await send(message)
+                return  # the refusal takes the place of this answer
+            started = True
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), *admitted, *self._answered_version()]
+                message = {**message, "headers": headers}
+            await send(message)
 
         try:
-            await self._app(scope, receive, send_or_replace)
+            await self._app(scope, receive, send_unless_refused)
         except Exception:
-            if not late or (started and not replaced):
+            if not late or started:
                 raise
-            if not started:  # the server's handler for unforeseen errors is outside of this middleware
-                await error_response(late[0])(scope, receive, send)
+        if late and not started:
+            await error_response(late[0])(scope, receive, send)
 
     def _answered_version(self) -> list[tuple[bytes, bytes]]:
-        """The header, unless the status cannot be read any more: the answer is there all the same."""
+        """The header, or none if the status cannot be read any more: the answer is complete without it."""
         try:
-            engines = list(self._status())
-            return [(ANSWERED_VERSION, _encoded(weight_version(engines)))] if engines else []
+            return _version_header(ANSWERED_VERSION, list(self._status()))
         except Exception:
             return []
 
@@ -137,17 +133,17 @@ class AdmissionGate:
 async def _refuse(refusal: RLMemoryError, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "http" or "websocket.http.response" in scope.get("extensions", {}):
         await error_response(refusal)(scope, receive, send)
-    else:  # a server that cannot answer a handshake otherwise makes a 403 of it
+    else:  # the server cannot send a body in answer to a handshake; it makes a 403 of the close message
         await send({"type": "websocket.close", "code": _TRY_AGAIN_LATER})
 
 
-def _encoded(version: str) -> bytes:
-    return quote(version, safe=_PLAIN).encode()
+def _version_header(name: bytes, engines: list[EngineStatus]) -> list[tuple[bytes, bytes]]:
+    return [(name, quote(weight_version(engines), safe=_UNQUOTED).encode())] if engines else []
 
 
 def posts_to(paths: Iterable[str]) -> Callable[[Scope], bool]:
-    """A predicate for `AdmissionGate`: POST and PUT requests and WebSockets to exactly these paths, below the app's
-    root path."""
+    """A predicate for `AdmissionGate`: POST and PUT requests and WebSockets to exactly these paths, with or without
+    the root path of the app."""
     guarded = frozenset(paths)
 
     def matches(scope: Scope) -> bool:

@@ -1,7 +1,7 @@
 """The control routes in `/openapi.json`: parameters, bodies, answers and errors.
 
-FastAPI reads none of these from the routes, whose endpoints take the bare request: they read parameters by rules of
-their own, and answer errors in a shape of their own. Schemas of answers are made of the types that are sent.
+FastAPI cannot derive these: the endpoints take the bare request, read parameters by their own rules, and answer errors
+in their own shape. The schemas of answers come from the types in `answers.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from rl_memory_plugins.timing import LONGEST_S
 
 Json = dict[str, Any]
 
-_METHODS = frozenset({"get", "put", "post", "delete", "options", "head", "patch", "trace"})
-
 SECURITY = "rl_memory_key"
 
 ERRORS = {
-    401: "The engine has a key, and the request does not show it (`AuthenticationError`). The engine's own check may "
+    401: "The engine has a key, and the request does not carry it (`AuthenticationError`). The engine's own check may "
     "come first, and answers in the engine's own shape.",
     403: "The engine has no key, and the request does not come from a client on its machine (`PermissionDeniedError`).",
     409: "Not possible in this state; the message names the call to make first (`StateConflictError`).",
@@ -38,8 +36,8 @@ ERRORS = {
     504: "Running requests did not end within `drain_timeout_s`; nothing was released (`DrainTimeoutError`).",
     507: "Device or host memory does not suffice; nothing was changed (`DeviceMemoryError`, `HostMemoryError`).",
 }
-_BODY_WINS = " Where query and body name a parameter, the body wins."
-_READS = (401, 403, 500, 503)
+_BODY_WINS = " If query and body name a parameter, the body wins."
+_ALL_ROUTES = (401, 403, 500, 503)
 
 _TAG = {"type": "string", "enum": [tag.value for tag in PUBLIC_TAGS]}
 _LEVEL: Json = {
@@ -49,10 +47,10 @@ _LEVEL: Json = {
     "description": "0 pauses, 1 keeps the weights in host memory, 2 discards them.",
 }
 _MODES = {"type": "string", "enum": [mode.value for mode in PauseMode]}
-_RUNNING = "What happens to running requests: ended now, waited for, or kept until the wake."
-_TAGS: Json = {"type": "array", "items": _TAG, "minItems": 1, "description": "All tags where it is left out."}
+_RUNNING = "Running requests end now (abort), finish first (wait), or continue afterwards (keep)."
+_TAGS: Json = {"type": "array", "items": _TAG, "minItems": 1, "description": "All tags if it is left out."}
 _TAGS_OF_BODY: Json = {
-    "description": "A list, or names with commas between them. All tags where it is left out or null.",
+    "description": "A list, or names with commas between them. All tags if it is left out or null.",
     "anyOf": [
         {"type": "array", "items": _TAG, "minItems": 1},
         {"type": "string", "examples": ["weights,kv_cache"]},
@@ -72,21 +70,21 @@ _UPDATE: Json = {
         "minProperties": 1,
         "description": "Device → path of the trainer's Unix socket; `*` for all others.",
     },
-    "token": {"type": "string", "minLength": 1, "description": "What the ranks show there."},
+    "token": {"type": "string", "minLength": 1, "description": "The secret that the ranks present to the trainer."},
     "weight_version": {
         "type": ["string", "null"],
         "maxLength": LONGEST_VERSION,
-        "description": "The version afterwards; a counter where none is given.",
+        "description": "The version after the update; a counter if none is given.",
     },
     "mode": {**_MODES, "default": PauseMode.KEEP.value, "description": _RUNNING},
     "timeout_s": {
         "type": ["number", "null"],
         "exclusiveMinimum": 0,
         "maximum": LONGEST_S,
-        "description": "How long the trainer may be silent; the option `update_timeout_s` where none is given.",
+        "description": "The longest silence of the trainer; the option `update_timeout_s` if none is given.",
     },
 }
-#: What SGLang's own callers send to the root route of this name, and what they get.
+#: The body and the answer of SGLang's own callers of the root route `UPDATE_ROUTE`.
 _NATIVE_UPDATE: Json = {
     "title": "The engine's own",
     "type": "object",
@@ -108,89 +106,46 @@ class _Route(msgspec.Struct, frozen=True):
     summary: str
     answer: type
     answers: Json  # examples
-    statuses: tuple[int, ...]
-    query: Json = {}
+    errors: tuple[int, ...] = ()  # besides those of all routes
     body: Json = {}
-    required: tuple[str, ...] = ()
     bodies: Json = {}  # examples
+    required: tuple[str, ...] = ()  # in the body
+
+    @property
+    def query(self) -> Json:
+        """The parameters that the query may hold. A body with required parameters holds a token: no place in a URL."""
+        return {} if self.required or not self.body else {**self.body, "tags": _TAGS}
 
 
 def _routes() -> list[_Route]:
     from rl_memory_plugins.weights.checksums import ReplicaChecksums
 
+    release = "Release memory"
+    take_back = "Take memory back"
+    update = "Take weights from a trainer's sockets; ends when they are in place"
+    sleeping = "Whether any tag is released or the engine is paused"
+    memory = "Every rank's memory by tag, and whether requests are admitted; never waits"
+    version = "The version that the last complete update gave, and whether the weights may be used"
+    sums = "Checksums of the weights as they are, over all engines"
     return [
-        _Route(
-            "post",
-            "/sleep",
-            "sleep",
-            "Release memory",
-            Slept,
-            examples.SLEPT,
-            (*_READS, 409, 422, 504, 507),
-            query={**_SLEEP, "tags": _TAGS},
-            body=_SLEEP,
-            bodies=examples.SLEEP,
-        ),
-        _Route(
-            "post",
-            "/wake_up",
-            "wake_up",
-            "Take memory back",
-            Woken,
-            examples.WOKEN,
-            (*_READS, 409, 422, 507),
-            query={"tags": _TAGS},
-            body=_WAKE,
-            bodies=examples.WAKE,
-        ),
+        _Route("post", "/sleep", "sleep", release, Slept, examples.SLEPT, (409, 422, 504, 507), _SLEEP, examples.SLEEP),
+        _Route("post", "/wake_up", "wake_up", take_back, Woken, examples.WOKEN, (409, 422, 507), _WAKE, examples.WAKE),
         _Route(
             "post",
             UPDATE_ROUTE,
             "update_weights_from_ipc",
-            "Take weights from a trainer's sockets; ends when they are in place",
+            update,
             Updated,
             examples.UPDATED,
-            (*_READS, 409, 422, 502, 504, 507),
-            body=_UPDATE,
+            (409, 422, 502, 504, 507),
+            _UPDATE,
+            examples.UPDATE,
             required=("endpoints", "token"),
-            bodies=examples.UPDATE,
         ),
-        _Route(
-            "get",
-            "/is_sleeping",
-            "is_sleeping",
-            "Whether any tag is released or the engine is paused",
-            Sleeping,
-            examples.SLEEPING,
-            _READS,
-        ),
-        _Route(
-            "get",
-            "/memory",
-            "memory",
-            "Every rank's memory by tag, and whether requests are admitted; never waits",
-            Memory,
-            examples.MEMORY,
-            _READS,
-        ),
-        _Route(
-            "get",
-            "/weight_version",
-            "weight_version",
-            "The version that the last complete update gave, and whether the weights may be used",
-            Version,
-            examples.VERSION,
-            _READS,
-        ),
-        _Route(
-            "get",
-            "/weights/checksums",
-            "weight_checksums",
-            "Checksums of the weights as they are, over all engines",
-            ReplicaChecksums,
-            examples.CHECKSUMS,
-            (*_READS, 409, 422),
-        ),
+        _Route("get", "/is_sleeping", "is_sleeping", sleeping, Sleeping, examples.SLEEPING),
+        _Route("get", "/memory", "memory", memory, Memory, examples.MEMORY),
+        _Route("get", "/weight_version", "weight_version", version, Version, examples.VERSION),
+        _Route("get", "/weights/checksums", "weight_checksums", sums, ReplicaChecksums, examples.CHECKSUMS, (409, 422)),
     ]
 
 
@@ -199,8 +154,8 @@ def specification(prefixes: Sequence[str], *, has_key: bool, native_update: bool
 
     Args:
         prefixes: As given to `build_router`.
-        has_key: Whether a key is needed.
-        native_update: Whether the root route of an update takes the engine's own bodies too.
+        has_key: Whether callers need a key.
+        native_update: Whether the root route `UPDATE_ROUTE` also takes the engine's own bodies.
     """
     routes = _routes()
     answers, components = msgspec.json.schema_components(
@@ -224,7 +179,7 @@ def specification(prefixes: Sequence[str], *, has_key: bool, native_update: bool
 
 
 def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
-    where = "" if prefix else "_at_root"  # the engine may have a route of this name too, with an id of its own
+    where = "" if prefix else "_at_root"  # the engine may have its own route of this name, with its own id
     operation: Json = {
         "tags": ["rl_memory"],
         "operationId": f"rl_memory_{route.name}{where}",
@@ -237,11 +192,11 @@ def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
             "200": _content("It is done." if route.method == "post" else "The answer.", answer, route.answers)
         },
     }
-    for status in sorted(route.statuses):
+    for status in sorted((*_ALL_ROUTES, *route.errors)):
         schema: Json = {"type": "object", "required": ["error"]} if status == 401 else failed
         operation["responses"][str(status)] = _content(ERRORS[status], schema, examples.ERRORS.get(status, {}))
-    operation["responses"].get("503", {})["headers"] = {
-        "Retry-After": {"schema": {"type": "string"}, "description": "Seconds until it is worth another try."}
+    operation["responses"]["503"]["headers"] = {
+        "Retry-After": {"schema": {"type": "string"}, "description": "Seconds to wait before the next try."}
     }
     if route.body:
         body = {"type": "object", "additionalProperties": False, "properties": route.body}
@@ -255,11 +210,9 @@ def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
 
 
 def _take_native(operation: Json) -> None:
-    for content, native in (
-        (operation["requestBody"], _NATIVE_UPDATE),
-        (operation["responses"]["200"], _NATIVE_ANSWER),
-    ):
-        media = content["content"]["application/json"]
+    bodies = ((operation["requestBody"], _NATIVE_UPDATE), (operation["responses"]["200"], _NATIVE_ANSWER))
+    for body, native in bodies:
+        media = body["content"]["application/json"]
         media["schema"] = {"anyOf": [media["schema"], native]}
     operation["responses"]["400"] = _content("The engine's own call is wrong or failed.", {"type": "object"}, {})
 
@@ -276,13 +229,13 @@ def _named(values: Json) -> Json:
 
 
 def described(openapi: Callable[[], Json], ours: Json) -> Callable[[], Json]:
-    """An app's `openapi` that describes our routes too, in the place of those that ours hide.
+    """The `openapi` method of an app, with our routes in the place of the app's routes of the same path and method.
 
-    No operation id is there twice. FastAPI gives one id to all methods of a route, and warns of it.
+    Operation ids are unique. FastAPI gives all methods of a route the same id, and warns about it.
 
     Args:
-        openapi: The app's own.
-        ours: What `specification` gives.
+        openapi: The app's own method.
+        ours: The result of `specification`.
     """
 
     def with_ours() -> Json:
@@ -290,21 +243,20 @@ def described(openapi: Callable[[], Json], ours: Json) -> Callable[[], Json]:
             warnings.filterwarnings("ignore", message="Duplicate Operation ID")
             schema = openapi()
         for path, operations in ours["paths"].items():
-            schema.setdefault("paths", {}).setdefault(path, {}).update(operations)
+            schema["paths"].setdefault(path, {}).update(operations)
         for kind, named in ours["components"].items():
             schema.setdefault("components", {}).setdefault(kind, {}).update(named)
-        _make_distinct(schema)
+        for operations in schema["paths"].values():
+            _make_ids_distinct(operations)
         return schema
 
     return with_ours
 
 
-def _make_distinct(schema: Json) -> None:
-    """Put the method behind an operation id that another method of the same path has too."""
+def _make_ids_distinct(operations: Json) -> None:
+    """Append the method to an operation id that another method of the same path has too."""
     seen: set[str] = set()
-    for operations in schema["paths"].values():
-        for method, operation in operations.items():
-            if method in _METHODS and "operationId" in operation:
-                if operation["operationId"] in seen:
-                    operation["operationId"] += f"_by_{method}"
-                seen.add(operation["operationId"])
+    for method, operation in operations.items():
+        if operation["operationId"] in seen:
+            operation["operationId"] += f"_by_{method}"
+        seen.add(operation["operationId"])

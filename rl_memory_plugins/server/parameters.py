@@ -1,4 +1,4 @@
-"""How the parameters of a control route are read: from the query and from a JSON body, of which the body wins."""
+"""Reads the parameters of a control route from the query and from a JSON body. The body wins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ MAX_BODY_BYTES = 1 << 20
 
 
 async def read_arguments(request: Request, allowed: Collection[str]) -> dict[str, Any]:
-    """The parameters of the query and of the body, unchecked but for their names.
+    """The parameters of the query and of the body, with their names checked and their values not.
 
-    An unknown name is an error: a misspelt `tags` would otherwise mean all tags.
+    Raises:
+        InvalidRequestError: an unknown name (a misspelt `tags` would otherwise mean all tags), a name that the query
+            gives twice, or a body that `read_body` refuses.
     """
     query: dict[str, Any] = {}
     for name in request.query_params:
@@ -35,10 +37,10 @@ async def read_arguments(request: Request, allowed: Collection[str]) -> dict[str
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object in the request's body; no body is an empty one.
+    """The JSON object in the body of the request; empty if there is no body.
 
     Raises:
-        InvalidRequestError: not a JSON object, or larger than `MAX_BODY_BYTES`, of which no more is read.
+        InvalidRequestError: the body is no JSON object, or exceeds `MAX_BODY_BYTES`; the rest of it is not read.
     """
     body = bytearray()
     async for chunk in request.stream():

@@ -1,4 +1,4 @@
-"""How answers and errors look on the wire; one shape for the control routes and for the gate."""
+"""HTTP responses of the control routes and of the gate: answers, and errors in one shape."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ from rl_memory_plugins.errors import RLMemoryError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-#: `type` of every error body. OpenAI's clients expect the field; programs tell errors apart by `code`.
+#: `type` of every error body. OpenAI's clients expect the field; `code` distinguishes the errors.
 ERROR_TYPE = "rl_memory_error"
 
 
 class AnswerOf(Response):
-    """What another ASGI app answers to the same request, of which the body has been read.
+    """The answer of another ASGI app to the same request, after the body has been read.
 
     Args:
         app: The other app.
-        body: What it reads.
+        body: The body that the other app reads.
     """
 
     def __init__(self, app: ASGIApp, body: dict[str, Any]) -> None:
         super().__init__()
         self._app = app
-        self._read = msgspec.json.encode(body)
+        self._messages: list[Message] = [
+            {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False},
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = [self._read]
+        async def receive_again() -> Message:
+            return self._messages.pop() if self._messages else await receive()
 
-        async def receive_read() -> Message:
-            if left:
-                return {"type": "http.request", "body": left.pop(), "more_body": False}
-            return await receive()
-
-        await self._app(scope, receive_read, send)
+        await self._app(scope, receive_again, send)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -47,7 +45,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_body(error: RLMemoryError) -> dict[str, Any]:
-    """`{"error": {"code", "type", "message", "details"}}`, which clients of OpenAI's API can read too."""
+    """`{"error": {"code", "type", "message", "details"}}`. Clients of OpenAI's API can read this form."""
     return {"error": {"code": error.code, "type": ERROR_TYPE, "message": error.message, "details": error.details}}
 
 

@@ -1,8 +1,7 @@
 """The control routes, the same for both engines.
 
-`POST /sleep`, `POST /wake_up`, `GET /is_sleeping`, `GET /memory`, `POST /update_weights_from_ipc`,
-`GET /weight_version` and `GET /weights/checksums`. Every route answers JSON, also on errors (`responses.error_body`),
-whatever handlers the app has. `openapi.py` describes them.
+Every route answers JSON, also on errors (`responses.error_body`), whatever exception handlers the app has. `openapi.py`
+describes the routes.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ def build_router(
     A transition that has begun runs to its end even if its client goes away.
 
     Args:
-        engine: Gives the engine API, whose `run` returns coroutines. Raises while the engine is starting.
-        auth: Who may call.
-        native_update: The engine's own route at the root that has the path of our update: gives its answer to a
-            body that is meant for it.
+        engine: Returns the engine API, whose `run` returns coroutines. Raises while the engine is starting.
+        auth: The check of the caller.
+        native_update: The engine's own route with the path `UPDATE_ROUTE`: returns its answer, or `None` for a body
+            that is not meant for it.
     """
 
     async def sleep(request: Request) -> Slept:
@@ -62,10 +61,9 @@ def build_router(
         given = await read_arguments(request, {"tags"})
         api = engine()
         report = await api.run(api.wake_up(**given))
-        asleep = is_sleeping(await api.run(api.status()))
-        return Woken("sleeping" if asleep else "awake", given.get("tags"), report)
+        return Woken("sleeping" if is_sleeping(await status()) else "awake", given.get("tags"), report)
 
-    async def update_weights_from_ipc(request: Request, native: NativeUpdate | None = None) -> Updated | Response:
+    async def update_weights(request: Request, native: NativeUpdate | None = None) -> Updated | Response:
         given = await read_body(request)
         answer = native(given) if native is not None else None
         if answer is not None:
@@ -75,8 +73,7 @@ def build_router(
         command = operations.update_weights(**given)
         api = engine()
         report = await api.run(api.transition(command))
-        engines = await api.run(api.status())
-        return Updated("updated", version_of(engines), _content(engines), report)
+        return Updated("updated", *_version(await status()), report)
 
     async def sleeping(request: Request) -> Sleeping:
         return Sleeping(is_sleeping(await status()))
@@ -84,18 +81,12 @@ def build_router(
     async def memory(request: Request) -> Memory:
         engines = await status()
         refusal = first_refusal(engines)
-        return Memory(
-            admitting=refusal is None,
-            reason=None if refusal is None else refusal.details["reason"],
-            is_sleeping=is_sleeping(engines),
-            weight_version=version_of(engines),
-            content=_content(engines),
-            engines=engines,
-        )
+        reason = None if refusal is None else refusal.details["reason"]
+        version, content = _version(engines)
+        return Memory(refusal is None, reason, is_sleeping(engines), version, content, engines)
 
     async def weight_version(request: Request) -> Version:
-        engines = await status()
-        return Version(version_of(engines), _content(engines))
+        return Version(*_version(await status()))
 
     async def checksums(request: Request) -> Any:
         api = engine()
@@ -108,29 +99,26 @@ def build_router(
 
     router = APIRouter()
     for prefix in prefixes:
-        update = update_weights_from_ipc
+        update = update_weights if prefix else functools.partial(update_weights, native=native_update)
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/sleep", sleep),
             ("POST", "/wake_up", wake_up),
             ("GET", "/is_sleeping", sleeping),
             ("GET", "/memory", memory),
-            ("POST", UPDATE_ROUTE, update if prefix else functools.partial(update, native=native_update)),
+            ("POST", UPDATE_ROUTE, update),
             ("GET", "/weight_version", weight_version),
             ("GET", "/weights/checksums", checksums),
         ]
-        for method, path, handler in routes:
+        for method, path, handler in routes:  # described by `openapi.py`, not by FastAPI
+            endpoint = _answering(handler, auth)
             router.add_api_route(
-                prefix + path,
-                _answering(handler, auth),
-                methods=[method],
-                response_model=None,
-                include_in_schema=False,  # `openapi.py` does it
+                prefix + path, endpoint, methods=[method], response_model=None, include_in_schema=False
             )
     return router
 
 
 def _answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that admits the caller first and turns results and errors into responses."""
+    """An endpoint that checks the caller first, and turns results and errors into responses."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -145,6 +133,6 @@ def _answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Await
     return endpoint
 
 
-def _content(engines: Sequence[EngineStatus]) -> Content:
-    """The worst content of all engines."""
-    return EngineStatus(ranks=[rank for engine in engines for rank in engine.ranks]).content
+def _version(engines: list[EngineStatus]) -> tuple[str, Content]:
+    """The weight version of all engines, and their worst content."""
+    return version_of(engines), EngineStatus(ranks=[rank for engine in engines for rank in engine.ranks]).content

@@ -18,7 +18,7 @@ from rl_memory_plugins.transition import STEPS
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-ERRORS = {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
+ERRORS = {name: error for name, error in vars(errors).items() if name.endswith("Error")}
 
 
 def rows(path: Path) -> list[list[str]]:

@@ -177,7 +177,7 @@ def test_what_was_told_by_another_host_is_not_believed_for_long(monkeypatch: pyt
     assert not api.run(api.is_sleeping())
     engine.asleep = ["weights"]
     assert not api.run(api.is_sleeping())
-    monkeypatch.setattr(board, "TOLD_S", -1.0)
+    monkeypatch.setattr(board, "ANSWER_VALID_S", -1.0)
     assert api.status_now() == []
     assert api.run(api.is_sleeping())
 
@@ -198,7 +198,7 @@ async def until(condition: Any) -> None:
 def test_an_engine_on_another_host_is_known_to_be_busy_while_this_client_s_transition_runs(
     begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "TOLD_S", 0.01)
+    monkeypatch.setattr(board, "ANSWER_VALID_S", 0.01)
 
     async def main() -> None:
         engine = SlowEngine()
@@ -228,7 +228,7 @@ def test_an_engine_on_another_host_is_known_to_be_busy_while_this_client_s_trans
 
 def test_the_status_of_an_engine_that_does_not_answer_is_given_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another client's transition runs, or a long step."""
-    monkeypatch.setattr(board, "TOLD_S", 0.01)
+    monkeypatch.setattr(board, "ANSWER_VALID_S", 0.01)
 
     async def main() -> None:
         engine = SlowEngine()
@@ -251,7 +251,7 @@ def test_the_status_of_an_engine_that_does_not_answer_is_given_without_it(monkey
 
 
 def test_an_old_status_is_asked_for_again_and_seldom_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "TOLD_S", 0.05)
+    monkeypatch.setattr(board, "ANSWER_VALID_S", 0.05)
 
     async def main() -> None:
         engine = SlowEngine()
@@ -267,7 +267,7 @@ def test_an_old_status_is_asked_for_again_and_seldom_waited_for(monkeypatch: pyt
 
 
 def test_an_engine_that_is_gone_is_an_error_and_not_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "TOLD_S", -1.0)
+    monkeypatch.setattr(board, "ANSWER_VALID_S", -1.0)
 
     async def main() -> None:
         api = RemoteApi(SlowEngine())
