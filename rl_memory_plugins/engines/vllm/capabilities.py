@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_memory_plugins.capabilities import Capabilities
+from rl_memory_plugins.engines import rank_builder
 from rl_memory_plugins.tags import PauseMode
 
 
@@ -19,16 +20,6 @@ def capabilities_of(core: Any) -> Capabilities:
 
 
 def resident_graphs(allocator: Any, parallel: Any) -> str:
-    """Why a worker's CUDA graphs stay on the device; empty if they can be released.
-
-    Args:
-        allocator: The allocator of the worker.
-        parallel: vLLM's parallel configuration.
-    """
-    if not hasattr(allocator, "pool_id"):
-        return f"the {allocator.name} allocator has no pool for graphs"
-    if parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce:
-        return (
-            "custom all-reduce registers the memory of graphs with other ranks; start with --disable-custom-all-reduce"
-        )
-    return ""
+    """See `rank_builder.resident_graphs`; `parallel` is vLLM's parallel configuration."""
+    registered = parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce
+    return rank_builder.resident_graphs(allocator, registered=registered, remedy="--disable-custom-all-reduce")

@@ -81,12 +81,12 @@ def test_a_request_that_may_hold_images_is_refused_by_the_core():
     """It has got them then, as this side's half of the cache says."""
     api = SimpleNamespace(status_now=lambda: [ASLEEP])
 
-    async def ask(sent_on, *outputs):
+    async def ask(core_refuses, *outputs):
         async def stream():
             for one in outputs:
                 yield one
 
-        return [one async for one in _checked_stream(api, stream(), sent_on=sent_on)]
+        return [one async for one in _checked_stream(api, stream(), core_refuses=core_refuses)]
 
     with pytest.raises(EngineAsleepError) as caught:
         asyncio.run(ask(True, output(REFUSED + "asleep")))
