@@ -1,6 +1,6 @@
 """SGLang with one more argument: `Engine(model_path=…, rl_memory=True)`, and `ServerArgs` for `launch_server`.
 
-Once the package is installed SGLang itself takes the argument; here it is on by default.
+With the package installed, `sglang.Engine` takes the argument too. The classes of this module enable it by default.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class LLM(vllm.LLM):  # type: ignore[misc]
     """`vllm.LLM`.
 
     Args:
-        rl_memory: `True` for the defaults, or for what `additional_config` names; options as
-            `config.RLMemoryConfig.parse` takes them; `False` for an engine without it; `None`: the environment says.
+        rl_memory: `True` for the options in `additional_config`, else the defaults; or options for
+            `config.RLMemoryConfig.parse`. `False` disables the plugin. With `None` the environment decides.
     """
 
     def __init__(self, *args: Any, rl_memory: Any = True, **kwargs: Any) -> None:

@@ -47,20 +47,6 @@ def install(hooks: Hooks) -> None:
         setattr(engine, name, _method(name))
 
 
-class _Call:
-    """One command under way. Every engine answers once."""
-
-    def __init__(self, engines: int) -> None:
-        self.engines = engines
-        self.replies: dict[int, Reply[Any]] = {}
-        self.done: asyncio.Future[list[Reply[Any]]] = asyncio.get_running_loop().create_future()
-
-    def add(self, reply: Reply[Any]) -> None:
-        self.replies[reply.rank] = reply
-        if len(self.replies) == self.engines and not self.done.done():
-            self.done.set_result([self.replies[rank] for rank in sorted(self.replies)])
-
-
 class SglangApi(AsyncioApi):
     """The contract over a `TokenizerManager`. Its coroutines run on that manager's event loop."""
 
@@ -68,7 +54,7 @@ class SglangApi(AsyncioApi):
         super().__init__(config.drain_timeout_s)
         self._tokenizer = tokenizer
         self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, list[asyncio.Future[Reply[Any]]]] = {}  # by request: the answer of each engine
 
     # -- transport --------------------------------------------------------------------------------------------
 
@@ -79,19 +65,20 @@ class SglangApi(AsyncioApi):
         to_schedulers = self._tokenizer.release_memory_occupation_communicator
         engines = 1 if has_attention_dp(self._tokenizer.server_args) else to_schedulers._fan_out
         rid = uuid.uuid4().hex
-        call = self._calls[rid] = _Call(engines)
+        answers = self._calls[rid] = [asyncio.get_running_loop().create_future() for _ in range(engines)]
         try:
             to_schedulers._send(RLMemoryReqInput(rid=rid, payload=commands.encode_command(command)))
-            return await call.done
+            return await asyncio.gather(*answers)
         finally:
             del self._calls[rid]
 
     def on_reply(self, output: Any) -> None:
-        call = self._calls.get(output.rid)
-        if call is not None:  # else the caller is gone
-            call.add(decode_reply(output.payload))
+        reply = decode_reply(output.payload)
+        answers = self._calls.get(output.rid)
+        if answers is not None and not answers[reply.rank].done():  # else the caller is gone
+            answers[reply.rank].set_result(reply)
 
-    # -- SGLang's own words -----------------------------------------------------------------------------------
+    # -- SGLang's own calls -----------------------------------------------------------------------------------
 
     def transition(self, command: Transition) -> Operation:
         report: Report = yield from super().transition(command)

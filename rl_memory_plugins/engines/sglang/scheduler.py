@@ -78,7 +78,7 @@ class SglangScheduler:
         def send(done: Future[bytes]) -> None:
             if self.ranks.rank == 0:
                 output = RLMemoryReqOutput(rid=request.rid, payload=done.result())
-                self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+                self._answer(output, request)
 
         self.controller.execute(request.payload).add_done_callback(send)
 
@@ -92,8 +92,7 @@ class SglangScheduler:
         others = []
         for request in requests:
             if is_health_check_generate_req(request):
-                output = HealthCheckOutput(rid=request.rid)
-                self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+                self._answer(HealthCheckOutput(rid=request.rid), request)
             else:
                 others.append(request)
         return others
@@ -131,9 +130,10 @@ class SglangScheduler:
             "message": refusal.message,
             "err_type": refusal.code,
         }
-        self._scheduler.ipc_channels.send_to_tokenizer.send_output(
-            AbortReq(rid=request.rid, finished_reason=reason, abort_message=refusal.message), request
-        )
+        self._answer(AbortReq(rid=request.rid, finished_reason=reason, abort_message=refusal.message), request)
+
+    def _answer(self, output: Any, request: Any) -> None:
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
 
 
 def given_version(server_args: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
@@ -65,9 +66,13 @@ class VllmApi(EngineApi):
     def transition(self, command: Transition) -> Operation:
         report: Report = yield from super().transition(command)
         if isinstance(command, commands.Sleep):
-            _record_sleep(self._engine, 1, command.level)
+            state = (1, int(command.level))
         elif isinstance(command, commands.WakeUp) and not (yield from self.is_sleeping()):
-            _record_sleep(self._engine, 0, 0)
+            state = (0, 0)
+        else:
+            return report
+        if self._engine.logger_manager is not None:  # vLLM's own metrics of sleep
+            self._engine.logger_manager.record_sleep_state(*state)
         return report
 
     def wake_up(self, tags: object = None) -> Operation:
@@ -151,33 +156,20 @@ def _end(call: Future[Any] | asyncio.Future[Any]) -> None:
         end()
 
 
-def _record_sleep(engine: Any, asleep: int, level: int) -> None:
-    """Keep vLLM's own sleep metrics right."""
-    if engine.logger_manager is not None:
-        engine.logger_manager.record_sleep_state(asleep, level)
-
-
 def api_of(engine: Any, make: type[SyncApi] | type[AsyncApi]) -> Any:
     """The engine's API, made at first use; `None` if the engine is not enabled."""
-    api = engine.__dict__.get("rl_memory")
-    if api is None:
+    if "rl_memory" not in vars(engine):
         config = config_of(engine.vllm_config)
-        if config is None:
-            return None
-        api = engine.rl_memory = make(engine, config)
-    return api
+        engine.rl_memory = None if config is None else make(engine, config)
+    return engine.rl_memory
 
 
-def _sync_api(engine: Any) -> Any:
-    return api_of(engine, SyncApi)
+_sync_api = functools.partial(api_of, make=SyncApi)
+_async_api = functools.partial(api_of, make=AsyncApi)
 
 
 def _llm_api(llm: Any) -> Any:
-    return api_of(llm.llm_engine, SyncApi)
-
-
-def _async_api(engine: Any) -> Any:
-    return api_of(engine, AsyncApi)
+    return _sync_api(llm.llm_engine)
 
 
 def _running(operation: str, get: Callable[[Any], Any]) -> Make:

@@ -8,6 +8,7 @@ plain tensors keep their addresses, and every post-load step of the first load r
 
 from __future__ import annotations
 
+import inspect
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -82,13 +83,13 @@ class LayerwiseReload:
     def _passed_over(self, transformed: Mapping[str, str]) -> dict[str, str]:
         """The layers with a parameter whose weights a reload would lose, see `FirstLoad`; empty if none is known."""
         first_load = first_load_of(self._model)
-        if first_load is None or not first_load.is_known:
+        if first_load is None or not first_load.filled:
             return {}
         if first_load.passed_over is None:
             layers = dict(self._model.named_modules())
             with self.checkpoint_layout() as layout:
                 places = [name.rpartition(".") for name in layout]
-            names = [layer for layer, _, name in places if not first_load.has_given(layers[layer], name)]
+            names = [layer for layer, _, name in places if (layers[layer], name) not in first_load.filled]
             first_load.passed_over = {name: transformed.get(name, type(layers[name]).__name__) for name in names}
         return first_load.passed_over
 
@@ -257,10 +258,9 @@ def _without_memory(meta: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty(meta.shape, dtype=meta.dtype)
     tensor.__class__ = meta.__class__
     tensor.__dict__ = dict(meta.__dict__)
-    loader = getattr(tensor, "weight_loader", None)
-    unwrapped = loader
-    while getattr(unwrapped, "__name__", "") == "online_process_loader":  # the collecting loader of the first load
-        unwrapped = getattr(unwrapped, "__wrapped__")  # noqa: B009
+    loader: Any = getattr(tensor, "weight_loader", None)
+    # The first load may have left its collecting loader around the parameter's own.
+    unwrapped = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
     if unwrapped is not loader:
         tensor.weight_loader = unwrapped
     return tensor
