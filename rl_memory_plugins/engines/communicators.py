@@ -1,4 +1,4 @@
-"""Both engines make their NCCL communicators through a class of the same shape."""
+"""The memory of NCCL communicators. Both engines make their communicators by a class `PyNcclCommunicator`."""
 
 from __future__ import annotations
 

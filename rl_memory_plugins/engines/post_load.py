@@ -39,9 +39,9 @@ class PostLoad:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        # The operators of the first load, by layer and whether the step is the layer's own.
-        self._first: dict[tuple[torch.nn.Module, bool], set[str]] = {}
-        self._now = self._first
+        # The operators of a load, by layer and whether the step is the layer's own.
+        self._first_load: dict[tuple[torch.nn.Module, bool], set[str]] = {}
+        self._this_load = self._first_load
         self._derived: dict[torch.nn.Module, list[StorageWeakRef]] = {}
         self._keeping: set[torch.nn.Module] = set()
 
@@ -55,7 +55,7 @@ class PostLoad:
 
     def transformed(self) -> dict[str, str]:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""
-        return self._described(layer for layer, _ in self._first)
+        return self._described(layer for layer, _ in self._first_load)
 
     def hidden(self) -> dict[str, str]:
         """The transformed layers that keep derived tensors outside all modules, where a reload cannot replace them."""
@@ -93,17 +93,17 @@ class PostLoad:
                 run: the scales stay unless the update has new ones.
         """
         self.watch()
-        self._now = {}
+        self._this_load = {}
         try:
             yield
-            for (layer, own), first in self._first.items():
-                now = self._now.get((layer, own))
-                if own:  # the step finds the layout that it left, and may write in place
+            for (layer, own), first in self._first_load.items():
+                now = self._this_load.get((layer, own))
+                if own:  # a layer's own step finds the layout of its last run, and may write in place
                     first = first - {NEW_LAYOUT}
                 optional = partial or (hasattr(type(layer), STEP) and not own)
                 if (now is None and optional) or (now is not None and first <= now):
                     continue
-                ((name, method),) = self._described([layer]).items()
+                name, method = next(iter(self._described([layer]).items()))
                 skipped = sorted(first - (now or set()))
                 raise WeightUpdateError(
                     f"the engine's reload left {name} without its post-load processing by {method}: "
@@ -113,7 +113,7 @@ class PostLoad:
                     skipped=skipped,
                 )
         finally:
-            self._now = self._first
+            self._this_load = self._first_load
 
     def _watched(self, step: Callable[..., Any], owner: torch.nn.Module | None) -> Callable[..., Any]:
         """Wrap a step of the layer `owner`; or, without `owner`, of a method whose first argument is the layer."""
@@ -128,9 +128,9 @@ class PostLoad:
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if reads.keeping:
                 self._keeping.add(layer)
-            if found or self._now is not self._first:  # at a later load, also record that the step ran
-                self._now.setdefault((layer, owner is not None), set()).update(found)
-            if found and self._now is self._first:  # graphs are captured after the first load
+            if found or self._this_load is not self._first_load:  # at a later load, also record that the step ran
+                self._this_load.setdefault((layer, owner is not None), set()).update(found)
+            if found and self._this_load is self._first_load:  # graphs are captured after the first load
                 kept = [*self._derived.get(layer, ()), *reads.storages]
                 self._derived[layer] = [storage for storage in kept if not storage.expired()]
             return result
@@ -154,7 +154,7 @@ def of(model: torch.nn.Module) -> PostLoad | None:
 def transformed_in(model: torch.nn.Module) -> int:
     """The number of a model's post-load steps that have transformed weights; 0 if the model is not watched."""
     watch = of(model)
-    return 0 if watch is None else len(watch._first)
+    return 0 if watch is None else len(watch._first_load)
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -218,7 +218,7 @@ class _Calls(TorchFunctionMode):  # type: ignore[misc]
 def _is_copy_of_itself(func: Any, args: Any) -> bool:
     return (
         func is torch.ops.aten.copy_.default
-        and isinstance(args[1], torch.Tensor)  # torch takes a number too
+        and isinstance(args[1], torch.Tensor)  # `copy_` takes a number too
         and args[0].data_ptr() == args[1].data_ptr()
         and args[0].stride() == args[1].stride()
     )

@@ -1,4 +1,4 @@
-"""Both adapters make the manager, the receiver and the agent of a rank in the same way."""
+"""The manager, the receiver and the agent of a rank, for both adapters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build_manager(
         arena,
         discardable,
         poison=config.poison,
-        # vLLM reads masked entries of the KV cache, SGLang its table of requests and its padding rows: all as zeros.
+        # vLLM expects zeros in masked entries of the KV cache, SGLang in its table of requests and its padding rows.
         zero_on_wake=(Tag.KV_CACHE,),
         eager_backup=config.eager_backup,
         notes=notes,

@@ -31,7 +31,7 @@ class RankedGroup:
     """The ranks that run this controller in step. They exchange replies over their process group for CPU tensors.
 
     Args:
-        agent: This rank's.
+        agent: The agent of this rank.
         group: The `torch.distributed` group of all ranks that receive each request.
     """
 
@@ -98,7 +98,7 @@ class SglangEngine:
         self._after_reply.append(act)
 
     def poll(self) -> None:
-        """Complete the drains that have ended, in the order of their begin. All ranks call it at the same point."""
+        """Complete the drains that have ended, oldest first. All ranks call this at the same point."""
         while self._after_reply:
             self._after_reply.pop()()
         if self._drains and self._scheduler._engine_paused:
@@ -137,7 +137,7 @@ class SglangEngine:
             self._scheduler.max_queued_requests = limit
 
     def _settle_while_paused(self) -> None:
-        """Do the work that a paused event loop skips and a drain waits for. All ranks call it at the same point."""
+        """Do the work that a paused event loop skips and a drain waits for. All ranks call this at the same point."""
         scheduler = self._scheduler
         if scheduler.enable_hierarchical_cache:  # copies to host memory may have ended unnoticed
             scheduler.tree_cache.check_hicache_events()
@@ -174,7 +174,7 @@ class SglangEngine:
     def reset_caches(self) -> None:
         forget_embeddings()
         if self.kv_cache_sleeps:
-            return  # the sleep has flushed it, and its memory is released
+            return  # the sleep has flushed the KV cache and released its memory
         # Emptying torch's cache takes longer than a weight update. A sleep empties it where that frees enough.
         if not self._ranks.all(self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False))):
             raise EngineFaultError("SGLang refused to flush its caches although no request is running")

@@ -10,8 +10,8 @@ from rl_memory_plugins.tags import PauseMode
 
 
 def capabilities_of(core: Any) -> Capabilities:
-    """The abilities by the core's class: when its KV cache has been made, vLLM has not finished to make the core."""
-    # An engine can wait for requests where a loop steps meanwhile and says when nothing is left.
+    """The abilities of an engine core, by its class: vLLM makes the KV cache before the instance is complete."""
+    # A core can wait for requests if its loop steps meanwhile and reports when it is idle.
     can_wait = hasattr(core, "_notify_idle_state_callbacks")
     return Capabilities(
         steps_with_peers=hasattr(core, "_has_global_unfinished_reqs"),

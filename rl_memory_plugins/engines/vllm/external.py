@@ -45,7 +45,7 @@ class ExternalRanks:
         self._rank = rank
         self._ranks = ranks
         self._calls = 0
-        self._failure: StateConflictError | None = None  # of the last call that a rank has missed
+        self._failure: StateConflictError | None = None  # the error of the last call that a rank has missed
 
     def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
         try:
