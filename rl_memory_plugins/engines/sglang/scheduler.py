@@ -56,11 +56,11 @@ class SglangScheduler:
         self._scheduler = scheduler
         self.config = config
         group = scheduler.weight_updater.tp_cpu_group
-        rank = distributed.get_rank(group)
-        self.worker = SglangWorker(scheduler.tp_worker.model_runner.model, memory, config, rank)
+        model = scheduler.tp_worker.model_runner.model
+        self.worker = SglangWorker(model, memory, config, distributed.get_rank(group))
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
-        self.updates = EngineUpdates(self.worker.manager, scheduler.tp_worker.model_runner.model.parameters)
+        self.updates = EngineUpdates(self.worker.manager, model.parameters)
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
             atexit.register(board.close)
@@ -77,8 +77,7 @@ class SglangScheduler:
 
         def send(done: Future[bytes]) -> None:
             if self.ranks.rank == 0:
-                output = RLMemoryReqOutput(rid=request.rid, payload=done.result())
-                self._answer(output, request)
+                self._answer(RLMemoryReqOutput(rid=request.rid, payload=done.result()), request)
 
         self.controller.execute(request.payload).add_done_callback(send)
 
@@ -102,9 +101,8 @@ class SglangScheduler:
         if self.engine.kv_cache_sleeps:
             return None
         is_idle = self._scheduler.is_fully_idle
-        options = {}
-        if "ignore_waiting" in inspect.signature(is_idle).parameters:
-            options["ignore_waiting"] = self._scheduler._engine_paused
+        has_option = "ignore_waiting" in inspect.signature(is_idle).parameters
+        options = {"ignore_waiting": self._scheduler._engine_paused} if has_option else {}
         if self.ranks.all(bool(is_idle(**options))):
             return None
         return StateConflictError(

@@ -306,12 +306,10 @@ def _without_aborted_pooling(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _is_aborted_pooling(processor: Any, output: Any) -> bool:
-    if output.finish_reason is None or output.pooling_output is not None:
+    if output.pooling_output is not None or str(output.finish_reason) != "abort":
         return False
-    from vllm.v1.engine import FinishReason
-
     state = processor.request_states.get(output.request_id)
-    return state is not None and state.detokenizer is None and output.finish_reason is FinishReason.ABORT
+    return state is not None and state.detokenizer is None
 
 
 def _refused(output: Any) -> str:
