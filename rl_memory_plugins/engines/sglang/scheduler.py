@@ -88,13 +88,9 @@ class SglangScheduler:
 
         if not requests or self.controller.refusal() is None:
             return requests
-        others = []
-        for request in requests:
-            if is_health_check_generate_req(request):
-                self._answer(HealthCheckOutput(rid=request.rid), request)
-            else:
-                others.append(request)
-        return others
+        for request in filter(is_health_check_generate_req, requests):
+            self._answer(HealthCheckOutput(rid=request.rid), request)
+        return [request for request in requests if not is_health_check_generate_req(request)]
 
     def cannot_flush(self) -> RLMemoryError | None:
         """Why SGLang would fail to flush its caches after an update; `None` if it would succeed."""
