@@ -54,7 +54,7 @@ class SglangApi(AsyncioApi):
         super().__init__(config.drain_timeout_s)
         self._tokenizer = tokenizer
         self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock
-        self._calls: dict[str, list[asyncio.Future[Reply[Any]]]] = {}  # by request: the answer of each engine
+        self._calls: dict[str, dict[int, asyncio.Future[Reply[Any]]]] = {}  # by request: the reply of each engine
 
     # -- transport --------------------------------------------------------------------------------------------
 
@@ -65,18 +65,19 @@ class SglangApi(AsyncioApi):
         to_schedulers = self._tokenizer.release_memory_occupation_communicator
         engines = 1 if has_attention_dp(self._tokenizer.server_args) else to_schedulers._fan_out
         rid = uuid.uuid4().hex
-        answers = self._calls[rid] = [asyncio.get_running_loop().create_future() for _ in range(engines)]
+        loop = asyncio.get_running_loop()
+        replies = self._calls[rid] = {rank: loop.create_future() for rank in range(engines)}
         try:
             to_schedulers._send(RLMemoryReqInput(rid=rid, payload=commands.encode_command(command)))
-            return await asyncio.gather(*answers)
+            return await asyncio.gather(*replies.values())
         finally:
             del self._calls[rid]
 
     def on_reply(self, output: Any) -> None:
         reply = decode_reply(output.payload)
-        answers = self._calls.get(output.rid)
-        if answers is not None and not answers[reply.rank].done():  # else the caller is gone
-            answers[reply.rank].set_result(reply)
+        answer = self._calls.get(output.rid, {}).get(reply.rank)
+        if answer is not None and not answer.done():  # else the caller is gone
+            answer.set_result(reply)
 
     # -- SGLang's own calls -----------------------------------------------------------------------------------
 
