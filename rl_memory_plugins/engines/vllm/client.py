@@ -30,7 +30,7 @@ OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 CORES = "vllm.v1.engine.core_client:MPClient"
 
 #: By the name of a method: the operation of the engine API that runs in its place, or that an added method runs.
-REPLACED = {"sleep": "native_sleep", "wake_up": "native_wake_up", "is_sleeping": "is_sleeping"}
+REPLACED = {"sleep": "native_sleep", "wake_up": "native_wake_up"}
 ADDED = {
     "memory_status": "memory_status",
     "wake_up_with_report": "wake_up",
@@ -41,12 +41,14 @@ ADDED = {
 
 
 def install(hooks: Hooks) -> None:
-    hooks.require(LLM).is_sleeping = lambda llm: llm.llm_engine.is_sleeping()  # vLLM's class has none
     for path, api, get in ((SYNC, SyncApi, _sync_api), (LLM, SyncApi, _llm_api), (ASYNC, AsyncApi, _async_api)):
         for name, operation in REPLACED.items():
             hooks.wrap(f"{path}.{name}", _running(operation, get))
         for name, operation in ADDED.items():
             setattr(hooks.require(path), name, engine_method(operation, api, get))
+    hooks.wrap(f"{SYNC}.is_sleeping", _running("is_sleeping", _sync_api))
+    hooks.wrap(f"{ASYNC}.is_sleeping", _running("is_sleeping", _async_api))
+    hooks.require(LLM).is_sleeping = lambda llm: llm.llm_engine.is_sleeping()
     hooks.wrap(f"{SYNC}.add_request", _gated_add)
     hooks.wrap(f"{SYNC}.step", _noticing_step)
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
