@@ -1,6 +1,6 @@
 """SGLang with one more argument: `Engine(model_path=…, rl_memory=True)`, and `ServerArgs` for `launch_server`.
 
-SGLang itself takes the argument too, once the package is installed. Here the default is `True`.
+With the package installed, `sglang.Engine` takes the argument too. The classes of this module enable it by default.
 """
 
 from __future__ import annotations

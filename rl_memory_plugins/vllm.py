@@ -32,9 +32,8 @@ class LLM(_WithRLMemory, vllm.LLM):  # type: ignore[misc]
     """`vllm.LLM`.
 
     Args:
-        rl_memory: `True` for the options in `additional_config`, or the defaults; options as
-            `config.RLMemoryConfig.parse` takes them; `False` for an engine without the plugin; `None` for the options
-            of the environment.
+        rl_memory: `True` for the options in `additional_config`, else the defaults; or options for
+            `config.RLMemoryConfig.parse`. `False` disables the plugin. With `None` the environment decides.
     """
 
 

@@ -1,4 +1,4 @@
-"""Both engines make their NCCL communicators through a class of the same shape."""
+"""The memory of NCCL communicators. Both engines make their communicators by a class `PyNcclCommunicator`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def count_as_nccl(original: Callable[..., None]) -> Callable[..., None]:
-    """What the device loses to a communicator has its name in `memory_status`."""
+    """Attribute the device memory of a communicator to `nccl` in `memory_status`."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         from rl_memory_plugins.memory.residual import attributed

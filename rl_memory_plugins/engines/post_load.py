@@ -7,7 +7,6 @@ the operators that derive tensors from the layer's parameters, and whether the s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.trace import takes_shape_only
 from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
 
@@ -40,9 +39,9 @@ class PostLoad:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        # The operators of the first load, by layer and whether the step is the layer's own.
-        self._first: dict[tuple[torch.nn.Module, bool], set[str]] = {}
-        self._now = self._first
+        # The operators of a load, by layer and whether the step is the layer's own.
+        self._first_load: dict[tuple[torch.nn.Module, bool], set[str]] = {}
+        self._this_load = self._first_load
         self._derived: dict[torch.nn.Module, list[StorageWeakRef]] = {}
         self._keeping: set[torch.nn.Module] = set()
 
@@ -56,8 +55,7 @@ class PostLoad:
 
     def transformed(self) -> dict[str, str]:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""
-        names = self._names()
-        return {names.get(layer, type(layer).__name__): _method_of(layer) for layer, _ in self._first}
+        return self._described(layer for layer, _ in self._first_load)
 
     def hidden(self) -> dict[str, str]:
         """The transformed layers that keep derived tensors outside all modules, where a reload cannot replace them."""
@@ -66,20 +64,20 @@ class PostLoad:
             for layer in self.model.modules()
             for tensor in tensors_of(layer).values()
         }
-        names = self._names()
-        return {
-            names.get(layer, type(layer).__name__): _method_of(layer)
+        return self._described(
+            layer
             for layer, storages in self._derived.items()
             if any(not storage.expired() and storage not in held for storage in storages)
-        }
+        )
 
     def kept_elsewhere(self) -> dict[str, str]:
         """The layers whose kernels keep weights in memory of their own, which cannot be released or compared."""
-        names = self._names()
-        return {names.get(layer, type(layer).__name__): _method_of(layer) for layer in self._keeping}
+        return self._described(self._keeping)
 
-    def _names(self) -> dict[torch.nn.Module, str]:
-        return {layer: name for name, layer in self.model.named_modules()}
+    def _described(self, layers: Iterable[torch.nn.Module]) -> dict[str, str]:
+        """The names of layers, with their quantisation methods."""
+        names = {layer: name for name, layer in self.model.named_modules()}
+        return {names.get(layer, type(layer).__name__): method_of(layer) for layer in layers}
 
     @contextmanager
     def repeating(self, *, partial: bool) -> Iterator[None]:
@@ -95,26 +93,27 @@ class PostLoad:
                 run: the scales stay unless the update has new ones.
         """
         self.watch()
-        self._now = {}
+        self._this_load = {}
         try:
             yield
-            for (layer, own), first in self._first.items():
-                now = self._now.get((layer, own))
-                if own:  # the step finds the layout that it left, and may write in place
+            for (layer, own), first in self._first_load.items():
+                now = self._this_load.get((layer, own))
+                if own:  # a layer's own step finds the layout of its last run, and may write in place
                     first = first - {NEW_LAYOUT}
                 optional = partial or (hasattr(type(layer), STEP) and not own)
                 if (now is None and optional) or (now is not None and first <= now):
                     continue
-                name, skipped = self._names().get(layer, ""), sorted(first - (now or set()))
+                name, method = next(iter(self._described([layer]).items()))
+                skipped = sorted(first - (now or set()))
                 raise WeightUpdateError(
-                    f"the engine's reload left {name} without its post-load processing by "
-                    f"{_method_of(layer)}: {', '.join(skipped)}",
+                    f"the engine's reload left {name} without its post-load processing by {method}: "
+                    f"{', '.join(skipped)}",
                     layer=name,
-                    quant_method=_method_of(layer),
+                    quant_method=method,
                     skipped=skipped,
                 )
         finally:
-            self._now = self._first
+            self._this_load = self._first_load
 
     def _watched(self, step: Callable[..., Any], owner: torch.nn.Module | None) -> Callable[..., Any]:
         """Wrap a step of the layer `owner`; or, without `owner`, of a method whose first argument is the layer."""
@@ -124,14 +123,14 @@ class PostLoad:
             layer: torch.nn.Module = next(iter((*args, *kwargs.values()))) if owner is None else owner
             before = _layout(layer)
             reads = _Derivations(layer.parameters())
-            with reads:
+            with reads, _Calls(reads):
                 result = step(*args, **kwargs)
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if reads.keeping:
                 self._keeping.add(layer)
-            if found or self._now is not self._first:  # at a later load, also record that the step ran
-                self._now.setdefault((layer, owner is not None), set()).update(found)
-            if found and self._now is self._first:  # graphs are captured after the first load
+            if found or self._this_load is not self._first_load:  # at a later load, also record that the step ran
+                self._this_load.setdefault((layer, owner is not None), set()).update(found)
+            if found and self._this_load is self._first_load:  # graphs are captured after the first load
                 kept = [*self._derived.get(layer, ()), *reads.storages]
                 self._derived[layer] = [storage for storage in kept if not storage.expired()]
             return result
@@ -155,7 +154,7 @@ def of(model: torch.nn.Module) -> PostLoad | None:
 def transformed_in(model: torch.nn.Module) -> int:
     """The number of a model's post-load steps that have transformed weights; 0 if the model is not watched."""
     watch = of(model)
-    return 0 if watch is None else len(watch._first)
+    return 0 if watch is None else len(watch._first_load)
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -164,8 +163,8 @@ def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
 
 
-class _Derivations:
-    """Records how operators use weights while this context is active.
+class _Derivations(TorchDispatchMode):  # type: ignore[misc]
+    """Records how operators use weights. Operators that bypass dispatch modes need `_Calls` too.
 
     Attributes:
         operators: The operators that derived tensors from weights, or wrote weights.
@@ -174,19 +173,16 @@ class _Derivations:
     """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
         self.operators: set[str] = set()
         self.keeping: set[str] = set()
         self.storages: list[StorageWeakRef] = []
         self._of_weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights if not _is_lazy(weight)}
-        self._modes = contextlib.ExitStack()
 
-    def __enter__(self) -> _Derivations:
-        self._modes.enter_context(_Calls(self))
-        self._modes.enter_context(_Dispatched(self))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._modes.close()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, out)
+        return out
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
@@ -203,21 +199,8 @@ class _Derivations:
             self.keeping.add(str(func))
 
 
-class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
-    """Records the operators that go through the dispatcher."""
-
-    def __init__(self, derivations: _Derivations) -> None:
-        super().__init__()
-        self._derivations = derivations
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._derivations.note(func, args, kwargs or {}, out)
-        return out
-
-
 class _Calls(TorchFunctionMode):  # type: ignore[misc]
-    """Records engines' own operators: those that are registered for all devices at once bypass dispatch modes."""
+    """Records engines' own operators. Those that are registered for all devices at once bypass dispatch modes."""
 
     def __init__(self, derivations: _Derivations) -> None:
         super().__init__()
@@ -235,7 +218,7 @@ class _Calls(TorchFunctionMode):  # type: ignore[misc]
 def _is_copy_of_itself(func: Any, args: Any) -> bool:
     return (
         func is torch.ops.aten.copy_.default
-        and isinstance(args[1], torch.Tensor)  # torch takes a number too
+        and isinstance(args[1], torch.Tensor)  # `copy_` takes a number too
         and args[0].data_ptr() == args[1].data_ptr()
         and args[0].stride() == args[1].stride()
     )
@@ -249,11 +232,25 @@ def _layout(layer: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def unsupported(layers: Mapping[str, str], why: str) -> UnsupportedError:
+    """The error for layers that cannot be updated.
+
+    Args:
+        layers: The names of the layers, with their quantisation methods; not empty.
+    """
+    name, method = next(iter(layers.items()))
+    return UnsupportedError(
+        f"the weights of {len(layers)} layers, such as {name} by {method}, cannot be updated: {why}",
+        layers=dict(list(layers.items())[:20]),
+    )
+
+
 def _is_lazy(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
 
 
-def _method_of(layer: torch.nn.Module) -> str:
+def method_of(layer: torch.nn.Module) -> str:
+    """The name of a layer's quantisation method; else of its class."""
     method = getattr(layer, "quant_method", None)
     scheme = getattr(layer, "scheme", None)
     return type(scheme or method or layer).__name__

@@ -1,4 +1,4 @@
-"""Both adapters make the manager, the receiver and the agent of a rank in the same way."""
+"""The manager, the receiver and the agent of a rank, for both adapters."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ def parameter_blocks(model: torch.nn.Module) -> Iterator[Block]:
             yield Block(parameter.data_ptr(), parameter.nbytes)
 
 
+def resident_graphs(allocator: Allocator, *, registered: bool, remedy: str) -> str:
+    """Why the CUDA graphs of a rank stay on the device; empty if they can be released.
+
+    Args:
+        registered: Custom all-reduce lets other ranks read the memory of the graphs.
+        remedy: The options of the engine that prevent this.
+    """
+    if not hasattr(allocator, "pool_id"):
+        return f"the {allocator.name} allocator has no pool for graphs"
+    if registered:
+        return f"custom all-reduce registers the memory of graphs with other ranks; start with {remedy}"
+    return ""
+
+
 def build_manager(
     config: RLMemoryConfig,
     rank: int,
@@ -43,11 +57,7 @@ def build_manager(
     discardable: Callable[[Tag], Iterable[Block]],
     notes: Sequence[str] = (),
 ) -> MemoryManager:
-    """The memory manager of a rank; see `MemoryManager`.
-
-    Args:
-        memory: The result of `choose_allocator`.
-    """
+    """The memory manager of a rank; see `MemoryManager`. `memory` is the result of `choose_allocator`."""
     allocator, arena = memory
     return MemoryManager(
         rank,
@@ -55,7 +65,7 @@ def build_manager(
         arena,
         discardable,
         poison=config.poison,
-        # vLLM reads masked entries of the KV cache, SGLang its table of requests and its padding rows: all as zeros.
+        # vLLM expects zeros in masked entries of the KV cache, SGLang in its table of requests and its padding rows.
         zero_on_wake=(Tag.KV_CACHE,),
         eager_backup=config.eager_backup,
         notes=notes,
@@ -81,17 +91,13 @@ def build_agent(
         model_config: Gives the configuration of the model, which says whether the output layer is the embedding.
         **own: Arguments of `RankAgent` that only one engine has.
     """
-
-    def ignorable(name: str) -> bool:
-        return is_ignorable(name, tied=bool(getattr(model_config(), "tie_word_embeddings", False)))
-
     loader = ModelLoader(
         load_weights,
         lambda: dict(model().named_parameters()),
         buffers=lambda: dict(model().named_buffers()),
         reload=reload,
         transformed=lambda: post_load.transformed_in(model()),
-        ignorable=ignorable,
+        ignorable=lambda name: is_ignorable(name, tied=bool(getattr(model_config(), "tie_word_embeddings", False))),
         allow_cast=config.allow_cast,
     )
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_memory_plugins.engines.sglang import scheduler_hooks as module
+from rl_memory_plugins.engines.sglang.hooks import SCHEDULER, hooks
 from rl_memory_plugins.engines.sglang.scheduler_hooks import SglangEngine
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.tags import PauseMode
@@ -78,7 +78,7 @@ class PausedScheduler:
 
 
 def drained(mode: PauseMode, monkeypatch: pytest.MonkeyPatch) -> PausedScheduler:
-    monkeypatch.setitem(module.originals, "pause_generation", PausedScheduler.pause_generation)
+    monkeypatch.setitem(hooks.table, f"{SCHEDULER}.pause_generation", PausedScheduler.pause_generation)
     scheduler = PausedScheduler()
     engine = SglangEngine(scheduler, Ranks(True))  # type: ignore[arg-type]
     done = engine.drain(mode)

@@ -40,7 +40,7 @@ class Updater(types.SimpleNamespace):
             ),
             ranks=types.SimpleNamespace(gather=lambda mine: [mine, *others]),
             worker=worker,
-            updates=EngineUpdates(worker.manager, lambda: worker.parameters().values()),
+            updates=EngineUpdates(worker.manager, model.parameters),
         )
         super().__init__(scheduler=types.SimpleNamespace(rl_memory=added), _session=session)
 

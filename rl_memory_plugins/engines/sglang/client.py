@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rl_memory_plugins import commands, operations
@@ -12,10 +13,11 @@ from rl_memory_plugins.admission import first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi
+from rl_memory_plugins.engines.enabled import engine_method, on_enabled, state_of
 from rl_memory_plugins.engines.sglang.native_calls import WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
-from rl_memory_plugins.errors import EngineAsleepError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import EngineAsleepError, StateConflictError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import INITIAL_VERSION, Reply, Report
@@ -28,36 +30,21 @@ SESSION = "_weight_update_session_call"  # begins or ends a session; new in 0.5.
 
 def install(hooks: Hooks) -> None:
     hooks.wrap(f"{TOKENIZER}.init_request_dispatcher", _add_api)
-    hooks.wrap(f"{TOKENIZER}.generate_request", _not_behind_a_pause)
+    hooks.wrap(f"{TOKENIZER}.generate_request", _answering_while_paused)
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
     hooks.wrap(f"{TOKENIZER}.resume_memory_occupation", _native_resume)
     for name in WRITES:
-        hooks.wrap(f"{TOKENIZER}.{name}", _not_behind_kept_requests)
+        hooks.wrap(f"{TOKENIZER}.{name}", _beside_kept_requests)
     if hasattr(hooks.require(TOKENIZER), SESSION):
-        hooks.wrap(f"{TOKENIZER}.{SESSION}", _not_behind_kept_requests)
+        hooks.wrap(f"{TOKENIZER}.{SESSION}", _beside_kept_requests)
     engine = hooks.require(ENGINE)
-    for name in ("generate", "encode", *(name for name in ("rerank", "score") if hasattr(engine, name))):
-        hooks.wrap(f"{ENGINE}.{name}", _gated)
-    for name in ("async_generate", "async_encode", *(name for name in ("async_score",) if hasattr(engine, name))):
-        hooks.wrap(f"{ENGINE}.{name}", _gated_async)
+    added_later = (name for name in ("rerank", "score", "async_score") if hasattr(engine, name))
+    for name in ("generate", "encode", "async_generate", "async_encode", *added_later):
+        hooks.wrap(f"{ENGINE}.{name}", _gated_async if name.startswith("async_") else _gated)
     hooks.wrap(f"{ENGINE}.update_weights_from_ipc", _update_weights_from_ipc)
     hooks.require("sglang.srt.managers.io_struct:hook_custom_types")
     for name in ("sleep", "wake_up", "is_sleeping", "memory_status", "weight_version", "weight_checksums"):
-        setattr(engine, name, _engine_method(name))
-
-
-class _Call:
-    """One command under way. Every engine answers once."""
-
-    def __init__(self, engines: int) -> None:
-        self.engines = engines
-        self.replies: dict[int, Reply[Any]] = {}
-        self.done: asyncio.Future[list[Reply[Any]]] = asyncio.get_running_loop().create_future()
-
-    def add(self, reply: Reply[Any]) -> None:
-        self.replies[reply.rank] = reply
-        if len(self.replies) == self.engines and not self.done.done():
-            self.done.set_result([self.replies[rank] for rank in sorted(self.replies)])
+        setattr(engine, name, _method(name))
 
 
 class SglangApi(AsyncioApi):
@@ -67,7 +54,7 @@ class SglangApi(AsyncioApi):
         super().__init__(config.drain_timeout_s)
         self._tokenizer = tokenizer
         self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, dict[int, asyncio.Future[Reply[Any]]]] = {}  # by request: the reply of each engine
 
     # -- transport --------------------------------------------------------------------------------------------
 
@@ -78,19 +65,21 @@ class SglangApi(AsyncioApi):
         to_schedulers = self._tokenizer.release_memory_occupation_communicator
         engines = 1 if has_attention_dp(self._tokenizer.server_args) else to_schedulers._fan_out
         rid = uuid.uuid4().hex
-        call = self._calls[rid] = _Call(engines)
+        loop = asyncio.get_running_loop()
+        replies = self._calls[rid] = {rank: loop.create_future() for rank in range(engines)}
         try:
             to_schedulers._send(RLMemoryReqInput(rid=rid, payload=commands.encode_command(command)))
-            return await call.done
+            return await asyncio.gather(*replies.values())
         finally:
             del self._calls[rid]
 
     def on_reply(self, output: Any) -> None:
-        call = self._calls.get(output.rid)
-        if call is not None:  # else the caller is gone
-            call.add(decode_reply(output.payload))
+        reply = decode_reply(output.payload)
+        answer = self._calls.get(output.rid, {}).get(reply.rank)
+        if answer is not None and not answer.done():  # else the caller is gone
+            answer.set_result(reply)
 
-    # -- SGLang's own words -----------------------------------------------------------------------------------
+    # -- SGLang's own calls -----------------------------------------------------------------------------------
 
     def transition(self, command: Transition) -> Operation:
         report: Report = yield from super().transition(command)
@@ -115,7 +104,7 @@ class SglangApi(AsyncioApi):
 
 def api_of(tokenizer: Any) -> SglangApi | None:
     """The `SglangApi` of a `TokenizerManager`; `None` if its engine is not enabled."""
-    return getattr(tokenizer, "rl_memory", None)
+    return state_of(tokenizer)  # type: ignore[no-any-return]
 
 
 def _is_health_check(rid: Any) -> bool:
@@ -127,43 +116,37 @@ def _is_health_check(rid: Any) -> bool:
 # -- hooks on the tokenizer manager -------------------------------------------------------------------------
 
 
-def _add_api(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init_request_dispatcher(self: Any) -> Any:
-        result = original(self)
-        config = config_of(self.server_args)
-        if config is not None:
-            from sglang.utils import TypeBasedDispatcher
+@on_enabled(lambda tokenizer: config_of(tokenizer.server_args))
+def _add_api(config: RLMemoryConfig, original: Callable[..., Any], tokenizer: Any) -> Any:
+    from sglang.utils import TypeBasedDispatcher
 
-            from rl_memory_plugins.engines.sglang.messages import RLMemoryReqOutput
+    from rl_memory_plugins.engines.sglang.messages import RLMemoryReqOutput
 
-            self.rl_memory = SglangApi(self, config)
-            if given_version(self.server_args) is None:
-                self._update_weight_version_if_provided(INITIAL_VERSION)
-            self._result_dispatcher += TypeBasedDispatcher([(RLMemoryReqOutput, self.rl_memory.on_reply)])
-        return result
-
-    return init_request_dispatcher
+    result = original(tokenizer)
+    tokenizer.rl_memory = api = SglangApi(tokenizer, config)
+    if given_version(tokenizer.server_args) is None:
+        tokenizer._update_weight_version_if_provided(INITIAL_VERSION)
+    tokenizer._result_dispatcher += TypeBasedDispatcher([(RLMemoryReqOutput, api.on_reply)])
+    return result
 
 
-def _not_behind_a_pause(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _answering_while_paused(
+    api: SglangApi, original: Callable[..., Any], tokenizer: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Answer health checks of a paused engine, and refuse requests of an engine that is paused and closed.
 
     SGLang holds back all requests while paused, health checks too, and then calls itself unhealthy. A request to a
     closed engine would wait for a wake and for the end of the pause. A request that already waits when the engine
     closes goes on waiting, because its caller has paused the engine for that.
     """
-
-    def generate_request(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        api = api_of(self)
-        if api is not None and self.is_pause:
-            if _is_health_check(obj.rid):
-                return _ask_schedulers(api)
-            refusal = first_refusal(api.status_now())
-            if refusal is not None:
-                return _refuse(refusal)
-        return original(self, obj, *args, **kwargs)
-
-    return generate_request
+    if tokenizer.is_pause:
+        if _is_health_check(obj.rid):
+            return _ask_schedulers(api)
+        refusal = first_refusal(api.status_now())
+        if refusal is not None:
+            return _refuse(refusal)
+    return original(tokenizer, obj, *args, **kwargs)
 
 
 async def _refuse(refusal: EngineAsleepError) -> AsyncIterator[Any]:
@@ -180,26 +163,14 @@ async def _ask_schedulers(api: SglangApi) -> AsyncIterator[Any]:
     yield await api.run(operations.hello())
 
 
-def _native_release(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def release_memory_occupation(self: Any, obj: Any, request: Any = None) -> Any:
-        api = api_of(self)
-        if api is None:
-            return await original(self, obj, request)
-        await api.run(api.native_release(obj.tags or None))
-        return None
-
-    return release_memory_occupation
+@on_enabled()
+async def _native_release(api: SglangApi, original: Any, tokenizer: Any, obj: Any, request: Any = None) -> None:
+    await api.run(api.native_release(obj.tags or None))
 
 
-def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def resume_memory_occupation(self: Any, obj: Any, request: Any = None) -> Any:
-        api = api_of(self)
-        if api is None:
-            return await original(self, obj, request)
-        await api.run(api.wake_up(obj.tags or None))
-        return None
-
-    return resume_memory_occupation
+@on_enabled()
+async def _native_resume(api: SglangApi, original: Any, tokenizer: Any, obj: Any, request: Any = None) -> None:
+    await api.run(api.wake_up(obj.tags or None))
 
 
 class _Paused:
@@ -217,41 +188,33 @@ class _Paused:
         setattr(self._tokenizer, name, value)
 
 
-def _not_behind_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+async def _beside_kept_requests(
+    api: SglangApi, original: Callable[..., Any], tokenizer: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Let SGLang's own updates run on a closed engine. They would wait for kept requests, which end after a wake.
 
     Updates still wait for each other: SGLang mixes up the answers of two concurrent updates from disk and ends the
     server.
     """
-
-    async def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        api = api_of(self)
-        if api is None or first_refusal(api.status_now()) is None:
-            return await original(self, *args, **kwargs)
-        async with api.native_updates:
-            return await original(_Paused(self), *args, **kwargs)
-
-    return update
+    if first_refusal(api.status_now()) is None:
+        return await original(tokenizer, *args, **kwargs)
+    async with api.native_updates:
+        return await original(_Paused(tokenizer), *args, **kwargs)
 
 
 # -- hooks on Engine ----------------------------------------------------------------------------------------
 
 
-def _required_api(engine: Any) -> SglangApi:
-    api = api_of(engine.tokenizer_manager)
-    if api is None:
-        raise UnsupportedError("this engine was started without rl_memory")
-    return api
+def _engine_api(engine: Any) -> Any:
+    return api_of(engine.tokenizer_manager)
 
 
-def _engine_method(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        api = _required_api(self)
-        return self.loop.run_until_complete(api.run(getattr(api, name)(*args, **kwargs)))
-
-    method.__name__ = name
-    method.__doc__ = getattr(SglangApi, name).__doc__
-    return method
+def _method(operation: str) -> Callable[..., Any]:
+    """A method of `Engine` that runs an operation on the event loop of the tokenizer manager."""
+    return engine_method(
+        operation, SglangApi, _engine_api, lambda engine, api, run: engine.loop.run_until_complete(api.run(run))
+    )
 
 
 def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,55 +224,40 @@ def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]
         is_ours = "token" in kwargs or (len(args) > 1 and isinstance(args[1], str))
         return (ours if is_ours else original)(self, *args, **kwargs)
 
-    ours = _engine_method("update_weights_from_ipc")
+    ours = _method("update_weights_from_ipc")
     return update_weights_from_ipc
 
 
-def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled(_engine_api)
+def _gated(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse calls that run the model while the engine is closed."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        api = api_of(self.tokenizer_manager)
-        if api is None:
-            return original(self, *args, **kwargs)
-        refuse_if_closed(api.status_now())
-        try:
-            return original(self, *args, **kwargs)
-        except Exception as error:
-            _raise_refusal(api, error)
-            raise
-
-    return call
+    refuse_if_closed(api.status_now())
+    with _typed_refusals(api):
+        return original(engine, *args, **kwargs)
 
 
-def _gated_async(original: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        api = api_of(self.tokenizer_manager)
-        if api is None:
-            return await original(self, *args, **kwargs)
-        refuse_if_closed(api.status_now())
-        try:
-            outputs = await original(self, *args, **kwargs)
-        except Exception as error:
-            _raise_refusal(api, error)
-            raise
-        return _checked(api, outputs) if hasattr(outputs, "__aiter__") else outputs
-
-    return call
+@on_enabled(_engine_api)
+async def _gated_async(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse_if_closed(api.status_now())
+    with _typed_refusals(api):
+        outputs = await original(engine, *args, **kwargs)
+    return _checked(api, outputs) if hasattr(outputs, "__aiter__") else outputs
 
 
 async def _checked(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    try:
+    with _typed_refusals(api):
         async for output in outputs:
             yield output
-    except Exception as error:
-        _raise_refusal(api, error)
-        raise
 
 
-def _raise_refusal(api: SglangApi, error: Exception) -> None:
+@contextmanager
+def _typed_refusals(api: SglangApi) -> Iterator[None]:
     """Raise the typed refusal of a closed engine. SGLang reports it as an HTTP exception with the same message."""
-    if getattr(error, "status_code", None) == EngineAsleepError.status:
-        refusal = first_refusal(api.status_now())
+    try:
+        yield
+    except Exception as error:
+        is_refusal = getattr(error, "status_code", None) == EngineAsleepError.status
+        refusal = first_refusal(api.status_now()) if is_refusal else None
         if refusal is not None:
             raise refusal from error
+        raise

@@ -6,5 +6,6 @@ from rl_memory_plugins.hooking import Hooks
 
 ENGINE = "sglang.srt.entrypoints.engine"
 ARGUMENTS = "sglang.srt.server_args:ServerArgs"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 hooks = Hooks("sglang")

@@ -1,7 +1,7 @@
 """The composition root: all hooks of an enabled engine, and the processes in which they are put in.
 
-SGLang starts its schedulers by functions of ours. A child finds them by their names, and they put in the hooks before
-the engine's classes are used, whether or not SGLang loads plugins there.
+SGLang starts its schedulers by functions of this package. A child process finds these functions by their names. They
+put in the hooks before the engine's classes are used, whether or not SGLang loads plugins in the child process.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ from typing import Any
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
+from rl_memory_plugins.engines.enabled import on_enabled
 from rl_memory_plugins.engines.sglang import worker
+from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import refuse_modes
 from rl_memory_plugins.engines.sglang.options import config_of
-from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine, originals
+from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
@@ -24,7 +26,6 @@ from rl_memory_plugins.weights.engine_updates import EngineUpdates
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 SGLANG_DEFAULT_VERSION = "default"
 IDLE_SECONDS = 0.001  # between two polls for requests while closed; SGLang's own loop spins
 
@@ -55,16 +56,16 @@ class SglangScheduler:
         self._scheduler = scheduler
         self.config = config
         group = scheduler.weight_updater.tp_cpu_group
-        rank = distributed.get_rank(group)
-        self.worker = SglangWorker(scheduler.tp_worker.model_runner.model, memory, config, rank)
+        model = scheduler.tp_worker.model_runner.model
+        self.worker = SglangWorker(model, memory, config, distributed.get_rank(group))
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
-        self.updates = EngineUpdates(self.worker.manager, lambda: self.worker.parameters().values())
+        self.updates = EngineUpdates(self.worker.manager, model.parameters)
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
             atexit.register(board.close)
         self.controller = Controller(
-            self.ranks, self.engine, board, engine_rank(scheduler), update_timeout_s=config.update_timeout_s
+            self.ranks, self.engine, board, _engine_rank(scheduler), update_timeout_s=config.update_timeout_s
         )
         named = given_version(scheduler.server_args)
         if named is not None:
@@ -76,8 +77,7 @@ class SglangScheduler:
 
         def send(done: Future[bytes]) -> None:
             if self.ranks.rank == 0:
-                output = RLMemoryReqOutput(rid=request.rid, payload=done.result())
-                self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+                self._answer(RLMemoryReqOutput(rid=request.rid, payload=done.result()), request)
 
         self.controller.execute(request.payload).add_done_callback(send)
 
@@ -88,23 +88,17 @@ class SglangScheduler:
 
         if not requests or self.controller.refusal() is None:
             return requests
-        others = []
-        for request in requests:
-            if is_health_check_generate_req(request):
-                output = HealthCheckOutput(rid=request.rid)
-                self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
-            else:
-                others.append(request)
-        return others
+        for request in filter(is_health_check_generate_req, requests):
+            self._answer(HealthCheckOutput(rid=request.rid), request)
+        return [request for request in requests if not is_health_check_generate_req(request)]
 
     def cannot_flush(self) -> RLMemoryError | None:
         """Why SGLang would fail to flush its caches after an update; `None` if it would succeed."""
         if self.engine.kv_cache_sleeps:
             return None
         is_idle = self._scheduler.is_fully_idle
-        options = {}
-        if "ignore_waiting" in inspect.signature(is_idle).parameters:
-            options["ignore_waiting"] = self._scheduler._engine_paused
+        has_option = "ignore_waiting" in inspect.signature(is_idle).parameters
+        options = {"ignore_waiting": self._scheduler._engine_paused} if has_option else {}
         if self.ranks.all(bool(is_idle(**options))):
             return None
         return StateConflictError(
@@ -130,14 +124,10 @@ class SglangScheduler:
             "message": refusal.message,
             "err_type": refusal.code,
         }
-        self._scheduler.ipc_channels.send_to_tokenizer.send_output(
-            AbortReq(rid=request.rid, finished_reason=reason, abort_message=refusal.message), request
-        )
+        self._answer(AbortReq(rid=request.rid, finished_reason=reason, abort_message=refusal.message), request)
 
-
-def of(scheduler: Any) -> SglangScheduler | None:
-    """The `SglangScheduler` of a scheduler; `None` if its engine is not enabled."""
-    return getattr(scheduler, "rl_memory", None)
+    def _answer(self, output: Any, request: Any) -> None:
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
 
 
 def given_version(server_args: Any) -> str | None:
@@ -146,16 +136,19 @@ def given_version(server_args: Any) -> str | None:
     return None if version == SGLANG_DEFAULT_VERSION else version
 
 
-def engine_rank(scheduler: Any) -> int:
-    """The data-parallel rank of this scheduler's engine. With attention-DP all ranks form one engine, rank 0."""
-    if has_attention_dp(scheduler.server_args):
-        return 0
+def _parallel(scheduler: Any) -> Any:
+    """SGLang's description of the scheduler's place among its peers."""
     parallel = getattr(scheduler, "ps", None)
     if parallel is None:  # SGLang >= 0.5.20
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
-    return int(parallel.dp_rank or 0)
+    return parallel
+
+
+def _engine_rank(scheduler: Any) -> int:
+    """The data-parallel rank of this scheduler's engine. With attention-DP all ranks form one engine, rank 0."""
+    return 0 if has_attention_dp(scheduler.server_args) else int(_parallel(scheduler).dp_rank or 0)
 
 
 def has_attention_dp(server_args: Any) -> bool:
@@ -197,121 +190,80 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _device_and_rank(scheduler: Any) -> tuple[str, int]:
     """The device of this process, and its number among the schedulers of all data-parallel engines."""
-    from sglang.srt.runtime_context import get_parallel
-
     args = scheduler.server_args
-    old = getattr(scheduler, "ps", None)
-    parallel = old if old is not None else get_parallel()
-    device = args.device
-    if device is None or str(device).startswith("cuda"):
+    device = str(args.device)
+    if args.device is None or device.startswith("cuda"):
         import torch
 
-        device = "cpu" if not torch.cuda.is_available() else f"cuda:{torch.cuda.current_device()}"
-    return str(device), engine_rank(scheduler) * int(args.tp_size) + int(parallel.tp_rank)
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    return device, _engine_rank(scheduler) * int(args.tp_size) + int(_parallel(scheduler).tp_rank)
 
 
-def _add_handler(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init_request_dispatcher(self: Any) -> Any:
-        result = original(self)
-        if config_of(self.server_args) is not None:
-            from sglang.utils import TypeBasedDispatcher
+@on_enabled(lambda scheduler: config_of(scheduler.server_args))
+def _add_handler(config: RLMemoryConfig, original: Callable[..., Any], scheduler: Any) -> Any:
+    from sglang.utils import TypeBasedDispatcher
 
-            from rl_memory_plugins.engines.sglang.messages import RLMemoryReqInput
+    from rl_memory_plugins.engines.sglang.messages import RLMemoryReqInput
 
-            handler = TypeBasedDispatcher([(RLMemoryReqInput, lambda request: self.rl_memory.handle(request))])
-            self._request_dispatcher += handler
-        return result
-
-    return init_request_dispatcher
+    result = original(scheduler)
+    handler = TypeBasedDispatcher([(RLMemoryReqInput, lambda request: scheduler.rl_memory.handle(request))])
+    scheduler._request_dispatcher += handler
+    return result
 
 
-def _process_input_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    def process_input_requests(self: Any, recv_reqs: list[Any]) -> Any:
-        added = of(self)
-        if added is None:
-            return original(self, recv_reqs)
-        result = original(self, added.answer_health_checks(recv_reqs))
-        added.after_input()
-        return result
-
-    return process_input_requests
+@on_enabled()
+def _process_input_requests(
+    added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_reqs: list[Any]
+) -> Any:
+    result = original(scheduler, added.answer_health_checks(recv_reqs))
+    added.after_input()
+    return result
 
 
-def _stay_awake_while_draining(original: Callable[..., None]) -> Callable[..., None]:
+@on_enabled()
+def _stay_awake_while_draining(added: SglangScheduler, original: Callable[..., None], scheduler: Any) -> None:
     """Keep SGLang awake during a drain. With --sleep-on-idle it would sleep for a second before the drain could end."""
-
-    def maybe_sleep_on_idle(self: Any) -> None:
-        added = of(self)
-        if added is None or not added.engine.draining:
-            original(self)
-
-    return maybe_sleep_on_idle
+    if not added.engine.draining:
+        original(scheduler)
 
 
-def _refuse_while_closed(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _refuse_while_closed(
+    added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_req: Any, **kwargs: Any
+) -> Any:
     """Refuse requests that were sent before the engine closed and arrive after."""
-
-    def handle(self: Any, recv_req: Any, **kwargs: Any) -> Any:
-        added = of(self)
-        refusal = added.controller.refusal() if added is not None else None
-        if added is None or refusal is None:
-            return original(self, recv_req, **kwargs)
-        return added.refuse(recv_req, refusal)
-
-    return handle
+    refusal = added.controller.refusal()
+    return original(scheduler, recv_req, **kwargs) if refusal is None else added.refuse(recv_req, refusal)
 
 
-def _flush_what_is_there(original: Callable[..., bool]) -> Callable[..., bool]:
+@on_enabled()
+def _flush_what_is_there(
+    added: SglangScheduler, original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any
+) -> bool:
     """Skip a flush while the KV cache sleeps: it is empty, and some models' flush would write into released memory."""
-
-    def flush_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
-        added = of(self)
-        if added is not None and added.engine.kv_cache_sleeps:
-            return True
-        return original(self, *args, **kwargs)
-
-    return flush_cache
+    return added.engine.kv_cache_sleeps or original(scheduler, *args, **kwargs)
 
 
-def _native_pause(original: Callable[..., Any]) -> Callable[..., Any]:
-    originals["pause_generation"] = original
-
-    def pause_generation(self: Any, recv_req: Any) -> Any:
-        added = of(self)
-        if added is None:
-            return original(self, recv_req)
-        added.engine.paused_natively = True
-        original(self, recv_req)
-        self.cur_batch_for_debug = None  # SGLang's watchdog would take a batch paused in place for a hang
-        return None
-
-    return pause_generation
+@on_enabled()
+def _native_pause(added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> None:
+    added.engine.paused_natively = True
+    original(scheduler, recv_req)
+    scheduler.cur_batch_for_debug = None  # SGLang's watchdog would take a batch paused in place for a hang
 
 
-def _native_continue(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _native_continue(added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> None:
     """Lift the pause. A closed engine continues when it opens."""
-    originals["continue_generation"] = original
-
-    def continue_generation(self: Any, recv_req: Any) -> Any:
-        added = of(self)
-        if added is None:
-            return original(self, recv_req)
-        added.engine.paused_natively = False
-        if added.controller.refusal() is None:
-            return original(self, recv_req)
-        return added.engine.continue_later()
-
-    return continue_generation
+    added.engine.paused_natively = False
+    if added.controller.refusal() is None:
+        original(scheduler, recv_req)
+    else:
+        added.engine.continue_later()
 
 
-def _native_weight_version(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _native_weight_version(added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Follow SGLang's own call that names the weight version."""
-
-    def handle_update_weight_version(self: Any, recv_req: Any) -> Any:
-        output = original(self, recv_req)
-        added = of(self)
-        if added is not None:
-            added.controller.note_foreign_changes(recv_req.new_version)
-        return output
-
-    return handle_update_weight_version
+    output = original(scheduler, recv_req)
+    added.controller.note_foreign_changes(recv_req.new_version)
+    return output

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
+from rl_memory_plugins.engines.sglang.hooks import SCHEDULER, hooks
 from rl_memory_plugins.errors import EngineFaultError, StateConflictError
 from rl_memory_plugins.rank import RankAgent, encode_call
 from rl_memory_plugins.records import Reply
 from rl_memory_plugins.tags import PauseMode, Tag
-
-originals: dict[str, Callable[..., Any]] = {}
-"""SGLang's own `pause_generation` and `continue_generation`, which `scheduler.py` has wrapped."""
 
 #: The modules that hold SGLang's cache of image embeddings, by release.
 EMBEDDINGS = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
@@ -33,7 +31,7 @@ class RankedGroup:
     """The ranks that run this controller in step. They exchange replies over their process group for CPU tensors.
 
     Args:
-        agent: This rank's.
+        agent: The agent of this rank.
         group: The `torch.distributed` group of all ranks that receive each request.
     """
 
@@ -69,19 +67,13 @@ class RankedGroup:
             self._distributed.barrier(group=self._group)
 
 
-class _Drain:
-    def __init__(self, mode: PauseMode) -> None:
-        self.mode = mode
-        self.done: Future[None] = Future()
-
-
 class SglangEngine:
     """The controller's view of a scheduler. With attention-DP each rank has requests of its own, so all must agree."""
 
     def __init__(self, scheduler: Any, ranks: RankedGroup) -> None:
         self._scheduler = scheduler
         self._ranks = ranks
-        self._drains: list[_Drain] = []
+        self._drains: list[tuple[PauseMode, Future[None]]] = []
         self._after_reply: list[Callable[[], None]] = []
         self._paused_here = False
         self.paused_natively = False
@@ -98,30 +90,30 @@ class SglangEngine:
             if self._scheduler._engine_paused:  # a paused request would never notice the abort; a queued one does
                 self._retract()
             self._abort_all()
-        drain = _Drain(mode)
-        self._drains.append(drain)
-        return drain.done
+        drained: Future[None] = Future()
+        self._drains.append((mode, drained))
+        return drained
 
     def call_after_reply(self, act: Callable[[], None]) -> None:
         self._after_reply.append(act)
 
     def poll(self) -> None:
-        """Complete the drains that have ended, in the order of their begin. All ranks call it at the same point."""
+        """Complete the drains that have ended, oldest first. All ranks call this at the same point."""
         while self._after_reply:
             self._after_reply.pop()()
         if self._drains and self._scheduler._engine_paused:
             self._settle_while_paused()
         while self._drains:
-            drain = self._drains[0]
-            if drain.mode is PauseMode.KEEP and not self._paused_here:
+            mode, drained = self._drains[0]
+            if mode is PauseMode.KEEP and not self._paused_here:
                 # While SGLang compiles the grammar of a request, the request is in no queue that survives a flush.
                 if not self._ranks.all(not self._scheduler.grammar_manager.grammar_queue):
                     return
                 self._retract()
-            if not self._ranks.all(self._is_idle(drain.mode)):
+            if not self._ranks.all(self._is_idle(mode)):
                 return
-            self._drains.remove(drain)
-            drain.done.set_result(None)
+            del self._drains[0]
+            drained.set_result(None)
 
     @property
     def draining(self) -> bool:
@@ -133,7 +125,7 @@ class SglangEngine:
 
         self._paused_here = True
         with self._unlimited_queue():
-            originals["pause_generation"](self._scheduler, PauseGenerationReqInput(mode="retract"))
+            hooks.table[f"{SCHEDULER}.pause_generation"](self._scheduler, PauseGenerationReqInput(mode="retract"))
 
     @contextmanager
     def _unlimited_queue(self) -> Iterator[None]:
@@ -145,7 +137,7 @@ class SglangEngine:
             self._scheduler.max_queued_requests = limit
 
     def _settle_while_paused(self) -> None:
-        """Do the work that a paused event loop skips and a drain waits for. All ranks call it at the same point."""
+        """Do the work that a paused event loop skips and a drain waits for. All ranks call this at the same point."""
         scheduler = self._scheduler
         if scheduler.enable_hierarchical_cache:  # copies to host memory may have ended unnoticed
             scheduler.tree_cache.check_hicache_events()
@@ -154,7 +146,7 @@ class SglangEngine:
         with self._unlimited_queue():
             for request in scheduler.grammar_manager.get_ready_grammar_requests():
                 scheduler._add_request_to_queue(request)
-        if any(drain.mode is PauseMode.ABORT for drain in self._drains):
+        if any(mode is PauseMode.ABORT for mode, _ in self._drains):
             self._abort_all()  # an abort reaches such a request only once it is in the queue
 
     def _abort_all(self) -> None:
@@ -167,12 +159,9 @@ class SglangEngine:
         self._drains.clear()
         paused_here, self._paused_here = self._paused_here, False
         if paused_here and not self.paused_natively:
-            self.continue_generation()
+            from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-    def continue_generation(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        originals["continue_generation"](self._scheduler, ContinueGenerationReqInput())
+            hooks.table[f"{SCHEDULER}.continue_generation"](self._scheduler, ContinueGenerationReqInput())
 
     def continue_later(self) -> None:
         """Lift the pause of a closed engine: generation continues when the engine opens."""
@@ -185,7 +174,7 @@ class SglangEngine:
     def reset_caches(self) -> None:
         forget_embeddings()
         if self.kv_cache_sleeps:
-            return  # the sleep has flushed it, and its memory is released
+            return  # the sleep has flushed the KV cache and released its memory
         # Emptying torch's cache takes longer than a weight update. A sleep empties it where that frees enough.
         if not self._ranks.all(self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False))):
             raise EngineFaultError("SGLang refused to flush its caches although no request is running")

@@ -58,19 +58,19 @@ def attach(app: Any, api: SglangApi, server_args: Any) -> None:
 
     from rl_memory_plugins.server.attach import attach as attach_routes
 
-    # SGLang's own check comes first: the admin key if there is one, else the API key. Ours then agrees with it,
-    # and without keys admits local clients only.
+    # SGLang checks the admin key if there is one, else the API key, before this package does. This package checks the
+    # same key, and without a key admits local clients only.
     keys = [server_args.admin_api_key or server_args.api_key or ""]
     routes = attach_routes(
         app, lambda: api, api.status_now, keys=keys, generation=GENERATION, native_update=_native_update(app)
     )
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
-    app.router.lifespan_context = _knowing(api, app.router.lifespan_context)
+    app.router.lifespan_context = _asking_first(api, app.router.lifespan_context)
 
 
-def _knowing(api: SglangApi, lifespan: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Before the first request the schedulers tell where their status is shown."""
+def _asking_first(api: SglangApi, lifespan: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Ask the schedulers for the paths of their status boards before the first request."""
 
     @asynccontextmanager
     async def started(app: Any) -> AsyncIterator[Any]:
@@ -82,7 +82,7 @@ def _knowing(api: SglangApi, lifespan: Callable[[Any], Any]) -> Callable[[Any], 
 
 
 def _native_update(app: Any) -> Callable[[dict[str, Any]], Any]:
-    """SGLang has a route of the path of our update: its own bodies name `zmq_handles`, and its route checks them."""
+    """Send bodies with `zmq_handles` to SGLang's own route, which has the same path as our update."""
     from rl_memory_plugins.server.responses import AnswerOf
     from rl_memory_plugins.server.router import UPDATE_ROUTE
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks, resident_graphs
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 #: SGLang's names of regions. A region of any other name holds run-time state and stays resident.
 TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
-REGISTERED_GRAPHS = (
-    "custom all-reduce registers the memory of graphs with other ranks;"
-    " start with --disable-custom-all-reduce, or with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1"
-)
-
 _memory: Memory | None = None
 
 
@@ -53,51 +49,45 @@ class Memory:
         self.resident_graphs = ""
         self._place = place
         self._server_args = server_args
-        self._chosen: tuple[Allocator, PagedArena] | None = None
 
-    def _choose(self) -> tuple[Allocator, PagedArena]:
-        if self._chosen is None:
-            import torch
+    @functools.cached_property
+    def chosen(self) -> tuple[Allocator, PagedArena]:
+        import torch
 
-            device, rank = self._place()
-            self._chosen = choose_allocator(self.config, torch.device(device), rank)
-        return self._chosen
+        device, rank = self._place()
+        return choose_allocator(self.config, torch.device(device), rank)
 
     @property
     def allocator(self) -> Allocator:
-        return self._choose()[0]
-
-    @property
-    def arena(self) -> PagedArena:
-        return self._choose()[1]
+        return self.chosen[0]
 
     def region(self, tag: Tag) -> AbstractContextManager[None]:
-        if tag is Tag.WEIGHTS:
-            self._capture_graphs_in_a_region()
+        if tag is Tag.WEIGHTS and self.allocator.name != "host":
+            self.resident_graphs = self._capture_graphs_in_a_region()
         return self.allocator.region(tag)
-
-    def _capture_graphs_in_a_region(self) -> None:
-        """Have SGLang capture its graphs into a pausable pool, or say in `resident_graphs` why that is not safe."""
-        self.resident_graphs = self._use_graph_pool() if self.allocator.name != "host" else ""
 
     @property
     def notes(self) -> list[str]:
         return [f"CUDA graphs stay resident: {self.resident_graphs}"] if self.resident_graphs else []
 
-    def _use_graph_pool(self) -> str:
-        pool_id = getattr(self.allocator, "pool_id", None)
-        if pool_id is None:
-            return f"the {self.allocator.name} allocator has no pool for graphs"
+    def _capture_graphs_in_a_region(self) -> str:
+        """Make SGLang capture its graphs into a pausable pool. Returns why that is not safe; empty if it is done."""
         unregistered = self._server_args.disable_custom_all_reduce or os.environ.get(
             "SGLANG_MEMORY_SAVER_CUDA_GRAPH", ""
         ).lower() in ("1", "true")
-        if self._server_args.tp_size > 1 and not unregistered:
-            return REGISTERED_GRAPHS
+        allocator: Any = self.allocator
+        why = resident_graphs(
+            allocator,
+            registered=self._server_args.tp_size > 1 and not unregistered,
+            remedy="--disable-custom-all-reduce, or with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1",
+        )
+        if why:
+            return why
         try:
             from sglang.srt.model_executor.runner_utils import pool
         except ImportError:
             return "this version of SGLang has no pool that all its graphs share"
-        pool.set_global_graph_memory_pool(pool_id(Tag.CUDA_GRAPH))
+        pool.set_global_graph_memory_pool(allocator.pool_id(Tag.CUDA_GRAPH))
         return ""
 
 
@@ -159,19 +149,17 @@ class RegionAdapter:
             return nullcontext()
         return self._memory.region(ours)
 
-    @contextmanager
-    def cuda_graph(self, cuda_graph: Any, **kwargs: Any) -> Iterator[None]:
+    def cuda_graph(self, cuda_graph: Any, **kwargs: Any) -> AbstractContextManager[None]:
         import torch
 
         graph_arguments = {name: kwargs[name] for name in ("pool", "stream") if name in kwargs}
-        with torch.cuda.graph(cuda_graph, **graph_arguments):
-            yield
+        return torch.cuda.graph(cuda_graph, **graph_arguments)  # type: ignore[no-any-return]
 
     def disable(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def pause(self, tag: str) -> None:
-        raise RuntimeError("memory is released by rl_memory's controller")
+        raise RuntimeError("the controller of rl_memory pauses and resumes this memory")
 
     resume = pause
 
@@ -198,7 +186,7 @@ class SglangWorker:
     def __init__(self, model: torch.nn.Module, memory: Memory, config: RLMemoryConfig, rank: int) -> None:
         self._model = model
         self._allocator = memory.allocator
-        self.manager = build_manager(config, rank, (memory.allocator, memory.arena), self._discardable, memory.notes)
+        self.manager = build_manager(config, rank, memory.chosen, self._discardable, memory.notes)
         self.agent = build_agent(
             config,
             self.manager,
@@ -212,9 +200,6 @@ class SglangWorker:
     def region(self) -> AbstractContextManager[None]:
         """The region for code that makes new weights."""
         return self._allocator.region(Tag.WEIGHTS)
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_parameters())
 
     def _refuse_transformed(self) -> None:
         """Refuse models whose weights SGLang has transformed after loading.
@@ -236,11 +221,10 @@ class SglangWorker:
             )
         layers = watch.transformed()
         if layers:
-            name, method = next(iter(layers.items()))
-            raise UnsupportedError(
-                f"SGLang transforms the weights of {len(layers)} layers after loading, such as {name} by {method}, "
-                "and cannot transform new weights in place: start SGLang without this quantisation",
-                layers=dict(list(layers.items())[:20]),
+            raise post_load.unsupported(
+                layers,
+                "SGLang transforms them after loading, and cannot transform new weights in place: start SGLang without "
+                "this quantisation",
             )
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:

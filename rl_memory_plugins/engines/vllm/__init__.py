@@ -12,7 +12,7 @@
 | reload.py         | each worker          | vLLM's layer-wise reload                                        |
 | capabilities.py   | core and workers     | what the engine can do                                          |
 | core.py           | the engine core      | native sleep, pause, updates and RPCs                           |
-| engine.py         | the engine core      | the ranks and the scheduler, for the controller                 |
+| core_hooks.py     | the engine core      | the ranks and the scheduler, for the controller                 |
 | external.py       | the engine core      | the ranks of an external launcher                               |
 | client.py         | the client or server | `LLM`, `AsyncLLM`: calls to the cores, refusal before a request |
 | server.py         | the HTTP server      | routes, authentication, the 503 gate                            |

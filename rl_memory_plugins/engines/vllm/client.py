@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
@@ -13,15 +14,10 @@ from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi, EngineApi
-from rl_memory_plugins.engines.vllm.core import (
-    REFUSED,
-    notice_loads,
-    refuse_resume,
-    with_graphs,
-    without_scheduling,
-)
+from rl_memory_plugins.engines.enabled import Make, engine_method, on_enabled
+from rl_memory_plugins.engines.vllm.core import REFUSED, notice_loads, refuse_resume, with_graphs, without_scheduling
 from rl_memory_plugins.engines.vllm.options import config_of
-from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
+from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import Reply, Report
@@ -33,9 +29,9 @@ ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 CORES = "vllm.v1.engine.core_client:MPClient"
 
-#: The engines' own methods, and those added to them, with the operation of the engine API that each runs.
-NATIVE = {"sleep": "native_sleep", "wake_up": "native_wake_up", "is_sleeping": "is_sleeping"}
-METHODS = {
+#: By the name of a method: the operation of the engine API that runs in its place, or that an added method runs.
+REPLACED = {"sleep": "native_sleep", "wake_up": "native_wake_up"}
+ADDED = {
     "memory_status": "memory_status",
     "wake_up_with_report": "wake_up",
     "update_weights_from_ipc": "update_weights_from_ipc",
@@ -45,22 +41,21 @@ METHODS = {
 
 
 def install(hooks: Hooks) -> None:
-    for engine, make in ((SYNC, SyncApi), (ASYNC, AsyncApi)):
-        for name, operation in NATIVE.items():
-            hooks.wrap(f"{engine}.{name}", _redirect_to(make, operation))
+    for path, api, get in ((SYNC, SyncApi, _sync_api), (LLM, SyncApi, _llm_api), (ASYNC, AsyncApi, _async_api)):
+        for name, operation in REPLACED.items():
+            hooks.wrap(f"{path}.{name}", _running(operation, get))
+        for name, operation in ADDED.items():
+            setattr(hooks.require(path), name, engine_method(operation, api, get))
+    hooks.wrap(f"{SYNC}.is_sleeping", _running("is_sleeping", _sync_api))
+    hooks.wrap(f"{ASYNC}.is_sleeping", _running("is_sleeping", _async_api))
+    hooks.require(LLM).is_sleeping = lambda llm: llm.llm_engine.is_sleeping()
     hooks.wrap(f"{SYNC}.add_request", _gated_add)
     hooks.wrap(f"{SYNC}.step", _noticing_step)
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
     hooks.wrap(f"{ASYNC}.encode", _gated_stream)
     hooks.wrap(f"{ASYNC}.resume_generation", _native_resume)
     hooks.wrap(f"{OUTPUTS}.process_outputs", _without_aborted_pooling)
-    hooks.wrap(f"{LLM}.sleep", _llm_native("sleep"))
-    hooks.wrap(f"{LLM}.wake_up", _llm_native("wake_up"))
-    hooks.wrap(f"{CORES}.shutdown", _ends_calls)
-    _add_methods(hooks.require(SYNC), SyncApi, of=lambda engine: engine)
-    _add_methods(hooks.require(LLM), SyncApi, of=lambda llm: llm.llm_engine)
-    _add_methods(hooks.require(ASYNC), AsyncApi, of=lambda engine: engine)
-    hooks.require(LLM).is_sleeping = lambda llm: llm.llm_engine.is_sleeping()
+    hooks.wrap(f"{CORES}.shutdown", _ending_calls)
 
 
 class VllmApi(EngineApi):
@@ -73,9 +68,13 @@ class VllmApi(EngineApi):
     def transition(self, command: Transition) -> Operation:
         report: Report = yield from super().transition(command)
         if isinstance(command, commands.Sleep):
-            _record_sleep(self._engine, 1, command.level)
+            state = (1, int(command.level))
         elif isinstance(command, commands.WakeUp) and not (yield from self.is_sleeping()):
-            _record_sleep(self._engine, 0, 0)
+            state = (0, 0)
+        else:
+            return report
+        if self._engine.logger_manager is not None:  # vLLM's own metrics of sleep
+            self._engine.logger_manager.record_sleep_state(*state)
         return report
 
     def wake_up(self, tags: object = None) -> Operation:
@@ -134,17 +133,15 @@ class AsyncApi(VllmApi, AsyncioApi):
         return [decode_reply(reply) for reply in replies]
 
 
-def _ends_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled(lambda client: config_of(client.vllm_config))
+def _ending_calls(
+    config: RLMemoryConfig, original: Callable[..., None], client: Any, *args: Any, **kwargs: Any
+) -> None:
     """Fail calls that wait for an engine core that has died. vLLM shuts its client down and leaves them waiting."""
-
-    def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if config_of(self.vllm_config) is not None:
-            while self.utility_results:
-                _, call = self.utility_results.popitem()
-                _end(call)
-
-    return shutdown
+    original(client, *args, **kwargs)
+    while client.utility_results:
+        _, call = client.utility_results.popitem()
+        _end(call)
 
 
 def _end(call: Future[Any] | asyncio.Future[Any]) -> None:
@@ -155,177 +152,122 @@ def _end(call: Future[Any] | asyncio.Future[Any]) -> None:
             call.set_exception(EngineDeadError())
 
     if isinstance(call, asyncio.Future):
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop of the call is closed: nobody waits
             call.get_loop().call_soon_threadsafe(end)
     else:
         end()
 
 
-def _record_sleep(engine: Any, asleep: int, level: int) -> None:
-    """Keep vLLM's own sleep metrics right."""
-    if engine.logger_manager is not None:
-        engine.logger_manager.record_sleep_state(asleep, level)
-
-
 def api_of(engine: Any, make: type[SyncApi] | type[AsyncApi]) -> Any:
     """The engine's API, made at first use; `None` if the engine is not enabled."""
-    api = engine.__dict__.get("rl_memory")
-    if api is None:
+    if "rl_memory" not in vars(engine):
         config = config_of(engine.vllm_config)
-        if config is None:
-            return None
-        api = engine.rl_memory = make(engine, config)
-    return api
+        engine.rl_memory = None if config is None else make(engine, config)
+    return engine.rl_memory
 
 
-def _redirect_to(make: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Redirect a method of the engine to an operation of its API, if the engine is enabled."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            api = api_of(self, make)
-            if api is None:
-                return original(self, *args, **kwargs)
-            return api.run(getattr(api, name)(*args, **kwargs))
-
-        return method
-
-    return wrap
+_sync_api = functools.partial(api_of, make=SyncApi)
+_async_api = functools.partial(api_of, make=AsyncApi)
 
 
-def _llm_native(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Redirect a method of `LLM`. On an enabled engine it also takes `tags` and returns the report."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            enabled = api_of(self.llm_engine, SyncApi) is not None
-            return getattr(self.llm_engine, name)(*args, **kwargs) if enabled else original(self, *args, **kwargs)
-
-        return method
-
-    return wrap
+def _llm_api(llm: Any) -> Any:
+    return _sync_api(llm.llm_engine)
 
 
-def _add_methods(owner: type, make: Any, of: Callable[[Any], Any]) -> None:
-    for name, operation in METHODS.items():
+def _running(operation: str, get: Callable[[Any], Any]) -> Make:
+    """Run an operation of the engine's API in place of a method. The method of `LLM` then takes `tags` too."""
 
-        def method(self: Any, *args: Any, _operation: str = operation, **kwargs: Any) -> Any:
-            api = api_of(of(self), make)
-            if api is None:
-                raise UnsupportedError("this engine was started without rl_memory")
-            return api.run(getattr(api, _operation)(*args, **kwargs))
+    @on_enabled(get)
+    def run(api: Any, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+        return api.run(getattr(api, operation)(*args, **kwargs))
 
-        method.__name__ = name
-        method.__doc__ = getattr(make, operation).__doc__
-        setattr(owner, name, method)
+    return run
 
 
-def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled(_async_api)
+async def _native_resume(api: AsyncApi, original: Callable[..., Any], engine: Any) -> None:
     """Refuse to resume while any engine is closed: engines that step together would wait for it."""
-
-    async def resume_generation(self: Any) -> None:
-        api = api_of(self, AsyncApi)
-        if api is not None:
-            refuse_resume(admission.first_refusal(await api.run(api.status())))
-        await original(self)
-
-    return resume_generation
+    refuse_resume(admission.first_refusal(await api.run(api.status())))
+    await original(engine)
 
 
-def _gated_add(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        api = api_of(self, SyncApi)
-        if api is not None:
-            try:
-                refuse_if_closed(api.run(api.status()))
-            except EngineAsleepError:
-                if _has_images(self):  # this side counts those of the request among what the core has
-                    self.reset_mm_cache()
-                raise
-        return original(self, *args, **kwargs)
-
-    return add_request
+@on_enabled(_sync_api)
+def _gated_add(api: SyncApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        refuse_if_closed(api.run(api.status()))
+    except EngineAsleepError:
+        if _has_images(engine):  # this side counts the images of the request among what the core has
+            engine.reset_mm_cache()
+        raise
+    return original(engine, *args, **kwargs)
 
 
-def _noticing_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled(_sync_api)
+def _noticing_step(api: SyncApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """A request that runs must not go on with keys and values of former weights."""
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        api = api_of(self, SyncApi)
-        if api is not None:
-            api.notice_loads()
-        return original(self, *args, **kwargs)
-
-    return step
+    api.notice_loads()
+    return original(engine, *args, **kwargs)
 
 
 def _has_images(engine: Any) -> bool:
     """Whether requests may hold images, audio or video.
 
-    vLLM sends each of these inputs to the core once, and counts it as sent before it adds the request. A refusal in
-    between must not make the two halves of that cache disagree.
+    vLLM sends each of these inputs to the core once, and counts an input as sent before it adds the request. A refusal
+    in between must not make the two halves of that cache disagree.
     """
     return bool(engine.vllm_config.model_config.is_multimodal_model)
 
 
-def _gated_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled(_async_api)
+def _gated_stream(
+    api: AsyncApi, original: Callable[..., AsyncGenerator[Any, None]], engine: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
     """Refuse `generate` and `encode` before anything is queued. The check costs nothing per token."""
-
-    def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        api = api_of(self, AsyncApi)
-        if api is None:
-            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-        outputs = original(self, *args, **kwargs)
-        prompt = args[0] if args else kwargs.get("prompt")
-        if isinstance(prompt, AsyncGenerator):
-            outputs = _ending_when_aborted(outputs)
-        return _checked_stream(api, outputs, sent_on=_has_images(self))
-
-    return stream
+    outputs = original(engine, *args, **kwargs)
+    if isinstance(args[0] if args else kwargs.get("prompt"), AsyncGenerator):
+        outputs = _ending_when_aborted(outputs)
+    return _checked_stream(api, outputs, core_refuses=_has_images(engine))
 
 
 async def _ending_when_aborted(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """End a request that streams its input once the core has aborted it. vLLM would go on with it and compute later
-    input without the input before."""
+    """End a request that streams its input when the core aborts the request. vLLM would go on and compute later input
+    without the earlier input."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
-            output.finished = output.finished or any(one.finish_reason == "abort" for one in output.outputs)
+            output.finished = output.finished or any(part.finish_reason == "abort" for part in output.outputs)
             yield output
             if output.finished:
                 return
 
 
 async def _checked_stream(
-    api: AsyncApi, outputs: AsyncGenerator[Any, None], *, sent_on: bool = False
+    api: AsyncApi, outputs: AsyncGenerator[Any, None], *, core_refuses: bool = False
 ) -> AsyncIterator[Any]:
     """Refuse the request if the engine is closed, or has closed before the request had an answer.
 
     Args:
-        sent_on: Let the core refuse the request; see `_has_images`.
+        core_refuses: Leave the first of the two refusals to the core; see `_has_images`.
     """
-    if not sent_on:
+    if not core_refuses:
         refuse_if_closed(api.status_now() or await api.status_at_first())
     try:
         async with contextlib.aclosing(outputs):  # a caller that goes away ends the request now
             async for output in outputs:
                 reason = _refused(output)
-                if reason:  # the engine closed on the way
+                if reason:  # the engine closed meanwhile
                     raise _Unanswered(reason)
                 yield output
     except Exception as error:
         unanswered = error if isinstance(error, _Unanswered) else error.__cause__
         if not isinstance(unanswered, _Unanswered):
             raise
-        reason = unanswered.reason or await _reason(api)
-    else:
-        return
-    refusal = EngineAsleepError(
-        "the engine closed before the request had an answer",
-        reason=reason,
-        retry_after_s=admission.RETRY_AFTER_SECONDS,
-    )
-    report_refusal(refusal)
-    raise refusal
+        refusal = EngineAsleepError(
+            "the engine closed before the request had an answer",
+            reason=unanswered.reason or await _reason(api),
+            retry_after_s=admission.RETRY_AFTER_SECONDS,
+        )
+        report_refusal(refusal)
+        raise refusal from None
 
 
 async def _reason(api: AsyncApi) -> str:
@@ -338,7 +280,7 @@ class _Unanswered(Exception):
     """The engine ended a request without an answer.
 
     Args:
-        stop_reason: The stop reason of the core; empty if the core has not refused the request.
+        stop_reason: The stop reason that the core gave; empty if the core has not refused the request.
     """
 
     def __init__(self, stop_reason: str) -> None:
@@ -366,12 +308,10 @@ def _without_aborted_pooling(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _is_aborted_pooling(processor: Any, output: Any) -> bool:
-    if output.finish_reason is None or output.pooling_output is not None:
+    if output.pooling_output is not None or str(output.finish_reason) != "abort":
         return False
-    from vllm.v1.engine import FinishReason
-
     state = processor.request_states.get(output.request_id)
-    return state is not None and state.detokenizer is None and output.finish_reason is FinishReason.ABORT
+    return state is not None and state.detokenizer is None
 
 
 def _refused(output: Any) -> str:

@@ -45,13 +45,14 @@ class ExternalRanks:
         self._rank = rank
         self._ranks = ranks
         self._calls = 0
-        self._failure: StateConflictError | None = None  # of the last call that a rank has missed
+        self._failure: StateConflictError | None = None  # the error of the last call that a rank has missed
 
     def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
         try:
             self._join(method, arguments)
         except Exception as error:
-            if _undoes(method, arguments):  # without the absent ranks
+            # A call that undoes the work of this rank does not wait for absent ranks.
+            if method.startswith("abort_") or (method == "finish_update" and not arguments["complete"]):
                 self._agent.reply(encode_call(method, arguments))
             return [error_reply(self._rank, error)]
         try:
@@ -70,10 +71,9 @@ class ExternalRanks:
         Raises:
             StateConflictError: a rank did not reach the call in time, or reached another call.
         """
-        asked = {
-            key: value for key, value in arguments.items() if key not in ("endpoints", "token")
-        }  # these differ between ranks
-        self._store.set(self._key("join", self._rank), msgspec.json.encode((method, asked)))
+        differing = ("endpoints", "token")  # each rank has its own
+        common = {name: value for name, value in arguments.items() if name not in differing}
+        self._store.set(self._key("join", self._rank), msgspec.json.encode((method, common)))
         try:
             self._wait("join", method, JOIN_TIMEOUT_S if self._failure is None else _AFTER_A_FAILURE_S)
         except StateConflictError as error:
@@ -82,7 +82,9 @@ class ExternalRanks:
             raise self._failure from None
         self._failure = None
         calls = {rank: self._store.get(self._key("join", rank)) for rank in self._ranks}
-        self._forget_former_call()
+        if self._calls:  # all ranks have reached this call, and have therefore read the replies of the last call
+            for phase in ("join", "reply"):
+                self._store.delete_key(f"{self._calls - 1}/{phase}/{self._rank}")
         if len(set(calls.values())) > 1:
             self._calls += 1
             at = {rank: msgspec.json.decode(call)[0] for rank, call in calls.items()}
@@ -101,19 +103,8 @@ class ExternalRanks:
                     absent_ranks=absent,
                 ) from error
 
-    def _forget_former_call(self) -> None:
-        """Delete the keys of the call before: all ranks have reached this call, so they have read its replies."""
-        if self._calls:
-            for phase in ("join", "reply"):
-                self._store.delete_key(self._key(phase, self._rank, self._calls - 1))
-
-    def _key(self, phase: str, rank: int, call: int | None = None) -> str:
-        return f"{self._calls if call is None else call}/{phase}/{rank}"
-
-
-def _undoes(method: str, arguments: dict[str, Any]) -> bool:
-    """Whether a call undoes the work of a rank. The rank must not wait for the others then."""
-    return method.startswith("abort_") or (method == "finish_update" and not arguments["complete"])
+    def _key(self, phase: str, rank: int) -> str:
+        return f"{self._calls}/{phase}/{rank}"
 
 
 def ranks_of(core: Any, agent: RankAgent) -> ExternalRanks:

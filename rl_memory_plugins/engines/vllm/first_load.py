@@ -28,7 +28,8 @@ class FirstLoad:
     parameter itself, because the parameter is on the meta device then.
 
     Attributes:
-        passed_over: For `reload.py`: the layers with a parameter that was filled otherwise; `None` until known.
+        filled: The layers and names of these parameters. Empty for dummy weights, which no loader fills.
+        passed_over: For `reload.py`: the layers with a parameter that `load_weights` filled itself; `None` until known.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -36,39 +37,32 @@ class FirstLoad:
 
         self.passed_over: dict[str, str] | None = None
         self._model = model
-        self._given: set[tuple[torch.nn.Module, str]] = set()
+        self.filled: set[tuple[torch.nn.Module, str]] = set()
         for layer in model.modules():
             for name, parameter in layer.named_parameters(recurse=False):
                 own = hasattr(parameter, "weight_loader")
                 loader = parameter.weight_loader if own else default_weight_loader
-                parameter.weight_loader = _Noted(loader, functools.partial(self._given.add, (layer, name)), own)
+                parameter.weight_loader = _RecordingLoader(
+                    loader, functools.partial(self.filled.add, (layer, name)), own
+                )
 
     def end(self) -> None:
         """Restore the loaders, also on parameters that the engine has made since and given the same loaders."""
         for parameter in self._model.parameters():
-            while isinstance(
-                noted := getattr(parameter, "weight_loader", None), _Noted
-            ):  # nested, if layers share the parameter
-                if noted.own:
-                    parameter.weight_loader = noted.loader
+            # Loaders are nested if layers share the parameter.
+            while isinstance(loader := getattr(parameter, "weight_loader", None), _RecordingLoader):
+                if loader.own:
+                    parameter.weight_loader = loader.loader
                 else:
                     del parameter.weight_loader
 
-    @property
-    def is_known(self) -> bool:
-        """Whether a loader was used. Dummy weights use none."""
-        return bool(self._given)
 
-    def has_given(self, layer: torch.nn.Module, name: str) -> bool:
-        return (layer, name) in self._given
-
-
-class _Noted:
+class _RecordingLoader:
     """The loader of a parameter that records its use. It equals the loader that it calls."""
 
     def __init__(self, loader: Callable[..., Any], note: Callable[[], None], own: bool) -> None:
         self.loader = loader
-        self.own = own  # the parameter's own, not vLLM's default
+        self.own = own  # whether `loader` is the parameter's own, not vLLM's default
         self._note = note
         self.__wrapped__ = loader  # for `inspect.signature`
 
@@ -77,7 +71,7 @@ class _Noted:
         return self.loader(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return self.loader == (other.loader if isinstance(other, _Noted) else other)
+        return self.loader == (other.loader if isinstance(other, _RecordingLoader) else other)
 
     def __hash__(self) -> int:
         return hash(self.loader)

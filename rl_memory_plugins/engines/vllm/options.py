@@ -9,6 +9,7 @@ from rl_memory_plugins.config import RLMemoryConfig
 
 CONFIG_KEY = "rl_memory"
 CHILD_VARIABLE = "RLMEM_VLLM_HOOKS"  # an enabled parent sets it for its child processes
+_COPIED_BY_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 _made_here = False  # this process has made the configuration of an enabled engine
 
@@ -40,7 +41,9 @@ def enable(engine_args: Any, value: Any) -> None:
     engine_args.additional_config[CONFIG_KEY] = RLMemoryConfig.parse(value).to_dict()
     _made_here = True
     os.environ[CHILD_VARIABLE] = "1"
-    _let_ray_copy(CHILD_VARIABLE)
+    # vLLM copies only these variables to remote Ray workers.
+    copied = os.environ.get(_COPIED_BY_RAY, "").split(",")
+    os.environ[_COPIED_BY_RAY] = ",".join(dict.fromkeys(name for name in (*copied, CHILD_VARIABLE) if name))
 
 
 def may_serve(args: Any) -> bool:
@@ -49,11 +52,3 @@ def may_serve(args: Any) -> bool:
     The variable for child processes does not count: a server without the plugin may be such a child.
     """
     return _made_here or requested(args) is not None
-
-
-def _let_ray_copy(variable: str) -> None:
-    """Make vLLM copy a variable to remote Ray workers, which see no other variables."""
-    name = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-    copied = [entry for entry in os.environ.get(name, "").split(",") if entry]
-    if variable not in copied:
-        os.environ[name] = ",".join([*copied, variable])

@@ -1,13 +1,14 @@
 """vLLM's layer-wise reload, for models whose weights were transformed after loading: quantised, packed, absorbed.
 
-vLLM puts each layer back to its checkpoint's shapes, collects its tensors, loads and transforms them in temporary
-memory, and copies the result over the old memory, so CUDA graphs stay right. Around that, this module sees to what
-vLLM leaves to its caller: that each layer is given whole, that no layer is left half-way when a load breaks off,
-that tensors which are no parameters stay where they are, and that every step ran that ran at the first load.
+vLLM gives each layer the shapes of its checkpoint again, collects the layer's tensors, loads and transforms them in
+temporary memory, and copies the result over the old memory, where CUDA graphs read it. vLLM leaves the rest to its
+caller, and this module does the rest: each layer gets all its tensors, a load that breaks off leaves no layer half-way,
+plain tensors keep their addresses, and every post-load step of the first load runs again.
 """
 
 from __future__ import annotations
 
+import inspect
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.engines.post_load import PostLoad, tensors_of
+from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, tensors_of, unsupported
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
-from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
+from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.plan import Loader
 
 RELOAD = "vllm.model_executor.model_loader.reload"
-#: What is used of it, checked at the start.
+#: The symbols that this package uses; `worker.py` requires them at the start.
 SYMBOLS = (
     f"{RELOAD}.layerwise:initialize_layerwise_reload",
     f"{RELOAD}.layerwise:finalize_layerwise_processing",
@@ -36,11 +37,11 @@ class LayerwiseReload:
     """The reload of one model that has transformed layers.
 
     Args:
-        post_load: The watch over the model's post-load steps.
-        layers: Those that are transformed, and by what.
-        vllm_config: The engine's.
+        post_load: Observes the post-load steps of the model.
+        layers: The names of the transformed layers, with their quantisation methods.
+        vllm_config: The configuration of the engine.
         load_weights: The model's own loader.
-        region: What is made of weights belongs there.
+        region: Gives the region for the tensors that the load makes.
         graphs: Whether compiled code or CUDA graphs refer to the model's tensors by address.
 
     Raises:
@@ -67,67 +68,57 @@ class LayerwiseReload:
         self.why = f"vLLM transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
         kept = post_load.kept_elsewhere()
         if kept:
-            raise self._unsupported("their kernels keep packed copies in memory of their own", kept)
+            raise unsupported(kept, "their kernels keep packed copies in memory of their own")
         passed_over = self._passed_over(layers)
         if passed_over:
-            raise self._unsupported(
-                "the model's load_weights copies into their parameters by itself, where vLLM's reload sees no weights",
-                passed_over,
-            )
+            why = "the model's load_weights copies into their parameters by itself, where vLLM's reload sees no weights"
+            raise unsupported(passed_over, why)
         if graphs and self._device.type == "cpu":
-            raise self._unsupported("compiled code on the CPU keeps what was packed: start with enforce_eager", layers)
+            raise unsupported(layers, "compiled code on the CPU keeps packed weights: start with enforce_eager")
         hidden = post_load.hidden()
         if graphs and hidden:
-            raise self._unsupported(
-                "they keep tensors that CUDA graphs use and that a reload would replace: start with enforce_eager",
-                hidden,
-            )
+            why = "they keep tensors that CUDA graphs use and that a reload would replace: start with enforce_eager"
+            raise unsupported(hidden, why)
 
     def _passed_over(self, transformed: Mapping[str, str]) -> dict[str, str]:
         """The layers with a parameter whose weights a reload would lose, see `FirstLoad`; empty if none is known."""
         first_load = first_load_of(self._model)
-        if first_load is None or not first_load.is_known:
+        if first_load is None or not first_load.filled:
             return {}
         if first_load.passed_over is None:
             layers = dict(self._model.named_modules())
             with self.checkpoint_layout() as layout:
                 places = [name.rpartition(".") for name in layout]
-            names = [layer for layer, _, name in places if not first_load.has_given(layers[layer], name)]
+            names = [layer for layer, _, name in places if (layers[layer], name) not in first_load.filled]
             first_load.passed_over = {name: transformed.get(name, type(layers[name]).__name__) for name in names}
         return first_load.passed_over
 
-    def _unsupported(self, why: str, layers: Mapping[str, str]) -> UnsupportedError:
-        name, method = next(iter(layers.items()))
-        return UnsupportedError(
-            f"the weights of {len(layers)} layers, such as {name} by {method}, cannot be updated: {why}",
-            layers=dict(list(layers.items())[:20]),
-        )
-
     @contextmanager
     def checkpoint_layout(self) -> Iterator[dict[str, torch.Tensor]]:
-        """See `Reload`. What a layer keeps aside from its parameters is left as it is."""
+        """See `Reload`. A layer's plain tensors stay as they are."""
+        from vllm.model_executor.model_loader.reload import meta
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
-        layers = _Layers(self._model)
+        skipped = getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)  # vLLM's reload does not load them
+        layers = _SavedLayers(self._model)
         try:
             expected: dict[str, torch.Tensor] = {}
             for name, layer in self._model.named_modules():
-                tied = _tied(layer, layers.seen_before(layer))
-                restore_layer_on_meta(layer, get_layerwise_info(layer))
+                tied = layers.tied(layer)
+                meta.restore_layer_on_meta(layer, get_layerwise_info(layer))
                 for table in (layer._parameters, layer._buffers):
                     for key, tensor in table.items():
                         if tensor is not None and tensor.is_meta:
                             table[key] = _without_memory(tensor)
-                if _is_attention(layer):
-                    continue  # its scales are optional; vLLM sets those that do not come
+                if hasattr(type(layer), STEP):  # attention: its scales are optional
+                    continue
                 persistent = {
                     key: buffer
                     for key, buffer in layer._buffers.items()
                     if layer._parameters and key not in layer._non_persistent_buffers_set
                 }
                 for key, tensor in {**layer._parameters, **persistent}.items():
-                    if tensor is not None and key not in tied and not _is_set_aside(key):
+                    if tensor is not None and key not in tied and key not in skipped:
                         expected[f"{name}.{key}"] = tensor
             yield expected
         finally:
@@ -140,9 +131,9 @@ class LayerwiseReload:
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         config = self._vllm_config.model_config
-        # Not the function that is installed there: it takes a load for one that somebody else makes.
+        # Not the hook of `worker.py`, which watches the loads of other callers.
         finalize = getattr(layerwise.finalize_layerwise_processing, "__wrapped__")  # noqa: B009
-        layers = _Layers(self._model)
+        layers = _SavedLayers(self._model)
         try:
             with (
                 set_current_vllm_config(self._vllm_config),
@@ -166,8 +157,10 @@ class LayerwiseReload:
 
 
 def restore_layers(model: torch.nn.Module) -> None:
-    """Put back what a layer-wise load has taken apart that did not come to its end: its parameters are on the meta
-    device, and the next load would go on with what was collected. What came whole stays."""
+    """Restore the layers that a broken-off layer-wise load has left on the meta device. Loaded layers stay as they are.
+
+    The next load would otherwise go on with the tensors that vLLM has collected.
+    """
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
@@ -178,7 +171,7 @@ def restore_layers(model: torch.nn.Module) -> None:
 
 
 def transformed_layers(post_load: PostLoad) -> dict[str, str]:
-    """The layers that were seen to be transformed, and those that are no longer what vLLM has recorded of them."""
+    """The layers with an observed transformation, and those whose parameters differ from vLLM's record of them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     found = post_load.transformed()
@@ -186,12 +179,12 @@ def transformed_layers(post_load: PostLoad) -> dict[str, str]:
         for key, recorded in get_layerwise_info(layer).restore_metadata[0].items():
             now = layer._parameters.get(key)
             if now is None or (now.shape, now.dtype) != (recorded.shape, recorded.dtype):
-                found.setdefault(name, type(getattr(layer, "quant_method", None) or layer).__name__)
+                found.setdefault(name, method_of(layer))
     return found
 
 
-class _Layers:
-    """A model's layers as they are now."""
+class _SavedLayers:
+    """The attributes, tensors and tables of a model's layers at one moment."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = {layer: name for name, layer in model.named_modules()}
@@ -201,22 +194,18 @@ class _Layers:
             layer: (dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
             for layer in self._names
         }
-        self._first: dict[int, tuple[torch.nn.Module, str]] = {}
-        for layer, (parameters, _, _) in self._tables.items():
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    self._first.setdefault(id(parameter), (layer, name))
+        self._owner: dict[int, torch.nn.Module] = {}  # by the id of a parameter: the first layer that has it
+        for layer in self._names:
+            for parameter in layer._parameters.values():
+                self._owner.setdefault(id(parameter), layer)
 
-    def seen_before(self, layer: torch.nn.Module) -> set[int]:
-        """Those of a layer's parameters that an earlier layer has as well."""
-        return {
-            id(parameter)
-            for parameter in self._tables[layer][0].values()
-            if parameter is not None and self._first[id(parameter)][0] is not layer
-        }
+    def tied(self, layer: torch.nn.Module) -> set[str]:
+        """The names of a layer's parameters that an earlier layer has too, and which are loaded with that layer."""
+        parameters = self._tables[layer][0]
+        return {name for name, parameter in parameters.items() if self._owner[id(parameter)] is not layer}
 
     def restore(self) -> None:
-        """Put everything back. What lies in the tensors is not touched."""
+        """Restore the layers, but not the values in their tensors."""
         for layer, attributes in self._attributes.items():
             vars(layer).clear()
             vars(layer).update(attributes)
@@ -227,10 +216,10 @@ class _Layers:
             layer._non_persistent_buffers_set.update(self._tables[layer][2])
 
     def keep_addresses(self, graphs: bool) -> None:
-        """Move the values of new tensors to where the old ones were, and put the old ones back.
+        """Copy the values of new tensors into the old tensors, and put the old tensors back.
 
         Raises:
-            WeightUpdateError: a tensor, or a number that graphs have taken in, is another now.
+            WeightUpdateError: the shape, dtype or device of a tensor has changed, or a number that is part of a graph.
         """
         for layer, former in self._tensors.items():
             now = tensors_of(layer)
@@ -253,16 +242,11 @@ class _Layers:
     def _require(self, condition: bool, layer: torch.nn.Module, name: str) -> None:
         if not condition:
             where = f"{self._names[layer]}.{name}"
-            raise WeightUpdateError(f"vLLM's reload changed {where}, which must stay what it is", name=where)
-
-
-def _tied(layer: torch.nn.Module, shared: set[int]) -> set[str]:
-    """The names of parameters that are another layer's: whoever loads that one loads them."""
-    return {name for name, parameter in layer._parameters.items() if id(parameter) in shared}
+            raise WeightUpdateError(f"vLLM's reload changed {where}, which must not change", name=where)
 
 
 def _without_memory(meta: torch.Tensor) -> torch.Tensor:
-    """A tensor like one that vLLM has recorded, at an address that nothing else has and with its own loader."""
+    """A tensor like the recorded `meta`, with its loader, at an address of its own, without physical memory."""
     last = sum((extent - 1) * step for extent, step in zip(meta.shape, meta.stride(), strict=True))
     nbytes = (last + 1) * meta.element_size() if meta.numel() else 0
     if nbytes:
@@ -274,30 +258,17 @@ def _without_memory(meta: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty(meta.shape, dtype=meta.dtype)
     tensor.__class__ = meta.__class__
     tensor.__dict__ = dict(meta.__dict__)
-    loader = getattr(tensor, "weight_loader", None)
-    unwrapped = loader
-    while getattr(unwrapped, "__name__", "") == "online_process_loader":  # one that collects, of the first load
-        unwrapped = getattr(unwrapped, "__wrapped__")  # noqa: B009
+    loader: Any = getattr(tensor, "weight_loader", None)
+    # The first load may have left its collecting loader around the parameter's own.
+    unwrapped = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
     if unwrapped is not loader:
         tensor.weight_loader = unwrapped
     return tensor
 
 
-def _is_attention(layer: torch.nn.Module) -> bool:
-    """Whether vLLM transforms it after all other layers, from what they hold."""
-    return hasattr(type(layer), "process_weights_after_loading")
-
-
-def _is_set_aside(name: str) -> bool:
-    """Whether vLLM's reload leaves tensors of this name alone."""
-    from vllm.model_executor.model_loader.reload import meta
-
-    return name in getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)
-
-
 @contextmanager
 def _new_moe_kernels(model: torch.nn.Module) -> Iterator[None]:
-    """Have vLLM build them anew: on a reload it keeps them, and then does not pack the CPU's weights again."""
+    """Make vLLM build its kernels of experts again. A reload would keep them and not pack the CPU's weights again."""
     former: dict[Any, Any] = {}
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
@@ -306,5 +277,5 @@ def _new_moe_kernels(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for method, kernel in former.items():  # of layers that were left out
+        for method, kernel in former.items():  # of layers that the update omits
             method.moe_kernel = method.moe_kernel or kernel

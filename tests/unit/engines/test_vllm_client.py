@@ -7,7 +7,7 @@ import pytest
 from fake_control import rank_status
 
 from rl_memory_plugins.engines.vllm import client
-from rl_memory_plugins.engines.vllm.client import SyncApi, _checked_stream, _ending_when_aborted
+from rl_memory_plugins.engines.vllm.client import _checked_stream, _ending_when_aborted
 from rl_memory_plugins.engines.vllm.core import REFUSED
 from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.records import EngineStatus
@@ -60,17 +60,16 @@ def test_other_answers_pass():
 ASLEEP = EngineStatus([rank_status(weights=TagState.PRESERVED)])
 
 
-def engine_of(model_is_multimodal):
+def engine_of(api, model_is_multimodal):
     resets = []
     config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=model_is_multimodal))
-    return SimpleNamespace(vllm_config=config, reset_mm_cache=lambda: resets.append(True), resets=resets)
+    return SimpleNamespace(rl_memory=api, vllm_config=config, reset_mm_cache=lambda: resets.append(True), resets=resets)
 
 
 @pytest.mark.parametrize("with_images", [True, False])
-def test_a_refused_llm_forgets_images_that_the_core_never_got(monkeypatch, with_images):
+def test_a_refused_llm_forgets_images_that_the_core_never_got(with_images):
     api = SimpleNamespace(status=lambda: None, run=lambda operation: [ASLEEP])
-    monkeypatch.setattr(client, "api_of", lambda engine, make: api if make is SyncApi else None)
-    engine = engine_of(with_images)
+    engine = engine_of(api, with_images)
     add = client._gated_add(lambda *args: pytest.fail("it was added"))
     with pytest.raises(EngineAsleepError):
         add(engine, "request")
@@ -81,12 +80,12 @@ def test_a_request_that_may_hold_images_is_refused_by_the_core():
     """It has got them then, as this side's half of the cache says."""
     api = SimpleNamespace(status_now=lambda: [ASLEEP])
 
-    async def ask(sent_on, *outputs):
+    async def ask(core_refuses, *outputs):
         async def stream():
             for one in outputs:
                 yield one
 
-        return [one async for one in _checked_stream(api, stream(), sent_on=sent_on)]
+        return [one async for one in _checked_stream(api, stream(), core_refuses=core_refuses)]
 
     with pytest.raises(EngineAsleepError) as caught:
         asyncio.run(ask(True, output(REFUSED + "asleep")))
