@@ -163,11 +163,8 @@ class EngineUpdates:
         """Note that a call of the open update writes unrecorded, for example by NCCL or in another thread."""
         self._wrote = True
 
-    def end(self, *, complete: bool = False) -> bool:
+    def end(self) -> bool:
         """End an update that has succeeded on every rank.
-
-        Args:
-            complete: The update has written every parameter, even if this was not recorded.
 
         Returns: whether the content changed: `False` if no update was open, or it had failed.
         """
@@ -175,7 +172,7 @@ class EngineUpdates:
         if not was_open or self.manager.content is not Content.UPDATING:  # torn or discarded meanwhile
             return False
         self._forget_outdated()
-        self._leave(Content.VALID if complete or self._is_complete() else self._before)
+        self._leave(Content.VALID if self._is_complete() else self._before)
         return True
 
     def break_off(self) -> None:

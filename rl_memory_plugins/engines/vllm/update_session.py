@@ -25,9 +25,6 @@ DRAFT_METHOD = "start_draft_weight_update"
 #: vLLM's transfer backends that write only through the model's `load_weights`, where the writes are recorded.
 RECORDED = ("nccl", "ipc", "sparse_nccl")
 
-#: vLLM's backends that write by NCCL or in other threads, and always write all parameters.
-WHOLE = ("nccl_m2n", "sharded_rdt")
-
 
 class WatchedLoads(EngineUpdates):
     """Watches the `load_weights` of a model, by a wrapper on the instance.
@@ -80,7 +77,6 @@ class UpdateSession:
     def __init__(self, worker: Any, loads: Callable[[], WatchedLoads]) -> None:
         self._worker = worker
         self._loads = loads
-        self._has_updated = False  # a call of the open update has succeeded
         for name, wrap in zip(UPDATE_METHODS, (self._start, self._update, self._finish), strict=True):
             setattr(worker, name, wrap(getattr(worker, name)))
         if hasattr(worker, DRAFT_METHOD):  # not in every version
@@ -114,7 +110,6 @@ class UpdateSession:
                 self.abandon()
                 raise
             self._loads().begin()
-            self._has_updated = False
             return None
 
         return start_weight_update
@@ -130,7 +125,6 @@ class UpdateSession:
                 if self._loads().is_open and not self._worker._weight_update_active:  # vLLM counts the update as over
                     self._loads().break_off()
                 raise
-            self._has_updated = True
 
         return update_weights
 
@@ -144,7 +138,6 @@ class UpdateSession:
                         self._loads().manager.mark_failed()
                     self.abandon()
                 raise
-            is_whole = self._has_updated and not self._is_of_draft and self._backend in WHOLE
-            self._loads().end(complete=is_whole)
+            self._loads().end()
 
         return finish_weight_update
