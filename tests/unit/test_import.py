@@ -13,7 +13,13 @@ import rl_memory_plugins
 from rl_memory_plugins import errors
 
 REPOSITORY = Path(__file__).parents[2]
-PUBLIC = ["rl_memory_plugins", "rl_memory_plugins.sglang", "rl_memory_plugins.trainer", "rl_memory_plugins.vllm"]
+PUBLIC = [
+    "rl_memory_plugins",
+    "rl_memory_plugins.integrations.vllm_transfer",
+    "rl_memory_plugins.sglang",
+    "rl_memory_plugins.trainer",
+    "rl_memory_plugins.vllm",
+]
 
 HEAVY = ["torch", "vllm", "sglang", "fastapi", "starlette", "pydantic", "pydantic_settings", "httpx", "numpy"]
 

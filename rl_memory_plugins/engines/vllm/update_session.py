@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
 from rl_memory_plugins.weights.write_detector import leaving_early
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 UPDATE_METHODS = ("start_weight_update", "update_weights", "finish_weight_update")
 
 DRAFT_METHOD = "start_draft_weight_update"
+
+#: vLLM's name of this package's own transfer backend; see `weight_transfer.py`.
+BACKEND = "rl_memory"
 
 #: vLLM's transfer backends that write only through the model's `load_weights`, where the writes are recorded.
 RECORDED = ("nccl", "ipc", "sparse_nccl")
@@ -101,6 +105,8 @@ class UpdateSession:
     def _start(self, original: Callable[[], None]) -> Callable[[], None]:
         def start_weight_update() -> None:
             self._loads().manager.require_writable()
+            if self._backend == BACKEND:
+                return self._start_own(original)
             if self._worker._weight_update_active:
                 return original()  # vLLM refuses a second start
             self.abandon()  # vLLM counts a failed update as over, but has left the model in pieces
@@ -113,6 +119,16 @@ class UpdateSession:
             return None
 
         return start_weight_update
+
+    def _start_own(self, original: Callable[[], None]) -> None:
+        """Start an update by this package's stream. It marks the content itself, from the first write on."""
+        self._worker.weight_transfer_engine.agent = self._worker.rl_memory.agent
+        if (
+            self._loads().manager.content is Content.UPDATING
+        ):  # the last update failed on another rank, or was left open
+            self._loads().manager.finish_writing(complete=False)
+            self._worker._weight_update_active = False
+        original()
 
     def _update(self, original: Callable[..., None]) -> Callable[..., None]:
         def update_weights(*args: Any, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.engines.vllm.update_session import (
+    BACKEND,
     UPDATE_METHODS,
     UpdateSession,
     WatchedLoads,
@@ -46,6 +47,13 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(
         "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing", _finish_layerwise_load
     )
+    factory = hooks.require("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory")
+    # In releases before 0.25 the worker takes the model apart for every backend, before its engine is asked.
+    in_place = hasattr(
+        hooks.require("vllm.distributed.weight_transfer.base:WeightTransferEngine"), "start_weight_update"
+    )
+    if in_place and BACKEND not in factory._registry:
+        factory.register_engine(BACKEND, "rl_memory_plugins.engines.vllm.weight_transfer", "RLMemoryTransferEngine")
     hooks.wrap("vllm.model_executor.model_loader.reload.layerwise:restore_layer_on_meta", _put_aside)
     for symbol in reload.SYMBOLS:
         hooks.require(symbol)
