@@ -1,1 +1,1 @@
-"""Adapters for trainers. Each is one file, which imports its trainer when it is used, and holds no rule of the contract."""
+"""Adapters for trainers. Each is one file, imports its trainer when it is used, and holds no rule of the contract."""

@@ -60,7 +60,7 @@ def callback(rl_memory: Any = True) -> Any:
     """A `transformers.TrainerCallback` that lets a trainer of TRL use this package.
 
     Args:
-        rl_memory: The options of the colocated engine, as `rl_memory_plugins.vllm.LLM` takes them. A server has its own.
+        rl_memory: The options of the colocated engine, as `rl_memory_plugins.vllm.LLM` takes them.
 
     Raises:
         UnsupportedError: names every symbol that the installed TRL does not have.
