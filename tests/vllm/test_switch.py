@@ -153,3 +153,27 @@ def test_experts_whose_engines_no_one_client_reaches_are_refused(
     else:
         with pytest.raises(UnsupportedError, match="step together"):
             create(asked)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_vllm_s_own_sleep_mode_is_accepted_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, enabled: bool
+) -> None:
+    """Trainers ask for it. vLLM refuses it on CPUs, before an engine exists."""
+    from vllm import EngineArgs
+
+    folder = write_model(tmp_path / "model", SHAPES["tiny"])
+    monkeypatch.delenv("RL_MEMORY", raising=False)
+    monkeypatch.setattr(switch, "_install", lambda: None)
+    monkeypatch.setattr(options, "_made_here", False)
+    for left in (options.CHILD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):  # put back after the test
+        monkeypatch.setenv(left, "")
+    create = switch._create_engine_config(EngineArgs.create_engine_config)
+    asked = EngineArgs(
+        model=str(folder), enable_sleep_mode=True, additional_config={"rl_memory": {}} if enabled else {}
+    )
+    if enabled:
+        assert create(asked).model_config.enable_sleep_mode is False
+    else:
+        with pytest.raises(ValueError, match="Sleep mode is not supported"):
+            create(asked)

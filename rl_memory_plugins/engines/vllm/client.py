@@ -102,10 +102,14 @@ class SyncApi(VllmApi):
         self.notice_loads()
         return operations.run(operation, self._call)
 
-    def notice_loads(self) -> None:
-        """Look for weights that the caller has loaded without a call, where the engine core is in its process."""
+    def notice_loads(self, weight_version: str | None = None) -> None:
+        """Look for weights that the caller has loaded without a call, where the engine core is in its process.
+
+        Args:
+            weight_version: The version of these weights, if the caller names one.
+        """
         if self._core_here is not None:
-            notice_loads(self._core_here)
+            notice_loads(self._core_here, weight_version)
 
     @property
     def _core_here(self) -> Any:

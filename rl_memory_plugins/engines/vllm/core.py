@@ -26,7 +26,7 @@ from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus
-from rl_memory_plugins.tags import PUBLIC_TAGS, PauseMode, Tag
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, PauseMode, Tag
 
 CORE = "vllm.v1.engine.core:EngineCore"
 PROCESS = "vllm.v1.engine.core:EngineCoreProc"
@@ -110,10 +110,13 @@ def _call(self: Any, payload: bytes) -> Any:
     return reply.result() if reply.done() else reply
 
 
-def notice_loads(core: Any) -> None:
+def notice_loads(core: Any, weight_version: str | None = None) -> None:
     """Notice weights that were loaded in the core's process without a call of the engine, as by `model.load_weights`.
 
     The next request must not meet a cache of the former weights.
+
+    Args:
+        weight_version: The version that the caller gives the weights. Weights that are not `valid` keep theirs.
     """
     controller = _controller(core)
     if controller is None or controller.status.busy:  # an operation looks by itself, at its end
@@ -121,6 +124,8 @@ def notice_loads(core: Any) -> None:
     if worker_here(core) is not None and _was_changed(core, controller):
         reset_caches(core)
         controller.note_foreign_changes(paused=core.is_scheduler_paused())
+    if weight_version is not None and controller.status.content is Content.VALID:
+        controller.note_foreign_changes(weight_version, paused=core.is_scheduler_paused())
 
 
 def _was_changed(core: Any, controller: Controller, contents: Sequence[tuple[str, int]] = ()) -> bool:

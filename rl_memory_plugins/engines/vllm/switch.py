@@ -80,6 +80,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         if value is None:
             return original(self, *args, **kwargs)
         modes.refuse_arguments(self)
+        self.enable_sleep_mode = False  # this package replaces it, and vLLM refuses it on devices without its own
         options.enable(self, value)
         _install()
         config = original(self, *args, **kwargs)

@@ -1,0 +1,1 @@
+"""Trainers that people use, on engines with this package and without."""
