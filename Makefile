@@ -5,7 +5,7 @@
 #   make docs                             the documentation, strictly
 #   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
 #   make test-long [ENGINE=sglang]        what takes longer than a change should wait for, of both engines or of one
-#   make trainers                         trainers that people use, on engines with the package and without; records
+#   make trainers [OUT=FILE.json]         trainers that people use, on engines with the package and without
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
 #                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
@@ -123,10 +123,9 @@ TRL_LOOP := $(TRAINERS_ENV)/bin/python -m integration.trainers.trl_grpo
 
 .PHONY: trainers test-trl env-trainers
 
-# All subjects, TRL's server mode among them. Without OUT the records of this repository are written anew.
-OUT ?= integration/results/trainers-cpu.json
+# All subjects, TRL's server mode among them. OUT=integration/results/trainers-cpu.json writes the repository's records.
 trainers: env-trainers
-	$(TRL_LOOP) --steps 6 --out $(OUT) --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+	$(TRL_LOOP) --steps 6 --out $(or $(OUT),.pytest_cache/$@/records.json) --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 # The adapter on TRL's classes, and TRL's loop as short as shows that equal weights answer with the package and without.
 test-trl: env-trainers

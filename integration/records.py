@@ -14,13 +14,15 @@ class Records:
 
     Args:
         common: What is the same in all of them: engine, versions, GPU, model, subject, commit, command.
+        by_step: Keep every value, in the order in which they were added, under `by_step`.
     """
 
-    def __init__(self, out: Path, common: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, common: Mapping[str, Any], *, by_step: bool = False) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         self._out = out
         self._common = dict(common)
         self._others = read(out)
+        self._by_step = by_step
         self._values: dict[str, list[float]] = {}
         self._details: dict[str, dict[str, Any]] = {}
 
@@ -35,6 +37,7 @@ class Records:
         print(f"{metric:40} {statistics.median(values):12.5f} {unit} {details or ''}", flush=True)
         records = [
             {**self._common, "metric": metric, **_figures(values), **self._details[metric]}
+            | ({"by_step": values} if self._by_step else {})
             for metric, values in self._values.items()
         ]
         fresh = self._out.with_suffix(".part")

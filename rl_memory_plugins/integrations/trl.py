@@ -16,7 +16,6 @@ TRL sleeps at level 2 by itself. Trainers without the callback stay as they are,
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -172,10 +171,10 @@ def _name_weights(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _client_class(run: _Run) -> type:
+    import torch
     from trl.generation.vllm_client import VLLMClient
 
-    from rl_memory_plugins.client import EngineClient
-    from rl_memory_plugins.trainer import StreamSource
+    from rl_memory_plugins.trainer import EngineClient, StreamSource, TensorSpec
 
     class StreamingClient(VLLMClient):  # type: ignore[misc]
         """TRL's client, with the update of this package in place of a broadcast over NCCL."""
@@ -184,9 +183,7 @@ def _client_class(run: _Run) -> type:
         dtype: torch.dtype  # of the engine's weights
 
         def init_communicator(self, device: Any = 0) -> None:
-            import torch
-
-            self.engine = EngineClient(self.base_url, os.environ.get("RL_MEMORY_API_KEY", ""))
+            self.engine = EngineClient(self.base_url)  # TRL's own requests send no key either
             self.engine.memory()  # raises if the server does not have the package
             self.dtype = getattr(torch, self.get_server_info()["model_config"]["dtype"].removeprefix("torch."))
 
@@ -199,11 +196,7 @@ def _client_class(run: _Run) -> type:
                 for _ in named_params:  # the trainer's other processes gather all tensors, also after a failure
                     pass
 
-        def _spec(self, name: str, dtype: str, shape: list[int]) -> Any:
-            import torch
-
-            from rl_memory_plugins.trainer import TensorSpec
-
+        def _spec(self, name: str, dtype: str, shape: list[int]) -> TensorSpec:
             sent = self.dtype if getattr(torch, dtype).is_floating_point else getattr(torch, dtype)
             return TensorSpec(name, str(sent).removeprefix("torch."), tuple(shape))
 
