@@ -362,23 +362,16 @@ def main() -> int:
         return 0
     arguments.subjects = arguments.subjects or SUBJECTS[arguments.device]
     arguments.out.unlink(missing_ok=True)
+    limit_s = TIMEOUT_S[arguments.device]
     with tempfile.TemporaryDirectory(prefix="rl-memory-trl-") as scratch:
         shape = SHAPES[arguments.shape]._replace(vocabulary=grpo.VOCABULARY)
         dtype = "float32" if arguments.device == "cpu" else "bfloat16"
         folder = write_model(Path(scratch, "model"), shape, dtype=dtype, seed=SEED)
         for subject in arguments.subjects:
             print(f"-- {subject}", flush=True)
-            again = [
-                sys.executable,
-                "-m",
-                "integration.trainers.trl_grpo",
-                *sys.argv[1:],
-                "--run",
-                subject,
-                str(folder),
-            ]
+            command = [sys.executable, "-m", "integration.trainers.trl_grpo", *sys.argv[1:]]
             try:
-                run_bounded(again, TIMEOUT_S[arguments.device], environment(subject, arguments.device))
+                run_bounded([*command, "--run", subject, str(folder)], limit_s, environment(subject, arguments.device))
             except subprocess.SubprocessError as error:  # the other subjects run; `problems` names the missing steps
                 print(f"{subject}: {error}", flush=True)
     bad = problems(read(arguments.out), arguments)
