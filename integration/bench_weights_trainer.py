@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
 import zlib
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from integration.gpu_figures import copy_floor, peak_extra_bytes
 from integration.models import SHAPES, checkpoint_shapes
 from rl_memory_plugins.trainer import ModelSource, Offloader, push_weights
 from rl_memory_plugins.weights.checksums import tensor_checksum
@@ -310,46 +310,6 @@ def cut(named: list[tuple[str, torch.Tensor]], nbytes: int) -> Iterator[list[tup
         bucket.append((name, tensor))
         size += tensor.nbytes
     yield bucket
-
-
-def copy_floor(tensors: dict[str, torch.Tensor], repeats: int) -> Iterator[float]:
-    """Seconds to copy all the bytes on the GPU, and nothing else; into memory too large for the cache."""
-    itemsize = next(iter(tensors.values())).element_size()
-    room = max(max(tensor.numel() for tensor in tensors.values()), (2 << 30) // itemsize)
-    scratch = torch.empty(room, dtype=next(iter(tensors.values())).dtype, device="cuda")
-    pairs, at = [], 0
-    for tensor in tensors.values():
-        at = 0 if at + tensor.numel() > room else at
-        pairs.append((scratch[at : at + tensor.numel()].view(tensor.shape), tensor))
-        at += tensor.numel()
-    for turn in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for destination, tensor in pairs:
-            destination.copy_(tensor)
-        torch.cuda.synchronize()
-        if turn:
-            yield time.perf_counter() - start
-
-
-def peak_extra_bytes(send: Send) -> tuple[int, dict[str, Any] | None]:
-    """GPU memory that all processes together take beyond what they hold, at its highest; and the report."""
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    lowest, over = [before], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.0005):
-            lowest.append(torch.cuda.mem_get_info()[0])
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        report = send()
-    finally:
-        over.set()
-        thread.join()
-    return before - min(lowest), report
 
 
 def empty_cache(device: str) -> None:

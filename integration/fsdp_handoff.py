@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import httpx
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, new_model, write_model
-from integration.subjects import gpu_name
+from integration.subjects import engine_version, gpu_name
 
 RANKS = 2
 SEED = 5
@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     answers = [cycle["tokens"] for cycle in ranks[0]]
     return {
         "engine": arguments.engine,
-        "engine_version": version(packages_distributions()[arguments.engine][0]),
+        "engine_version": engine_version(arguments.engine),
         "torch": version("torch"),
         "gpu": f"{RANKS} x {gpu_name()}" if cuda else "none",
         "device": arguments.device,

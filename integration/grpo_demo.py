@@ -22,7 +22,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from integration import grpo
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.models import SHAPES, Shape, new_model, write_model
+from integration.subjects import engine_version
 from integration.timeline import Timeline
 from rl_memory_plugins.trainer import ModelSource, Offloader, RolloutHandoff
 from rl_memory_plugins.weights.checksums import tensor_checksum
@@ -208,18 +208,10 @@ def draw(path: Path, demo: Demo, timeline: Timeline, title: str, device: str) ->
 def record(
     arguments: argparse.Namespace, demo: Demo, timeline: Timeline, scale: Scale, parameters: int
 ) -> dict[str, Any]:
-    def installed(*names: str) -> str:
-        for name in names:
-            try:
-                return version(name)
-            except PackageNotFoundError:
-                continue
-        return "unknown"
-
     peaks = {name: max(samples, default=0) >> 20 for name, samples in timeline.samples.items()}
     return {
         "engine": arguments.engine,
-        "engine_version": installed(arguments.engine, f"{arguments.engine}-cpu"),
+        "engine_version": engine_version(arguments.engine),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "commit": arguments.commit,
