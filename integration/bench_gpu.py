@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from integration.engines.base import gpu_used_bytes
 from integration.models import SHAPES, write_model
 from integration.offline import sglang_answers, start_sglang, start_vllm, vllm_answers
 from integration.records import Records
-from integration.subjects import described, run_bounded
+from integration.subjects import described, succeeds
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
 ASLEEP_S = 0.5  # a trainer's turn, in which the driver scrubs freed memory; a wake at once would wait for that
@@ -352,14 +351,9 @@ def main() -> None:
 
 def _measured(subject: str, arguments: argparse.Namespace) -> bool:
     command = [sys.executable, "-m", "integration.bench_gpu", *sys.argv[1:], "--subject", subject]
-    try:
-        if arguments.warm_start:
-            run_bounded([*command, "--start-only"], arguments.timeout)
-        run_bounded(command, arguments.timeout)
-    except subprocess.SubprocessError as error:
-        print(f"{subject}: {error}", file=sys.stderr)
+    if arguments.warm_start and not succeeds([*command, "--start-only"], arguments.timeout):
         return False
-    return True
+    return succeeds(command, arguments.timeout)
 
 
 if __name__ == "__main__":

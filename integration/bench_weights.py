@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -42,7 +41,7 @@ from integration import bench_weights_trainer, records
 from integration.models import SHAPES, write_model
 from integration.offline import sglang_answers, start_sglang, start_vllm, vllm_answers
 from integration.records import Records
-from integration.subjects import described, engine_version, run_bounded
+from integration.subjects import described, engine_version, succeeds
 from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(4)]
@@ -317,15 +316,6 @@ def environment(engine: str, device: str, scratch: Path) -> dict[str, str]:
     return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def _succeeds(command: list[str], variables: dict[str, str], timeout_s: float) -> bool:
-    try:
-        run_bounded(command, timeout_s, variables)
-    except subprocess.SubprocessError as error:
-        print(error, flush=True)
-        return False
-    return True
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
@@ -353,7 +343,7 @@ def main() -> None:
         command = [sys.executable, "-m", "integration.bench_weights", *sys.argv[1:], "--subject", subject, "--inside"]
         with tempfile.TemporaryDirectory() as scratch:
             variables = environment(arguments.engine, arguments.device, Path(scratch))
-            succeeded = _succeeds(command, variables, arguments.timeout) and succeeded
+            succeeded = succeeds(command, arguments.timeout, variables) and succeeded
     compare_answers(arguments.out, arguments.engine, arguments.model)
     sys.exit(0 if succeeded else 1)
 

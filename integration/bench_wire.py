@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ import torch
 
 from integration.gpu_figures import copy_floor, peak_extra_bytes
 from integration.json_process import Child, serve
-from integration.models import SHAPES, Shape
+from integration.models import SHAPES, checkpoint_shapes
 from integration.records import Records
 from integration.subjects import described
 from rl_memory_plugins.memory.backup import PagedArena
@@ -39,53 +40,26 @@ MODELS = [name for name, shape in SHAPES.items() if name == "moe" or not shape.e
 
 #: By fused parameter: its shape, and by tensor of the checkpoint the tensor's first row in it and its shape.
 Layout = dict[str, tuple[tuple[int, ...], dict[str, tuple[int, tuple[int, ...]]]]]
+FUSED = {
+    r"experts\.\d+\.(gate|up)_proj": "experts.w13",
+    r"experts\.\d+\.down_proj": "experts.w2",
+    r"[qkv]_proj": "qkv_proj",
+    r"(gate|up)_proj": "gate_up_proj",
+}
+"""How an engine fuses tensors: patterns of their names, and the names of the fused parameters."""
 
 
 def layout(model: str) -> Layout:
     """The fused parameters of a model; of a model with experts, only the experts."""
     shape = SHAPES[model]
-    return _experts(shape) if shape.experts else _dense(shape)
-
-
-def _dense(shape: Shape) -> Layout:
-    hidden, head = shape.hidden, shape.hidden // shape.heads
-    q, kv = shape.heads * head, shape.kv_heads * head
     found: Layout = {}
-
-    def add(name: str, columns: tuple[int, ...], **rows: int) -> None:
-        parts, start = {}, 0
-        for part, count in rows.items():
-            parts[name.replace("*", part)] = (start, (count, *columns))
-            start += count
-        found[name] = ((start, *columns), parts)
-
-    add("*.weight", (hidden,), embed_tokens=shape.vocabulary)
-    for layer in range(shape.layers):
-        add(f"layers.{layer}.*_proj.weight", (hidden,), q=q, k=kv, v=kv)
-        add(f"layers.{layer}.*_proj.bias", (), q=q, k=kv, v=kv)
-        add(f"layers.{layer}.*_proj.output", (q,), o=hidden)
-        add(f"layers.{layer}.*_proj.mlp", (hidden,), gate=shape.intermediate, up=shape.intermediate)
-        add(f"layers.{layer}.*_proj.down", (shape.intermediate,), down=hidden)
-        add(f"layers.{layer}.*_layernorm", (), input=hidden)
-        add(f"layers.{layer}.*_norm", (), post_attention=hidden)
-    add("*.norm", (), final=hidden)
-    if not shape.tied:
-        add("*.head", (hidden,), lm=shape.vocabulary)
-    return found
-
-
-def _experts(shape: Shape) -> Layout:
-    found: Layout = {}
-    rows, hidden = shape.expert_intermediate, shape.hidden
-    for layer in range(shape.layers):
-        up, down = {}, {}
-        for expert in range(shape.experts):
-            prefix = f"layers.{layer}.experts.{expert}"
-            up[f"{prefix}.gate"] = (2 * rows * expert, (rows, hidden))
-            up[f"{prefix}.up"] = (2 * rows * expert + rows, (rows, hidden))
-            down[f"{prefix}.down"] = (hidden * expert, (hidden, rows))
-        found[f"layers.{layer}.w13"] = ((2 * rows * shape.experts, hidden), up)
-        found[f"layers.{layer}.w2"] = ((hidden * shape.experts, rows), down)
+    for name, size in checkpoint_shapes(shape).items():
+        if shape.experts and ".experts." not in name:
+            continue
+        parameter = next((new for old in FUSED if (new := re.sub(old, FUSED[old], name)) != name), name)
+        (start, *_), parts = found.get(parameter, ((0,), {}))
+        parts[name] = (start, size)
+        found[parameter] = ((start + size[0], *size[1:]), parts)
     return found
 
 

@@ -33,13 +33,13 @@ from integration.trainer_process import TrainerProcess
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 SEED = 20
-ANSWERS, TOKENS = 8, 16  # to each prompt, of each answer
+ANSWERS, TOKENS = 8, 16  # answers to each prompt, tokens of each answer
 COMPARED_TOKENS = 8
 TRAINING_STEPS = 2
 KV_BYTES = 5 << 30  # most of an engine's memory, as on a GPU
-GIVEN_BACK = 2 / 3  # of the engine's memory, at least
+GIVEN_BACK = 2 / 3  # the least share of its memory that a sleeping engine frees
 RUNNING = 32  # requests at once
-CHECKING = {"compare checksums", "trainer's tokens", "engine's tokens"}
+CHECKING = {"compare checksums", "trainer's tokens", "engine's tokens"}  # the stages that only check
 
 
 class Demo:
@@ -55,9 +55,9 @@ class Demo:
         self._seconds: dict[str, list[float]] = {}  # by step
         self._slept: list[tuple[int, int]] = []  # by sleep, the engine's bytes before and after
         self._streamed = 0  # bytes of an update
-        self._tokens = [0, 0]  # greedy ones of the engine: those like the trainer's, and all
-        self._refused = [0, 0]  # requests, and all that should be
-        self.rewards: dict[float, float] = {}  # by the time when they were known
+        self._tokens = [0, 0]  # the engine's greedy tokens that equal the trainer's, and all its greedy tokens
+        self._refused = [0, 0]  # refused requests, and all requests that the engine should refuse
+        self.rewards: dict[float, float] = {}  # by the timeline's seconds
         self.checks: dict[str, bool] = {}
 
     def check(self, name: str, passed: bool) -> None:
@@ -65,12 +65,12 @@ class Demo:
         self.checks[name] = self.checks.get(name, True) and passed
 
     def step(self, name: str, run: Callable[[], Any], note: Callable[[Any], str] = lambda result: "") -> Any:
-        """Run one step, timed, as a stage of the picture and a line of the output.
+        """Run and time one step, as a stage of the picture and a line of the output.
 
         Args:
-            name: Of the step.
-            run: What is timed.
-            note: Makes the end of the line from the result, and may check it.
+            name: The step's name.
+            run: The step.
+            note: Returns the end of the line for a result, and may check the result.
         """
         self._output.begin(f"round {self._round}  {name}")
         with self._timeline.stage(name):
@@ -81,7 +81,7 @@ class Demo:
         return result
 
     def start(self) -> list[list[int]]:
-        """The trainer's first weights into the engine, which began with dummy ones. Returns its greedy tokens."""
+        """Replace the engine's dummy weights by the trainer's. Returns the engine's greedy tokens."""
         self._sleep()
         self._call_trainer("load trainer", "load")
         return self._hand_over("0")
@@ -97,7 +97,7 @@ class Demo:
         self._hand_over(str(number))
 
     def _hand_over(self, version: str) -> list[list[int]]:
-        """The new weights and the memory to the engine. Returns its greedy tokens."""
+        """Give the memory and the new weights to the engine. Returns the engine's greedy tokens."""
         control = self._server.control
         self.step("wake weights", partial(control.wake_up, ["weights"]))
         self._must_refuse("asleep")
@@ -109,7 +109,7 @@ class Demo:
         return self._compare_tokens(expected)
 
     def finish(self) -> None:
-        """One more roll-out under the last weights, and the states that a healthy run never shows."""
+        """Roll out once more, with the last weights, and check the states that no round reaches."""
         self._round += 1
         self._roll_out()
         rewards = list(self.rewards.values())
@@ -121,20 +121,20 @@ class Demo:
         control.sleep(2)
         control.wake_up()
         self._must_refuse("stale")
-        # What both give back is there for the other. Half of the smaller part: both have the weights for a while.
+        # Each side uses what the other one frees. Only half of it counts, because for a while both hold the weights.
         given_back = [self._timeline.peak(name) - min(self._timeline.samples[name]) for name in ("engine", "trainer")]
         peaks = self._timeline.peak("engine") + self._timeline.peak("trainer")
         saved = peaks - self._timeline.peak_together()
         self.check("together they need less memory than side by side", saved >= min(given_back) / 2)
 
     def round_shown(self) -> list[Stage]:
-        """The stages from the last roll-out but one to the last, without those that only check."""
+        """The stages from the last but one to the last roll-out, without the stages that only check."""
         stages = self._timeline.stages
         *_, first, last = (number for number, stage in enumerate(stages) if stage.name == "roll out")
         return [stage for stage in stages[first : last + 1] if stage.name not in CHECKING]
 
     def numbers(self) -> dict[str, str]:
-        """What is worth remembering of the run; seconds and bytes are medians."""
+        """The main figures of the run; seconds and bytes are medians."""
         before, after = (statistics.median(column) for column in zip(*self._slept, strict=True))
         seconds = {name: f"{statistics.median(found):.2f} s" for name, found in self._seconds.items()}
         together = self._timeline.peak_together()
@@ -167,7 +167,7 @@ class Demo:
         return self.step("roll out", run, self._reward)
 
     def _reward(self, answers: list[list[int]]) -> str:
-        """The share of tokens that are the one to be made likelier: the first token of the first answer."""
+        """The share of the target token, which training makes likelier: the first token of the first answer."""
         if self._target is None:
             self._target = answers[0][0]
         tokens = [token for answer in answers for token in answer]
@@ -230,7 +230,7 @@ class Demo:
 
 
 def compare_engines(folder: Path, engine: str, tokens: list[list[int]], shape: str) -> tuple[str, bool] | None:
-    """Keep this engine's first greedy tokens, and compare them with another engine's of the same weights."""
+    """Save this engine's first greedy tokens, and compare them with those of another engine with equal weights."""
     mine = {"shape": shape, "seed": SEED, "prompts": PROMPTS, "tokens": tokens}
     (folder / f"tokens-{engine}.json").write_text(json.dumps(mine))
     for other in ENGINES:

@@ -80,3 +80,13 @@ def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, 
                 time.sleep(0.1)
     if code != 0:
         raise subprocess.CalledProcessError(code, command)
+
+
+def succeeds(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> bool:
+    """Run a subject as `run_bounded` does; a failure is printed."""
+    try:
+        run_bounded(command, timeout_s, environment)
+    except subprocess.SubprocessError as error:
+        print(error, file=sys.stderr, flush=True)
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: a transformers model, its optimiser, its training step and its weight updates."""
+"""A trainer in its own process: a `transformers` model with its optimiser, training step and weight updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class Trainer:
-    """The process's inside. Weights and optimiser are in memory only between `load` and their offloading."""
+    """The inside of the process. Weights and optimiser are in memory only from `load` to their offloading."""
 
     def __init__(self, folder: Path, seed: int, threads: int) -> None:
         import torch
@@ -92,7 +92,7 @@ class Trainer:
 
 
 class OnDisk:
-    """Tensors that can be away: their content is in a file then, and their memory is the system's."""
+    """Tensors whose content moves to a file and back; meanwhile the system has their memory."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -119,7 +119,7 @@ class OnDisk:
 
 
 def _trim() -> None:
-    """Have the C library give freed memory back to the system; it keeps that of small tensors otherwise."""
+    """Make the C library return freed memory to the system; it keeps the memory of small tensors otherwise."""
     import ctypes
 
     ctypes.CDLL(None).malloc_trim(0)
@@ -133,7 +133,7 @@ class TrainerProcess:
         self._pipe, inside = context.Pipe()
         self._process = context.Process(target=_serve, args=(inside, folder, seed, threads), daemon=True)
         self._process.start()
-        inside.close()  # else the end of the process would not end the wait for its answer
+        inside.close()  # otherwise `recv` would not notice the end of the process
         self._receive()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -159,7 +159,9 @@ class TrainerProcess:
 
 
 def _serve(pipe: Connection, folder: Path, seed: int, threads: int) -> None:
-    os.environ["OMP_WAIT_POLICY"] = "passive"  # read as torch is imported: threads that spin take the engine's cores
+    os.environ["OMP_WAIT_POLICY"] = (
+        "passive"  # torch reads it at its import; spinning threads would take the engine's cores
+    )
     try:
         trainer = Trainer(folder, seed, threads)
         pipe.send((None, ""))
