@@ -137,15 +137,13 @@ class OfflineEngine:
         return seconds
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        return {"ready": lambda: None, "load": self.load}
+        return {"load": self.load}
 
 
 def engine_process(folder: str, shape: Shape, *words: str) -> Child:
-    """A child process with one engine, which is ready."""
+    """A child process with one engine."""
     environment = {name: value for name, value in os.environ.items() if name != "RL_MEMORY"}
-    child = Child("integration.bench_foreign", "--serve", folder, json.dumps(shape), *words, environment=environment)
-    child.call("ready")
-    return child
+    return Child("integration.bench_foreign", "--serve", folder, json.dumps(shape), *words, environment=environment)
 
 
 def measure(tensors: int, rounds: int, records: Records) -> None:

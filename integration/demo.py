@@ -21,15 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
-from integration import demo_picture
+from integration import demo_picture, trainer_process
 from integration.demo_output import Output, gigabytes
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
+from integration.json_process import Child
 from integration.models import SHAPES, write_model
 from integration.timeline import Stage, Timeline, resident_bytes
-from integration.trainer_process import TrainerProcess
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 SEED = 20
@@ -45,7 +46,7 @@ CHECKING = {"compare checksums", "trainer's tokens", "engine's tokens"}  # the s
 class Demo:
     """The rounds, their measurements and their checks."""
 
-    def __init__(self, server: Server, trainer: TrainerProcess, timeline: Timeline, output: Output) -> None:
+    def __init__(self, server: Server, trainer: Child, timeline: Timeline, output: Output) -> None:
         self._server = server
         self._trainer = trainer
         self._timeline = timeline
@@ -92,7 +93,9 @@ class Demo:
         self._sleep()
         self._call_trainer("load trainer", "load")
         prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(answers))]
-        self._call_trainer("train", "train", prompts, answers, self._target, TRAINING_STEPS)
+        self._call_trainer(
+            "train", "train", prompts=prompts, answers=answers, target=self._target, steps=TRAINING_STEPS
+        )
         self._call_trainer("offload optimiser", "offload_optimizer")
         self._hand_over(str(number))
 
@@ -102,7 +105,7 @@ class Demo:
         self.step("wake weights", partial(control.wake_up, ["weights"]))
         self._must_refuse("asleep")
         self._update(version)
-        expected = self._call_trainer("trainer's tokens", "greedy", PROMPTS, COMPARED_TOKENS)
+        expected = self._call_trainer("trainer's tokens", "greedy", prompts=PROMPTS, tokens=COMPARED_TOKENS)
         self._call_trainer("offload weights", "offload_weights")
         self._must_refuse("asleep")
         self.step("wake KV cache", partial(control.wake_up, ["kv_cache", "cuda_graph"]))
@@ -152,8 +155,8 @@ class Demo:
             "reward": f"{rewards[0]:.3f} at first, {rewards[-1]:.3f} after {len(rewards) - 1} updates",
         }
 
-    def _call_trainer(self, step: str, method: str, *arguments: Any) -> Any:
-        return self.step(step, partial(self._trainer.call, method, *arguments))
+    def _call_trainer(self, step: str, method: str, **arguments: Any) -> Any:
+        return self.step(step, partial(self._trainer.call, method, **arguments))
 
     def _roll_out(self) -> list[list[int]]:
         def ask(number: int) -> list[int]:
@@ -194,8 +197,7 @@ class Demo:
 
     def _update(self, version: str) -> None:
         """Stream the trainer's weights, and compare what arrived."""
-        report = self._call_trainer("stream weights", "push", self._server.url, version)
-        self._streamed = report["bytes"]
+        self._streamed = self._call_trainer("stream weights", "push", url=self._server.url, version=version)
         control = self._server.control
         self.check("the weight version is the trainer's", control.weight_version() == version)
 
@@ -262,12 +264,12 @@ def main() -> int:
         server = Server(ENGINES[engine](), launch, log)
         trainer = None
         try:
-            trainer = TrainerProcess(folder, SEED)
+            trainer = trainer_process.start(folder, SEED)
             server.wait_ready()
             output.say(f"both are ready after {time.monotonic() - start:.0f} s")
             sources = {
                 "engine": partial(resident_bytes, server.processes()),
-                "trainer": partial(resident_bytes, trainer.processes()),
+                "trainer": partial(resident_bytes, [psutil.Process(trainer.process.pid)]),
             }
             with Timeline(sources) as timeline:
                 output.watch(timeline.samples)
@@ -281,7 +283,7 @@ def main() -> int:
                 demo.check(*compared)
         finally:
             if trainer is not None:
-                trainer.stop()
+                trainer.close()
             server.stop()
         picture = arguments.out / f"memory-{engine}.png"
         name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]

@@ -15,10 +15,11 @@ from rl_memory_plugins.errors import RLMemoryError, from_record
 
 
 def serve(start: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Answer calls by the functions that `start` returns, until the input ends."""
+    """Answer calls by the functions that `start` returns, until the input ends. The first line says `ready`."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not mix with the answers
     calls = start()
+    print(json.dumps({"answer": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
         call = json.loads(line)
         try:
@@ -29,12 +30,12 @@ def serve(start: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
 
 
 class Child:
-    """The process, as its parent sees it.
+    """The process, as its parent sees it. The constructor waits until it is ready.
 
     Args:
         module: The module to run, which calls `serve`.
-        words: Its arguments.
-        environment: By default that of this process.
+        words: The module's command-line arguments.
+        environment: The environment; by default that of this process.
     """
 
     def __init__(self, module: str, *words: str, environment: Mapping[str, str] | None = None) -> None:
@@ -46,6 +47,7 @@ class Child:
             cwd=Path(__file__).parents[1],
             env=environment,
         )
+        self._answer()
 
     def call(self, name: str, **arguments: Any) -> Any:
         """
@@ -54,9 +56,12 @@ class Child:
             RuntimeError: the child process has ended.
         """
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
         self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the child process has ended: {self.process.wait()}")
