@@ -18,5 +18,5 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not so within {timeout_s:g} s")
+            raise TimeoutError(f"still not after {timeout_s:g} s: {what}")
         time.sleep(POLL_S)
