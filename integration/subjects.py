@@ -50,10 +50,12 @@ def described(
         gpu: The GPU's name; by default that of GPU 0.
         words: The command's arguments; by default those of this process.
     """
+    import torch
+
     return {
         "engine": engine,
         "engine_version": "" if engine == "none" else engine_version(engine),
-        "torch": version("torch"),
+        "torch": torch.__version__,
         "gpu": gpu_name() if gpu is None else gpu,
         "model": model,
         "subject": subject,
