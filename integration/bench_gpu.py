@@ -14,27 +14,27 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from integration import records
 from integration.engines.base import gpu_used_bytes
 from integration.models import SHAPES, write_model
+from integration.offline import sglang_answers, start_sglang, start_vllm, vllm_answers
 from integration.records import Records
-from integration.subjects import gpu_name, run_bounded
+from integration.subjects import described, succeeds
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
-ASLEEP_S = 0.5  # a trainer's turn; the driver scrubs freed memory meanwhile, and whoever wakes at once waits for it
+ASLEEP_S = 0.5  # a trainer's turn, in which the driver scrubs freed memory; a wake at once would wait for that
 SUBJECTS = ("plugin", "native")
-ENDS = 20  # cycles at each end of a long run that are compared
-IDLE_MIB = 1024.0  # more than a GPU takes for itself, less than any engine
-IDLE_TIMEOUT_S = 60.0  # the memory of a killed process goes some time after it, the page-locked slowly
+ENDS = 20  # the first and the last cycles of a long run, which are compared
+IDLE_MIB = 1024.0  # an idle GPU has less in use, and any engine takes more
+IDLE_TIMEOUT_S = 60.0  # the system frees the memory of a killed process late, page-locked memory slowly
 
 
 class Bench:
@@ -63,7 +63,7 @@ class Bench:
         self._wake()
         identical = engine.generate(PROMPTS, 32) == tokens
         for _ in range(cycles):
-            for _ in range(2):  # touching twice is as if never
+            for _ in range(2):  # the second `touch` restores the weights
                 engine.touch()
                 self.timed("sleep_l1_later_s", lambda: engine.sleep(1))
                 self._wake()
@@ -78,19 +78,19 @@ class Bench:
         self.add("tokens_identical", float(identical), "bool")
         if not engine.can_discard:
             return
-        for _ in range(cycles):  # last, since nothing may be asked of weights that were discarded
+        for _ in range(cycles):  # last: discarded weights answer no request
             self.timed("sleep_l2_s", lambda: engine.sleep(2))
             time.sleep(ASLEEP_S)
-            self.timed("wake_l2_s", engine.wake_all)
-            time.sleep(ASLEEP_S)  # for the rollout
+            self.timed("wake_l2_s", engine.wake)
+            time.sleep(ASLEEP_S)  # in place of a rollout
 
     def _drift(self, cycles: int) -> None:
-        """Many cycles: what they add to the memory in use, and to the time of a sleep and a wake."""
+        """Measure by how much many cycles raise the memory in use and the times of a sleep and a wake."""
         used = gpu_used_mib()
         sleeps, wakes = [], []
         for _ in range(cycles):
             sleeps.append(seconds_of(lambda: self._engine.sleep(1)))
-            wakes.append(seconds_of(self._engine.wake_all))
+            wakes.append(seconds_of(self._engine.wake))
         self.add(f"drift_mib_{cycles}", gpu_used_mib() - used, "MiB")
         if cycles < 2 * ENDS:
             return
@@ -114,23 +114,62 @@ class Bench:
             self.timed("ttft_s" + when, lambda: self._engine.generate([PROMPTS[0] * 64], 1))
 
 
-class VllmSubject:
-    """vLLM's offline engine, by itself or with the plugin."""
+class Subject(ABC):
+    """An engine's offline class, by itself or with the plugin."""
 
-    distributions = ("vllm",)
+    engine: Any
+    plugin: bool
+    can_discard: bool
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """Greedy answers of exactly `tokens` tokens."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    def wake(self, tags: list[str] | None = None) -> None: ...
+
+    @abstractmethod
+    def touch(self) -> None:
+        """Change the weights a little, which outdates a backup; a second call restores them."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def wake_rest(self) -> None:
+        """Wake what sleeps beside the weights; an engine alone needs the tag, or fails (vLLM 0.26)."""
+        self.wake(None if self.plugin else ["kv_cache"])
+
+    def settle(self) -> None:
+        """Wait for the host memory that the plugin makes in the background of the start."""
+        deadline = time.monotonic() + 60
+        while self.plugin and time.monotonic() < deadline:
+            self.engine.wake_up()  # no tag sleeps: the call only has the engine look at its host memory
+            rank = self.engine.memory_status()[0].ranks[0]
+            if rank.host_arena_bytes >= rank.tags["weights"].bytes:
+                return
+            time.sleep(1)
+
+    def left(self) -> dict[str, Any]:
+        """MiB that stay on the GPU during a sleep, by the plugin's own account."""
+        if not self.plugin:
+            return {}
+        left = self.engine.memory_status()[0].ranks[0].left
+        return {"causes": {cause: round(nbytes / 2**20) for cause, nbytes in left.items()}}
+
+
+class VllmSubject(Subject):
+    can_discard = True
 
     def __init__(self, model: Path, plugin: bool, memory: float) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `touch` is sent to the worker
-        import vllm
-
-        self._vllm = vllm
-        self._plugin = plugin
-        self.can_discard = True
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `touch` sends a function to the worker
+        self.plugin = plugin
         switch = {"additional_config": {"rl_memory": {}}} if plugin else {"enable_sleep_mode": True}
-        self._llm = vllm.LLM(
-            str(model),
-            load_format="dummy",
+        self.engine = start_vllm(
+            model,
             gpu_memory_utilization=memory,
             max_model_len=4096,
             max_num_seqs=64,
@@ -139,135 +178,71 @@ class VllmSubject:
         )
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        sampling = self._vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(o.outputs[0].token_ids) for o in self._llm.generate(requests, sampling, use_tqdm=False)]
+        return vllm_answers(self.engine, prompts, tokens)
 
     def sleep(self, level: int) -> None:
-        _print_steps(f"sleep {level}", self._llm.sleep(level=level))
+        _print_steps(f"sleep {level}", self.engine.sleep(level=level))
 
     def wake(self, tags: list[str] | None = None) -> None:
-        if self._plugin:
-            _print_steps(f"wake {tags}", self._llm.wake_up_with_report(tags))
+        if self.plugin:
+            _print_steps(f"wake {tags}", self.engine.wake_up_with_report(tags))
         else:
-            self._llm.wake_up(tags=tags)
-
-    def wake_rest(self) -> None:
-        """What is left after the weights; vLLM 0.26 itself fails if that is not named."""
-        self.wake(None if self._plugin else ["kv_cache"])
-
-    def wake_all(self) -> None:
-        self.wake()
+            self.engine.wake_up(tags=tags)
 
     def touch(self) -> None:
-        """Change a little of the weights, so that a backup of them is out of date; twice is as if never."""
-        self._llm.apply_model(_negate_one_element)
-
-    def settle(self) -> None:
-        if self._plugin:
-            wait_for_host_memory(self._llm)
-
-    def left(self) -> dict[str, Any]:
-        return left_by_cause(self._llm) if self._plugin else {}
+        self.engine.apply_model(_negate_one_element)
 
     def close(self) -> None:
         """vLLM alone ends its process only if `multiprocessing` was imported before the first temporary directory."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self.engine.llm_engine.engine_core.shutdown()
 
 
-class SglangSubject:
-    """SGLang's offline engine, by itself or with the plugin."""
-
-    distributions = ("sglang",)
+class SglangSubject(Subject):
     PROBE = "model.norm.weight"
 
     def __init__(self, model: Path, plugin: bool, memory: float) -> None:
-        import sglang
-        import torch
-
-        self._torch = torch
-        self._plugin = plugin
+        self.plugin = plugin
         self.can_discard = plugin  # SGLang itself chooses at its start whether a release keeps the weights
         self._hidden = json.loads((model / "config.json").read_text())["hidden_size"]
         self._touched = 0
-        if plugin:
-            switch: dict[str, Any] = {"rl_memory": True}
-        else:
-            switch = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-        self._engine = sglang.Engine(
-            model_path=str(model),
-            load_format="dummy",
+        switch = {"rl_memory": True} if plugin else {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        self.engine = start_sglang(
+            model,
             dtype="bfloat16",
             attention_backend="triton",
-            sampling_backend="pytorch",
-            grammar_backend="none",
             disable_prefill_cuda_graph=True,
             disable_radix_cache=True,
-            skip_tokenizer_init=True,
             mem_fraction_static=memory,
             context_length=4096,
             max_running_requests=64,
-            log_level="warning",
             **switch,
         )
         self.touch()
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        answers = self._engine.generate(input_ids=prompts, sampling_params=[sampling] * len(prompts))
-        return [list(answer["output_ids"]) for answer in answers]
+        return sglang_answers(self.engine, prompts, tokens)
 
     def sleep(self, level: int) -> None:
-        if self._plugin:
-            _print_steps(f"sleep {level}", self._engine.sleep(level=level))
+        if self.plugin:
+            _print_steps(f"sleep {level}", self.engine.sleep(level=level))
         else:
-            self._engine.release_memory_occupation(tags=["kv_cache", "weights"])
+            self.engine.release_memory_occupation(tags=["kv_cache", "weights"])
 
     def wake(self, tags: list[str] | None = None) -> None:
-        if self._plugin:
-            _print_steps(f"wake {tags}", self._engine.wake_up(tags=tags))
+        if self.plugin:
+            _print_steps(f"wake {tags}", self.engine.wake_up(tags=tags))
         else:
-            self._engine.resume_memory_occupation(tags=tags or ["weights", "kv_cache"])
-
-    def wake_rest(self) -> None:
-        self.wake(None if self._plugin else ["kv_cache"])
-
-    def wake_all(self) -> None:
-        self.wake()
+            self.engine.resume_memory_occupation(tags=tags or ["weights", "kv_cache"])
 
     def touch(self) -> None:
-        """Change a little of the weights, so that a backup of them is out of date; twice is as if never."""
-        weight = self._torch.full((self._hidden,), 1.0 + 0.125 * (self._touched % 2), dtype=self._torch.bfloat16)
+        import torch
+
+        weight = torch.full((self._hidden,), 1.0 + 0.125 * (self._touched % 2), dtype=torch.bfloat16)
         self._touched += 1
-        self._engine.update_weights_from_tensor([(self.PROBE, weight)])
-
-    def settle(self) -> None:
-        if self._plugin:
-            wait_for_host_memory(self._engine)
-
-    def left(self) -> dict[str, Any]:
-        return left_by_cause(self._engine) if self._plugin else {}
+        self.engine.update_weights_from_tensor([(self.PROBE, weight)])
 
     def close(self) -> None:
-        self._engine.shutdown()
-
-
-def left_by_cause(engine: Any) -> dict[str, Any]:
-    """MiB that the plugin's engine says to have left on the GPU."""
-    return {
-        "causes": {cause: round(nbytes / 2**20) for cause, nbytes in engine.memory_status()[0].ranks[0].left.items()}
-    }
-
-
-def wait_for_host_memory(engine: Any) -> None:
-    """Wait until the host memory is there that is made in the background of the start."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        engine.wake_up()  # does nothing but look
-        rank = engine.memory_status()[0].ranks[0]
-        if rank.host_arena_bytes >= rank.tags["weights"].bytes:
-            return
-        time.sleep(1)
+        self.engine.shutdown()
 
 
 def _print_steps(operation: str, report: Any) -> None:
@@ -295,10 +270,10 @@ def gpu_used_mib() -> float:
 
 
 def wait_for_idle_gpu() -> float:
-    """MiB in use on a GPU that nobody uses.
+    """Returns: MiB in use on the idle GPU.
 
     Raises:
-        SystemExit: somebody goes on using it.
+        SystemExit: other processes still use the GPU after `IDLE_TIMEOUT_S`.
     """
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while (used := gpu_used_mib()) > IDLE_MIB:
@@ -332,25 +307,14 @@ def run_subject(arguments: argparse.Namespace) -> None:
 
 
 def measure(engine: Any, startup: float, idle_mib: float, arguments: argparse.Namespace) -> None:
-    import torch
-
-    common = {
-        "engine": arguments.engine,
-        "engine_version": version(engine.distributions[0]),
-        "torch": torch.__version__,
-        "gpu": gpu_name(),
-        "model": arguments.model,
-        "subject": arguments.subject,
-        "commit": arguments.commit,
-        "command": "python -m integration.bench_gpu " + " ".join(sys.argv[1:]),
-    }
+    common = described("bench_gpu", arguments.engine, arguments.model, arguments.subject, arguments.commit)
     bench = Bench(engine, idle_mib, Records(arguments.out, common))
     bench.add("startup_s", startup)
     bench.run(*cycles_of(arguments))
 
 
 def cycles_of(arguments: argparse.Namespace) -> tuple[int, int]:
-    """How many cycles the subject goes through, and how many more to see what they add."""
+    """The numbers of measured cycles and of further cycles that show growth."""
     cycles, drift_cycles = arguments.cycles, arguments.drift_cycles
     if arguments.subject == "plugin":
         return cycles, drift_cycles
@@ -387,14 +351,9 @@ def main() -> None:
 
 def _measured(subject: str, arguments: argparse.Namespace) -> bool:
     command = [sys.executable, "-m", "integration.bench_gpu", *sys.argv[1:], "--subject", subject]
-    try:
-        if arguments.warm_start:
-            run_bounded([*command, "--start-only"], arguments.timeout)
-        run_bounded(command, arguments.timeout)
-    except subprocess.SubprocessError as error:
-        print(f"{subject}: {error}", file=sys.stderr)
+    if arguments.warm_start and not succeeds([*command, "--start-only"], arguments.timeout):
         return False
-    return True
+    return succeeds(command, arguments.timeout)
 
 
 if __name__ == "__main__":

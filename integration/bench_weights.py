@@ -25,14 +25,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,21 +39,22 @@ import msgspec
 
 from integration import bench_weights_trainer, records
 from integration.models import SHAPES, write_model
+from integration.offline import sglang_answers, start_sglang, start_vllm, vllm_answers
 from integration.records import Records
-from integration.subjects import gpu_name, run_bounded
+from integration.subjects import described, engine_version, succeeds
 from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(4)]
 TOKENS = 16
 SUBJECTS = ("plugin", "native")
 OPTIONS = {"host_arena_max_bytes": 1 << 20}
-"""No engine sleeps here; host memory for it would only be made during the first updates."""
+"""No engine sleeps here, and no host memory for a sleep need be made during the first updates."""
 
 POLL_S = 0.0001
 
 
 class AdmissionWatch:
-    """Reads the boards of the engine in this process's children, and notes for how long they refuse requests."""
+    """Polls the status boards of the engines among this process's children, and notes how long they refuse requests."""
 
     def __init__(self) -> None:
         import psutil
@@ -97,26 +96,13 @@ class AdmissionWatch:
 
 
 class Subject(ABC):
-    """An engine's offline class, and what the trainer may call."""
-
-    def __init__(self) -> None:
-        self._watch: AdmissionWatch | None = None
-
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "devices": self.devices,
-            "update": self.update,
-            "closed": self.closed,
-            "checksums": self.checksums,
-            "tokens": self.tokens,
-            "native_init": self.native_init,
-            "native_start": self.native_start,
-            "native_update": self.native_update,
-            "native_finish": self.native_finish,
-        }
+    """An engine's offline class. The trainer process may call every public method, `record` and `about`."""
 
     engine: Any
     plugin: bool
+    record: Any
+    about: Any
+    _watch: AdmissionWatch | None = None
 
     def devices(self) -> list[str]:
         return [rank.device for engine in self.engine.memory_status() for rank in engine.ranks]
@@ -128,7 +114,7 @@ class Subject(ABC):
         return msgspec.to_builtins(report)
 
     def closed(self) -> list[float]:
-        """Seconds that each update since the last call was seen to refuse requests."""
+        """For each update since the last call, the seconds during which the engine refused requests."""
         if self._watch is None:
             return []
         found, self._watch.closed = self._watch.closed, []
@@ -139,11 +125,11 @@ class Subject(ABC):
 
     @abstractmethod
     def tokens(self) -> list[list[int]]:
-        """Greedy answers, asked for one by one: in a batch, rounding depends on who else is in it."""
+        """Greedy answers, one request after the other: the rounding in a batch depends on its other requests."""
 
     @abstractmethod
     def native_init(self, info: dict[str, Any]) -> bool:
-        """Before the first update; returns whether each has a beginning and an end."""
+        """Prepare for updates. Returns whether `native_start` and `native_finish` must enclose each update."""
 
     @abstractmethod
     def native_start(self) -> None: ...
@@ -157,23 +143,18 @@ class Subject(ABC):
 
 class VllmSubject(Subject):
     def __init__(self, model: Path, plugin: bool, device: str, memory: float) -> None:
-        super().__init__()
-        import vllm
-
-        self._vllm = vllm
         self.plugin = plugin
         switch: dict[str, Any] = {"additional_config": {"rl_memory": OPTIONS}} if plugin else {}
         if not plugin:
             switch = {"weight_transfer_config": {"backend": "ipc"}} if device == "cuda" else {}
-        if device == "cuda":  # with a KV cache of a usual size: resetting it takes time for every block
+        if device == "cuda":  # a KV cache of the usual size: a reset takes time for every block
             where: dict[str, Any] = {"gpu_memory_utilization": memory}
-            if SHAPES[model.name].experts:  # weights that a backend transforms have no checksums by the checkpoint
+            if SHAPES[model.name].experts:  # this backend transforms no weights: checksums need the checkpoint's layout
                 where["moe_backend"] = "triton"
         else:
             where = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-        self.engine = vllm.LLM(
-            str(model),
-            load_format="dummy",
+        self.engine = start_vllm(
+            model,
             dtype="bfloat16" if device == "cuda" else "float32",
             max_model_len=512,
             max_num_seqs=8,
@@ -182,11 +163,7 @@ class VllmSubject(Subject):
         )
 
     def tokens(self) -> list[list[int]]:
-        sampling = self._vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        answers = [
-            self.engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0] for prompt in PROMPTS
-        ]
-        return [list(answer.outputs[0].token_ids) for answer in answers]
+        return [answer for prompt in PROMPTS for answer in vllm_answers(self.engine, [prompt], TOKENS)]
 
     def native_init(self, info: dict[str, Any]) -> bool:
         self.engine.init_weight_transfer_engine({"init_info": info})
@@ -200,14 +177,11 @@ class VllmSubject(Subject):
 
     def native_finish(self) -> None:
         self.engine.finish_weight_update()
-        self.engine.reset_prefix_cache()  # the route leaves that to its caller
+        self.engine.reset_prefix_cache()  # vLLM's route does not
 
 
 class SglangSubject(Subject):
     def __init__(self, model: Path, plugin: bool, device: str, memory: float) -> None:
-        super().__init__()
-        import sglang
-
         self.plugin = plugin
         switch = {"rl_memory": OPTIONS} if plugin else {}
         if device == "cuda":
@@ -225,28 +199,15 @@ class SglangSubject(Subject):
                 "disable_overlap_schedule": True,
                 "max_total_tokens": 4096,
             }
-        self.engine = sglang.Engine(
-            model_path=str(model),
-            load_format="dummy",
-            sampling_backend="pytorch",
-            grammar_backend="none",
-            skip_tokenizer_init=True,
-            context_length=512,
-            max_running_requests=8,
-            log_level="warning",
-            **where,
-            **switch,
-        )
+        self.engine = start_sglang(model, context_length=512, max_running_requests=8, **where, **switch)
 
     def tokens(self) -> list[list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        answers = [self.engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in PROMPTS]
-        return [list(answer["output_ids"]) for answer in answers]
+        return [answer for prompt in PROMPTS for answer in sglang_answers(self.engine, [prompt], TOKENS)]
 
     def native_update(self, *arguments: Any) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        payload, load_format, last = arguments  # flushes the caches after the last one
+        payload, load_format, last = arguments  # the last update flushes the caches
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload], load_format=load_format, flush_cache=last
         )
@@ -278,24 +239,22 @@ ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}
 
 def run_subject(arguments: argparse.Namespace) -> list[str]:
     """Measure one subject; returns the routes that failed."""
-    import torch
-
     with tempfile.TemporaryDirectory() as scratch:
         dtype = "bfloat16" if arguments.device == "cuda" else "float32"
         model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype=dtype)
         subject = ENGINES[arguments.engine](model, arguments.subject == "plugin", arguments.device, arguments.memory)
-        figures = Records(
-            arguments.out,
-            {
-                **setting(arguments),
-                "torch": torch.__version__,
-                "gpu": gpu_name() if arguments.device == "cuda" else "none",
-                "subject": arguments.subject,
-                "commit": arguments.commit,
-                "command": "python -m integration.bench_weights " + " ".join(arguments.given),
-            },
+        common = described(
+            "bench_weights",
+            arguments.engine,
+            arguments.model,
+            arguments.subject,
+            arguments.commit,
+            gpu=None if arguments.device == "cuda" else "none",
+            words=arguments.given,
         )
-        # Only now: engines measure the GPU's memory while they start, and want no one else to change it.
+        figures = Records(arguments.out, common)
+        subject.record, subject.about = figures.add, figures.about
+        # The trainer starts last: an engine measures the GPU's memory at its start, and nobody else may change it then.
         context = mp.get_context("spawn")
         pipe, inside = context.Pipe()
         trainer = context.Process(
@@ -313,11 +272,11 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
         )
         trainer.start()
         inside.close()
-        return serve(pipe, {**subject.methods(), "record": figures.add, "about": figures.about})
+        return serve(pipe, subject)
 
 
-def serve(pipe: Connection, methods: dict[str, Callable[..., Any]]) -> list[str]:
-    """Do what the trainer asks until it is done; returns the routes that failed."""
+def serve(pipe: Connection, subject: Subject) -> list[str]:
+    """Answer the trainer's calls until it is done; returns the routes that failed."""
     while True:
         try:
             name, arguments = pipe.recv()
@@ -327,7 +286,7 @@ def serve(pipe: Connection, methods: dict[str, Callable[..., Any]]) -> list[str]
             failed: list[str] = arguments[0]
             return failed
         try:
-            pipe.send((methods[name](*arguments), ""))
+            pipe.send((getattr(subject, name)(*arguments), ""))
         except Exception as error:
             traceback.print_exc()
             pipe.send((None, f"{type(error).__name__}: {error}"))
@@ -337,7 +296,7 @@ def serve(pipe: Connection, methods: dict[str, Callable[..., Any]]) -> list[str]
 
 
 def environment(engine: str, device: str, scratch: Path) -> dict[str, str]:
-    """What a subject's processes need: CPU engines their stand-ins, vLLM 0.26's own route a module `ray`."""
+    """The environment of a subject: on the CPU with stand-ins for kernels, for vLLM 0.26 with a stand-in for `ray`."""
     found = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # vLLM pickles IPC handles
     paths = [os.environ.get("PYTHONPATH", "")]
     if device == "cpu":
@@ -357,15 +316,6 @@ def environment(engine: str, device: str, scratch: Path) -> dict[str, str]:
     return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def _succeeds(command: list[str], variables: dict[str, str], timeout_s: float) -> bool:
-    try:
-        run_bounded(command, timeout_s, variables)
-    except subprocess.SubprocessError as error:
-        print(error, flush=True)
-        return False
-    return True
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
@@ -376,7 +326,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="updates per route after the first one")
     parser.add_argument("--bucket-mib", type=int, default=DEFAULT_BUCKET_BYTES >> 20, help="largest bucket, in MiB")
     parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
-    parser.add_argument("--distribution", default="", help="the engine's distribution, if not its name")
     parser.add_argument("--timeout", type=float, default=280, help="seconds that one subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -388,35 +337,28 @@ def main() -> None:
         if failed:
             print(f"{arguments.subject}: failed: {', '.join(failed)}", flush=True)
         sys.stdout.flush()
-        os._exit(1 if failed else 0)  # an engine's own way out can take long; its processes are killed anyway
+        os._exit(1 if failed else 0)  # an engine's shutdown can take long, and `run_bounded` kills its processes
     succeeded = True
     for subject in [arguments.subject] if arguments.subject else SUBJECTS:
         command = [sys.executable, "-m", "integration.bench_weights", *sys.argv[1:], "--subject", subject, "--inside"]
         with tempfile.TemporaryDirectory() as scratch:
             variables = environment(arguments.engine, arguments.device, Path(scratch))
-            succeeded = _succeeds(command, variables, arguments.timeout) and succeeded
-    compare_answers(arguments.out, setting(arguments))
+            succeeded = succeeds(command, arguments.timeout, variables) and succeeded
+    compare_answers(arguments.out, arguments.engine, arguments.model)
     sys.exit(0 if succeeded else 1)
 
 
-def setting(arguments: argparse.Namespace) -> dict[str, str]:
-    """What tells the records of this engine and model from others in the file."""
-    from importlib.metadata import version
+def compare_answers(out: Path, engine: str, model: str) -> None:
+    """Print whether equal weights gave equal tokens by every route of both subjects.
 
-    installed = version(arguments.distribution or arguments.engine)
-    return {"engine": arguments.engine, "engine_version": installed, "model": arguments.model}
-
-
-def compare_answers(out: Path, setting: dict[str, str]) -> None:
-    """Say whether the same numbers gave the same tokens by every route of both subjects.
-
-    Within a subject they must, or else the route has failed. Two engines compile their kernels each for itself, and
-    with random weights a choice can be so close that their rounding decides it.
+    Within a subject a difference is a failure of the route. Between the subjects it is not: each engine compiles its
+    own kernels, and with random weights the rounding can decide between two tokens.
     """
+    run = {"engine": engine, "engine_version": engine_version(engine), "model": model}
     answers = {
         record["metric"]: record["median"]
         for record in records.read(out)
-        if record["metric"].startswith("answers_") and setting.items() <= record.items()
+        if record["metric"].startswith("answers_") and run.items() <= record.items()
     }
     agree = len(set(answers.values())) == 1
     print(f"the answers by all routes are {'the same' if agree else f'not the same: {answers}'}", flush=True)

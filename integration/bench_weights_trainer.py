@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
 import zlib
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from integration.gpu_figures import copy_floor, peak_extra_bytes
 from integration.models import SHAPES, checkpoint_shapes
 from rl_memory_plugins.trainer import ModelSource, Offloader, push_weights
 from rl_memory_plugins.weights.checksums import tensor_checksum
@@ -25,7 +25,7 @@ Send = Callable[[], "dict[str, Any] | None"]
 
 
 class Engine:
-    """The engine's process, from here: its methods by name."""
+    """The engine's process, as the trainer sees it."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -33,7 +33,7 @@ class Engine:
     def call(self, method: str, *arguments: Any) -> Any:
         """
         Raises:
-            RuntimeError: the engine's own error, as text; or none came in time.
+            RuntimeError: the engine's error as text, or no answer came within `CALL_TIMEOUT_S`.
         """
         self._pipe.send((method, arguments))
         if not self._pipe.poll(CALL_TIMEOUT_S):
@@ -55,14 +55,14 @@ class Weights:
         self._device = device
         self._offloader = Offloader(self.tensors, moves=lambda tensor: True)
         self._on_host = False
-        self.checksums: dict[str, str] = {}  # of what `fill` wrote last
+        self.checksums: dict[str, str] = {}  # of the numbers that `fill` wrote last
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def fill(self, seed: int) -> None:
-        """Numbers that a model answers with, in place; the same for a seed wherever they lie."""
+        """Fill the tensors in place with random numbers, the same for a seed on host and device."""
         self._offloader.load()
         generator = torch.Generator(self._device).manual_seed(seed)
         for name, tensor in self.tensors.items():
@@ -73,7 +73,7 @@ class Weights:
             empty_cache(self._device)
 
     def move_to_host(self) -> None:
-        """From the next `fill` on the tensors lie in host memory."""
+        """Keep the tensors in host memory from the next `fill` on."""
         self._on_host = True
 
     def source(self) -> ModelSource | dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ class Bench:
         self._engine.call("record", metric, values, unit, details)
 
     def route(self, name: str, send: Send) -> None:
-        """Record `update_{name}_s` and what belongs to it. A route that fails does not end the others."""
+        """Record `update_{name}_s` and the figures that belong to it. After a failure the other routes still run."""
         try:
             self._measure(name, send)
             self._measure_memory(name, send)
@@ -110,7 +110,7 @@ class Bench:
         self.record(f"update_{name}_first_s", [seconds(send)[0]])
         other = self._engine.call("tokens")
         self._weights.fill(SEED)
-        self._engine.call("closed")  # forget what was seen so far
+        self._engine.call("closed")  # forget the earlier updates
         times, report = [], None
         for _ in range(self._repeats):
             took, report = seconds(send)
@@ -122,7 +122,7 @@ class Bench:
         self._verify(name, other)
 
     def _verify(self, name: str, other: list[list[int]]) -> None:
-        """The engine has the numbers that were sent last, and answers with them."""
+        """Check that the engine has the last numbers and answers with them."""
         found = self._engine.call("checksums")
         if found is not None:
             if found["layout"] != "checkpoint" or found["partial"]:
@@ -147,20 +147,18 @@ class Bench:
         total, report = peak_extra_bytes(send)
         mine = torch.cuda.max_memory_reserved() - reserved
         if report is not None:
-            mine += report["staging_bytes"]  # outside of torch's allocator
+            mine += report["staging_bytes"]  # torch's allocator does not count the staging buffer
         self.record(f"peak_extra_mib_trainer_{name}", [mine / MiB], "MiB")
         self.record(f"peak_extra_mib_engine_{name}", [max(total - mine, 0) / MiB], "MiB")
 
     def summarise(self) -> None:
-        """The figures that stand for all routes: how long the best one closes the engine, and the worst peaks."""
+        """Record the figures for all routes: how long the best route closes the engine, and the highest peaks."""
         if "engine_closed_direct_s" in self._figures:
             self.record("engine_closed_s", self._figures["engine_closed_direct_s"])
         for whose in ("peak_extra_mib_engine", "peak_extra_mib_trainer"):
             peaks = [values[0] for metric, values in self._figures.items() if metric.startswith(whose)]
             if peaks:
                 self.record(whose, [max(peaks)], "MiB")
-
-    # -- the subjects -----------------------------------------------------------------------------------------
 
     def plugin(self, bucket_bytes: int) -> None:
         weights, receivers = self._weights, self._engine.call("devices")
@@ -202,7 +200,7 @@ class Bench:
         call, weights = self._engine.call, self._weights
         largest = max(tensor.nbytes for tensor in weights.tensors.values())
         buffer = {"packed": packed, "packed_buffer_size_bytes": max(largest, 1 << 30)}
-        if not hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):  # before the trainer's side was a class
+        if not hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):  # older vLLM: the trainer's side is a function
 
             def send() -> None:
                 def ship(info: Any) -> None:
@@ -239,13 +237,10 @@ class Bench:
             def finish_weight_update(self, weight_version: str | None = None) -> None:
                 call("native_finish")
 
-        def send_by_class() -> None:
-            sender.send_weights()
-
         sender = ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
             ipc_engine.IPCTrainerInitInfo(rank=0, **buffer), client=Client(), source=Source()
         )
-        return send_by_class
+        return lambda: sender.send_weights()
 
     def _sglang_route(self, packed: bool) -> Send:
         """SGLang's update from tensors, serialised as its callers do: as they are, or in flattened buckets."""
@@ -261,12 +256,12 @@ class Bench:
         def send() -> None:
             if sessions:
                 call("native_start")
-            send_buckets() if packed else send_as_they_are()
+            if packed:
+                send_buckets()
+            else:
+                call("native_update", MultiprocessingSerializer.serialize(named), None, True)
             if sessions:
                 call("native_finish")
-
-        def send_as_they_are() -> None:
-            call("native_update", MultiprocessingSerializer.serialize(named), None, True)
 
         def send_buckets() -> None:
             buckets = list(cut(named, 1 << 30))
@@ -300,7 +295,7 @@ def steps(report: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def cut(named: list[tuple[str, torch.Tensor]], nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Lists of at most so many bytes, or of one tensor."""
+    """Lists of at most `nbytes`; a larger tensor has a list of its own."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in named:
@@ -312,46 +307,6 @@ def cut(named: list[tuple[str, torch.Tensor]], nbytes: int) -> Iterator[list[tup
     yield bucket
 
 
-def copy_floor(tensors: dict[str, torch.Tensor], repeats: int) -> Iterator[float]:
-    """Seconds to copy all the bytes on the GPU, and nothing else; into memory too large for the cache."""
-    itemsize = next(iter(tensors.values())).element_size()
-    room = max(max(tensor.numel() for tensor in tensors.values()), (2 << 30) // itemsize)
-    scratch = torch.empty(room, dtype=next(iter(tensors.values())).dtype, device="cuda")
-    pairs, at = [], 0
-    for tensor in tensors.values():
-        at = 0 if at + tensor.numel() > room else at
-        pairs.append((scratch[at : at + tensor.numel()].view(tensor.shape), tensor))
-        at += tensor.numel()
-    for turn in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for destination, tensor in pairs:
-            destination.copy_(tensor)
-        torch.cuda.synchronize()
-        if turn:
-            yield time.perf_counter() - start
-
-
-def peak_extra_bytes(send: Send) -> tuple[int, dict[str, Any] | None]:
-    """GPU memory that all processes together take beyond what they hold, at its highest; and the report."""
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    lowest, over = [before], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.0005):
-            lowest.append(torch.cuda.mem_get_info()[0])
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        report = send()
-    finally:
-        over.set()
-        thread.join()
-    return before - min(lowest), report
-
-
 def empty_cache(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -359,7 +314,7 @@ def empty_cache(device: str) -> None:
 
 
 def main(pipe: Connection, engine: str, subject: str, model: str, device: str, repeats: int, bucket_bytes: int) -> None:
-    """The process. Its last call is `done`, with the routes that failed."""
+    """The program of the trainer process. Its last message is `done`, with the routes that failed."""
     proxy = Engine(pipe)
     try:
         weights = Weights(model, device, torch.bfloat16 if device == "cuda" else torch.float32)

@@ -21,31 +21,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
-from integration import demo_picture
+from integration import demo_picture, trainer_process
 from integration.demo_output import Output, gigabytes
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
+from integration.json_process import Child
 from integration.models import SHAPES, write_model
 from integration.timeline import Stage, Timeline, resident_bytes
-from integration.trainer_process import TrainerProcess
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 SEED = 20
-ANSWERS, TOKENS = 8, 16  # to each prompt, of each answer
+ANSWERS, TOKENS = 8, 16  # answers to each prompt, tokens of each answer
 COMPARED_TOKENS = 8
 TRAINING_STEPS = 2
 KV_BYTES = 5 << 30  # most of an engine's memory, as on a GPU
-GIVEN_BACK = 2 / 3  # of the engine's memory, at least
+GIVEN_BACK = 2 / 3  # the least share of its memory that a sleeping engine frees
 RUNNING = 32  # requests at once
-CHECKING = {"compare checksums", "trainer's tokens", "engine's tokens"}
+CHECKING = {"compare checksums", "trainer's tokens", "engine's tokens"}  # the stages that only check
 
 
 class Demo:
     """The rounds, their measurements and their checks."""
 
-    def __init__(self, server: Server, trainer: TrainerProcess, timeline: Timeline, output: Output) -> None:
+    def __init__(self, server: Server, trainer: Child, timeline: Timeline, output: Output) -> None:
         self._server = server
         self._trainer = trainer
         self._timeline = timeline
@@ -55,9 +56,9 @@ class Demo:
         self._seconds: dict[str, list[float]] = {}  # by step
         self._slept: list[tuple[int, int]] = []  # by sleep, the engine's bytes before and after
         self._streamed = 0  # bytes of an update
-        self._tokens = [0, 0]  # greedy ones of the engine: those like the trainer's, and all
-        self._refused = [0, 0]  # requests, and all that should be
-        self.rewards: dict[float, float] = {}  # by the time when they were known
+        self._tokens = [0, 0]  # the engine's greedy tokens that equal the trainer's, and all its greedy tokens
+        self._refused = [0, 0]  # refused requests, and all requests that the engine should refuse
+        self.rewards: dict[float, float] = {}  # by the timeline's seconds
         self.checks: dict[str, bool] = {}
 
     def check(self, name: str, passed: bool) -> None:
@@ -65,12 +66,12 @@ class Demo:
         self.checks[name] = self.checks.get(name, True) and passed
 
     def step(self, name: str, run: Callable[[], Any], note: Callable[[Any], str] = lambda result: "") -> Any:
-        """Run one step, timed, as a stage of the picture and a line of the output.
+        """Run and time one step, as a stage of the picture and a line of the output.
 
         Args:
-            name: Of the step.
-            run: What is timed.
-            note: Makes the end of the line from the result, and may check it.
+            name: The step's name.
+            run: The step.
+            note: Returns the end of the line for a result, and may check the result.
         """
         self._output.begin(f"round {self._round}  {name}")
         with self._timeline.stage(name):
@@ -81,7 +82,7 @@ class Demo:
         return result
 
     def start(self) -> list[list[int]]:
-        """The trainer's first weights into the engine, which began with dummy ones. Returns its greedy tokens."""
+        """Replace the engine's dummy weights by the trainer's. Returns the engine's greedy tokens."""
         self._sleep()
         self._call_trainer("load trainer", "load")
         return self._hand_over("0")
@@ -92,24 +93,26 @@ class Demo:
         self._sleep()
         self._call_trainer("load trainer", "load")
         prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(answers))]
-        self._call_trainer("train", "train", prompts, answers, self._target, TRAINING_STEPS)
+        self._call_trainer(
+            "train", "train", prompts=prompts, answers=answers, target=self._target, steps=TRAINING_STEPS
+        )
         self._call_trainer("offload optimiser", "offload_optimizer")
         self._hand_over(str(number))
 
     def _hand_over(self, version: str) -> list[list[int]]:
-        """The new weights and the memory to the engine. Returns its greedy tokens."""
+        """Give the memory and the new weights to the engine. Returns the engine's greedy tokens."""
         control = self._server.control
         self.step("wake weights", partial(control.wake_up, ["weights"]))
         self._must_refuse("asleep")
         self._update(version)
-        expected = self._call_trainer("trainer's tokens", "greedy", PROMPTS, COMPARED_TOKENS)
+        expected = self._call_trainer("trainer's tokens", "greedy", prompts=PROMPTS, tokens=COMPARED_TOKENS)
         self._call_trainer("offload weights", "offload_weights")
         self._must_refuse("asleep")
         self.step("wake KV cache", partial(control.wake_up, ["kv_cache", "cuda_graph"]))
         return self._compare_tokens(expected)
 
     def finish(self) -> None:
-        """One more roll-out under the last weights, and the states that a healthy run never shows."""
+        """Roll out once more, with the last weights, and check the states that no round reaches."""
         self._round += 1
         self._roll_out()
         rewards = list(self.rewards.values())
@@ -121,20 +124,20 @@ class Demo:
         control.sleep(2)
         control.wake_up()
         self._must_refuse("stale")
-        # What both give back is there for the other. Half of the smaller part: both have the weights for a while.
+        # Each side uses what the other one frees. Only half of it counts, because for a while both hold the weights.
         given_back = [self._timeline.peak(name) - min(self._timeline.samples[name]) for name in ("engine", "trainer")]
         peaks = self._timeline.peak("engine") + self._timeline.peak("trainer")
         saved = peaks - self._timeline.peak_together()
         self.check("together they need less memory than side by side", saved >= min(given_back) / 2)
 
     def round_shown(self) -> list[Stage]:
-        """The stages from the last roll-out but one to the last, without those that only check."""
+        """The stages from the last but one to the last roll-out, without the stages that only check."""
         stages = self._timeline.stages
         *_, first, last = (number for number, stage in enumerate(stages) if stage.name == "roll out")
         return [stage for stage in stages[first : last + 1] if stage.name not in CHECKING]
 
     def numbers(self) -> dict[str, str]:
-        """What is worth remembering of the run; seconds and bytes are medians."""
+        """The main figures of the run; seconds and bytes are medians."""
         before, after = (statistics.median(column) for column in zip(*self._slept, strict=True))
         seconds = {name: f"{statistics.median(found):.2f} s" for name, found in self._seconds.items()}
         together = self._timeline.peak_together()
@@ -152,8 +155,8 @@ class Demo:
             "reward": f"{rewards[0]:.3f} at first, {rewards[-1]:.3f} after {len(rewards) - 1} updates",
         }
 
-    def _call_trainer(self, step: str, method: str, *arguments: Any) -> Any:
-        return self.step(step, partial(self._trainer.call, method, *arguments))
+    def _call_trainer(self, step: str, method: str, **arguments: Any) -> Any:
+        return self.step(step, partial(self._trainer.call, method, **arguments))
 
     def _roll_out(self) -> list[list[int]]:
         def ask(number: int) -> list[int]:
@@ -167,7 +170,7 @@ class Demo:
         return self.step("roll out", run, self._reward)
 
     def _reward(self, answers: list[list[int]]) -> str:
-        """The share of tokens that are the one to be made likelier: the first token of the first answer."""
+        """The share of the target token, which training makes likelier: the first token of the first answer."""
         if self._target is None:
             self._target = answers[0][0]
         tokens = [token for answer in answers for token in answer]
@@ -194,8 +197,7 @@ class Demo:
 
     def _update(self, version: str) -> None:
         """Stream the trainer's weights, and compare what arrived."""
-        report = self._call_trainer("stream weights", "push", self._server.url, version)
-        self._streamed = report["bytes"]
+        self._streamed = self._call_trainer("stream weights", "push", url=self._server.url, version=version)
         control = self._server.control
         self.check("the weight version is the trainer's", control.weight_version() == version)
 
@@ -230,7 +232,7 @@ class Demo:
 
 
 def compare_engines(folder: Path, engine: str, tokens: list[list[int]], shape: str) -> tuple[str, bool] | None:
-    """Keep this engine's first greedy tokens, and compare them with another engine's of the same weights."""
+    """Save this engine's first greedy tokens, and compare them with those of another engine with equal weights."""
     mine = {"shape": shape, "seed": SEED, "prompts": PROMPTS, "tokens": tokens}
     (folder / f"tokens-{engine}.json").write_text(json.dumps(mine))
     for other in ENGINES:
@@ -262,12 +264,12 @@ def main() -> int:
         server = Server(ENGINES[engine](), launch, log)
         trainer = None
         try:
-            trainer = TrainerProcess(folder, SEED)
+            trainer = trainer_process.start(folder, SEED)
             server.wait_ready()
             output.say(f"both are ready after {time.monotonic() - start:.0f} s")
             sources = {
                 "engine": partial(resident_bytes, server.processes()),
-                "trainer": partial(resident_bytes, trainer.processes()),
+                "trainer": partial(resident_bytes, [psutil.Process(trainer.process.pid)]),
             }
             with Timeline(sources) as timeline:
                 output.watch(timeline.samples)
@@ -281,7 +283,7 @@ def main() -> int:
                 demo.check(*compared)
         finally:
             if trainer is not None:
-                trainer.stop()
+                trainer.close()
             server.stop()
         picture = arguments.out / f"memory-{engine}.png"
         name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]

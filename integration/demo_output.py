@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a line as each step ends, and on a terminal the memory of both meanwhile."""
+"""The demo's output: a line at the end of each step, and on a terminal the current memory of both processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GB = 1e9
-BAR_GB = 0.25  # of one character
+BAR_GB = 0.25  # the width of one character
 STYLES = {"engine": "blue", "trainer": "dark_orange"}
 
 
@@ -22,7 +22,7 @@ class Output:
     """Lines for a log or a terminal.
 
     Args:
-        console: Where they go. Without a terminal nothing but the lines is written.
+        console: The destination. If it is no terminal, it gets only the lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -41,11 +41,11 @@ class Output:
         self._live.stop()
 
     def watch(self, memory: Mapping[str, list[int]]) -> None:
-        """Show the last of these samples, bytes by process, under the lines."""
+        """Show the latest of these samples (bytes, by process) under the lines."""
         self._memory = memory
 
     def say(self, text: str) -> None:
-        """One line, at once. A log is not folded at a terminal's width."""
+        """Write one line at once, without wrapping."""
         self._console.print(Text(text), soft_wrap=True)
         self._console.file.flush()
 
@@ -53,7 +53,7 @@ class Output:
         self._step, self._since = step, time.monotonic()
 
     def end(self, seconds: float, memory: Mapping[str, int], note: str) -> None:
-        """The line of the step that began last."""
+        """Write the line of the step that `begin` named."""
         held = "  ".join(f"{name} {gigabytes(value):>7}" for name, value in memory.items())
         self.say(f"{self._step:28} {seconds:6.2f} s   {held}   {note}".rstrip())
         self._step = ""

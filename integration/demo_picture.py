@@ -1,4 +1,4 @@
-"""The demo's picture: one round with a column for each stage, however short, and the whole run in true seconds."""
+"""The demo's picture: one round with a column of equal width for each stage, and the whole run over its seconds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def draw(path: Path, title: str, timeline: Timeline, shown: Sequence[Stage], rew
     """Write a PNG.
 
     Args:
-        path: Of the file.
-        title: Above it.
-        timeline: Of a run, with the sources of `COLOURS`.
+        path: The file.
+        title: The title above the picture.
+        timeline: A run with the sources of `COLOURS`.
         shown: The stages of one round, in their order.
-        rewards: Of the whole run, by the time when they were known.
+        rewards: The rewards of the whole run, by the timeline's seconds.
     """
     import matplotlib
 
@@ -64,7 +64,7 @@ def _draw_round(axes: Any, timeline: Timeline, shown: Sequence[Stage]) -> None:
 
 
 def _draw_turns(axes: Any, shown: Sequence[Stage], height: float) -> None:
-    """Behind the curves: whose turn it is."""
+    """Colour the background by whose turn it is."""
     turns = [(number, TURNS.get(stage.name, HANDOVER)) for number, stage in enumerate(shown)]
     for turn, group in itertools.groupby(turns, key=lambda found: found[1]):
         numbers = [number for number, _ in group]
@@ -76,7 +76,7 @@ def _draw_turns(axes: Any, shown: Sequence[Stage], height: float) -> None:
 
 
 def _by_stage(timeline: Timeline, name: str, shown: Sequence[Stage]) -> tuple[list[float], list[float]]:
-    """The curve of one source where stage number n lies between n and n + 1; values in GB."""
+    """The curve of one source: places, where stage n lies between n and n + 1, and values in GB."""
     import numpy as np
 
     samples = np.array(timeline.samples[name]) / GB
@@ -91,12 +91,12 @@ def _by_stage(timeline: Timeline, name: str, shown: Sequence[Stage]) -> tuple[li
 
 
 def _label(axes: Any, name: str, places: list[float], values: list[float], training: int) -> None:
-    """Write the curve's name and value in the first stage and in the training, there where it is farthest from it."""
+    """Label the curve with its value in the first stage, and with the farthest value from that in the training."""
     first = values[0]
     inside = [value for place, value in zip(places, values, strict=True) if training <= place <= training + 1]
     other = max(inside, key=lambda value: abs(value - first))
     labels = ((0.5, first, "top" if other < first else "bottom"), (training + 0.5, other, "bottom"))
-    for place, value, anchor in labels:  # that of the awake engine below its curve: there are lines above
+    for place, value, anchor in labels:  # the awake engine's label lies below its curve, away from the dashed lines
         height = value + (0.1 if anchor == "bottom" else -0.15)
         text = f"{name} {value:.1f} GB"
         axes.text(place, height, text, va=anchor, ha="center", color=COLOURS[name], fontweight="bold")

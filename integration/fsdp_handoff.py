@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ import httpx
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, new_model, write_model
-from integration.subjects import gpu_name
+from integration.subjects import engine_version, gpu_name
 
 RANKS = 2
 SEED = 5
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [100, 200, 300, 400], [17, 3, 950, 21]]
 TOKENS = 32
 TRAINER_TIMEOUT_S = 200
-UPDATE = ("bytes", "buckets", "transport", "fallbacks", "seconds")  # of the sender's report
+UPDATE = ("bytes", "buckets", "transport", "fallbacks", "seconds")  # fields of the sender's report
 
 
 class Trainer:
@@ -67,10 +67,10 @@ class Trainer:
         self._dtype = getattr(torch, arguments.dtype)
 
     def run(self) -> list[dict[str, Any]]:
-        """All cycles' figures."""
+        """The figures of every cycle."""
         from rl_memory_plugins.trainer import EngineClient, ModelSource, Offloader, RolloutHandoff
 
-        # On a CPU nothing leaves the device by itself; there everything is moved, so that the same code runs.
+        # By default an `Offloader` moves no tensor of the CPU. Here it must, to run the same code as on a GPU.
         everything: dict[str, Any] = {"moves": lambda tensor: True} if self._device == "cpu" else {}
         weights, others = Offloader(self._model, **everything), Offloader(self._optimizer, **everything)
         engines = [EngineClient(self._arguments.url, timeout_s=120)] if self.rank == 0 else []
@@ -132,7 +132,7 @@ class Trainer:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """What each process of torchrun does."""
+    """The program of each process of torchrun."""
     import torch.distributed as dist
 
     trainer = Trainer(arguments)
@@ -142,7 +142,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def run_trainer(arguments: argparse.Namespace, launch: Launch, url: str) -> list[list[dict[str, Any]]]:
-    """Every rank's cycles."""
+    """The cycles of every rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", "integration.fsdp_handoff", "--trainer", "--engine", arguments.engine]
     command += ["--device", launch.device, "--dtype", launch.dtype, "--cycles", str(arguments.cycles)]
@@ -176,7 +176,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ranks = run_trainer(arguments, launch, server.url)
         seconds["trainer"] = time.monotonic() - start - seconds["engine start"]
         server.control.sleep(1)
-        server.control.wake_up()  # with empty caches, as in a fresh engine: a cached prompt is rounded otherwise
+        server.control.wake_up()  # the caches are empty, as in a fresh engine: cached prompts give other rounding
         trained = ask(server)
         checksums = server.control.checksums()["tensors"]
         served_version = server.control.weight_version()
@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     answers = [cycle["tokens"] for cycle in ranks[0]]
     return {
         "engine": arguments.engine,
-        "engine_version": version(packages_distributions()[arguments.engine][0]),
+        "engine_version": engine_version(arguments.engine),
         "torch": version("torch"),
         "gpu": f"{RANKS} x {gpu_name()}" if cuda else "none",
         "device": arguments.device,

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 
 CLASSES = 4
-VOCABULARY = 64  # so small that every token is tried often
+VOCABULARY = 64  # few enough that the engine tries every token often
 PROMPT_TOKENS, ANSWER_TOKENS = 4, 8
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-EPOCHS = 2  # over each batch; in the second the policy is no longer the one that answered
+EPOCHS = 2  # over each batch; before the second one the policy has changed
 WARM_UP_STEPS = 3
 
 
 def make_prompts(count: int, generator: torch.Generator) -> list[list[int]]:
-    """Prompts, the classes in turn; tokens 0 and 1 mean something else."""
+    """Prompts of all classes in turn, without the special tokens 0 and 1."""
     members = torch.randint(1, VOCABULARY // CLASSES, (count, PROMPT_TOKENS), generator=generator)
     classes = torch.arange(count)[:, None] % CLASSES
     return (members * CLASSES + classes).tolist()
 
 
 def reward(prompt: list[int], answer: list[int]) -> float:
-    """In [0, 1]."""
+    """The reward of an answer, in [0, 1]."""
     return sum(token % CLASSES == prompt[0] % CLASSES for token in answer) / len(answer)
 
 
@@ -36,11 +36,11 @@ def advantages(rewards: torch.Tensor) -> torch.Tensor:
 
 
 class Policy:
-    """What is trained, and its optimiser.
+    """The model that is trained, and its optimiser.
 
     Args:
         model: A causal language model of `transformers`, in float32.
-        device: Where it is moved to.
+        device: The device that the model moves to.
     """
 
     def __init__(self, model: Any, device: str) -> None:
@@ -53,7 +53,7 @@ class Policy:
     def train(self, prompts: list[list[int]], answers: list[list[list[int]]]) -> torch.Tensor:
         """One step on a group of answers to each prompt.
 
-        Returns: what the policy that answered makes of the answers: log-probabilities, float32, on the CPU,
+        Returns: the log-probabilities of the answers' tokens under the policy before the step, float32, on the CPU,
         [groups, answers, tokens].
         """
         groups, each = len(answers), len(answers[0])
@@ -75,7 +75,7 @@ class Policy:
         return before.view(groups, each, ANSWER_TOKENS).cpu()
 
     def _log_probabilities(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of the answers' tokens: [sequences, tokens]."""
+        """Log-probabilities of the answers' tokens: [sequences, tokens]."""
         logits: Any = self.model(ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
         chosen = ids[:, PROMPT_TOKENS:, None]
         return torch.log_softmax(logits.float(), -1).gather(-1, chosen).squeeze(-1)

@@ -1,4 +1,4 @@
-"""GRPO on one device: a real engine answers, a trainer learns from the answers, and they take turns with the memory.
+"""GRPO on one device: a real engine answers, a trainer learns from the answers, and both share the memory in turns.
 
     python -m integration.grpo_demo --engine vllm --device cuda
     python -m integration.grpo_demo --engine sglang --quick        # on the CPU
@@ -8,8 +8,8 @@ engine samples answers from the current weights, sleeps at level 2 while the tra
 by the library's `RolloutHandoff`; the trainer's model and optimiser are in host memory while the engine works. On the
 CPU the same calls run, but a tensor that is offloaded there goes from memory to memory.
 
-Writes a JSON record and a picture of the memory over time. Exit code 1 if a check fails, the rise of the reward first
-of all.
+Writes a JSON record and a picture of the memory over time. The exit code is 1 if a check fails, such as the rise of the
+reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,21 +32,22 @@ from integration import grpo
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.models import SHAPES, Shape, new_model, write_model
+from integration.subjects import engine_version
 from integration.timeline import Timeline
 from rl_memory_plugins.trainer import ModelSource, Offloader, RolloutHandoff
 from rl_memory_plugins.weights.checksums import tensor_checksum
 
 SEED = 11
-RISE = 0.2  # of the mean reward, from the first steps to the last, at least
-ENDS = 5  # steps that count as the first, and as the last
+RISE = 0.2  # the least rise of the mean reward from the first to the last steps
+ENDS = 5  # the number of first steps, and of last steps
 CLIENTS = 64
 
 
 class Scale(NamedTuple):
-    """How large a run is."""
+    """The size of a run."""
 
     shape: Shape
-    prompts: int  # in a step
+    prompts: int  # of each step
     answers: int  # to each prompt
     steps: int
     kv_bytes: int
@@ -70,7 +70,7 @@ class Demo:
         self._scale = scale
         self._generator = torch.Generator().manual_seed(SEED)
         self._dtype = getattr(torch, server.launch.dtype)
-        # On a CPU nothing leaves the device by itself; there everything is moved, so that the same code runs.
+        # By default an `Offloader` moves no tensor of the CPU. Here it must, to run the same code as on a GPU.
         everything: dict[str, Any] = {"moves": lambda tensor: True} if server.launch.device == "cpu" else {}
         self._handoff = RolloutHandoff(
             server.control,
@@ -79,7 +79,7 @@ class Demo:
             others=[Offloader(policy.optimizer, **everything)],
         )
         self.steps: list[dict[str, Any]] = []
-        self.ends: list[float] = []  # of the steps, in the timeline's seconds
+        self.ends: list[float] = []  # the end of each step, in the timeline's seconds
         self.checks: dict[str, bool] = {}
 
     def check(self, name: str, passed: bool) -> None:
@@ -88,7 +88,7 @@ class Demo:
 
     def run(self) -> None:
         with self._timeline.stage("to the engine"):
-            self._handoff.sync("0")  # the engine began with weights of its own
+            self._handoff.sync("0")  # the engine has dummy weights
         for number in range(1, self._scale.steps + 1):
             self._step(number)
         with self._timeline.stage("roll out"):
@@ -115,7 +115,7 @@ class Demo:
         with self._timeline.stage("to the engine"):
             self._handoff.sync(str(number), report)
         self.check("the engine has the version that was sent", self._server.control.weight_version() == str(number))
-        # Engine and trainer compute the same policy, or the ratio of the loss means nothing.
+        # The ratio in the loss has a meaning only if engine and trainer compute the same policy.
         gap = float((own - torch.tensor(logprobs)).abs().mean())
         self.check("engine and trainer agree on the log-probabilities", gap < 0.05)
         rewards = [grpo.reward(p, a) for p, group in zip(prompts, answers, strict=True) for a in group]
@@ -134,10 +134,9 @@ class Demo:
         print(f"step {number:2}: reward {step['reward']:.3f}, gap {gap:.1e}, {total:.2f} s", flush=True)
 
     def _roll_out(self, version: str) -> tuple[list[list[int]], list[list[list[int]]], list[list[list[float]]]]:
-        """Prompts; by prompt its answers; by prompt and answer what the engine makes of each token.
+        """Sample answers from the weights of this version.
 
-        Args:
-            version: Of the weights that must answer.
+        Returns: the prompts; by prompt its answers; by prompt and answer the engine's log-probability of each token.
         """
         each = self._scale.answers
         prompts = grpo.make_prompts(self._scale.prompts, self._generator)
@@ -170,7 +169,7 @@ class Demo:
 
 
 def memory_sources(server: Server) -> dict[str, Any]:
-    """Who has how much: on a GPU not every driver tells processes apart, but the trainer's allocator knows its own."""
+    """The functions that read each side's memory. A GPU's driver may not tell processes apart; torch knows its own."""
     if server.launch.device == "cpu":
         own = psutil.Process()
         return {"engine": server.resident_bytes, "trainer": lambda: own.memory_info().rss}
@@ -186,7 +185,7 @@ def memory_sources(server: Server) -> dict[str, Any]:
 
 
 def draw(path: Path, demo: Demo, timeline: Timeline, title: str, device: str) -> None:
-    """The rewards, the memory of the whole run, and that of two steps in its middle."""
+    """Draw the rewards, the memory of the whole run, and the memory of two steps in its middle."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -208,18 +207,10 @@ def draw(path: Path, demo: Demo, timeline: Timeline, title: str, device: str) ->
 def record(
     arguments: argparse.Namespace, demo: Demo, timeline: Timeline, scale: Scale, parameters: int
 ) -> dict[str, Any]:
-    def installed(*names: str) -> str:
-        for name in names:
-            try:
-                return version(name)
-            except PackageNotFoundError:
-                continue
-        return "unknown"
-
     peaks = {name: max(samples, default=0) >> 20 for name, samples in timeline.samples.items()}
     return {
         "engine": arguments.engine,
-        "engine_version": installed(arguments.engine, f"{arguments.engine}-cpu"),
+        "engine_version": engine_version(arguments.engine),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "commit": arguments.commit,
@@ -238,7 +229,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny model and fewer steps")
     parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the record")
+    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     arguments = parser.parse_args()
     scale = SCALES["quick" if arguments.quick else arguments.device]

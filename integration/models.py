@@ -22,16 +22,16 @@ class Shape(NamedTuple):
     kv_heads: int
     vocabulary: int
     tied: bool = False
-    experts: int = 0  # a Qwen3-MoE where there are any, else a Qwen2
+    experts: int = 0  # with experts a Qwen3-MoE whose every layer has them, else a Qwen2
     expert_intermediate: int = 0
-    head: int = 0  # where it is not hidden / heads
+    head: int = 0  # 0 stands for hidden / heads
 
 
 SHAPES = {
     "tiny": Shape(256, 512, 4, 4, 2, 4096),
-    "small": Shape(512, 1408, 4, 8, 4, 8192),  # 25 M parameters: enough to see memory come and go
+    "small": Shape(512, 1408, 4, 8, 4, 8192),  # 25 M parameters: sleeps show in the memory
     "100m": Shape(768, 2048, 12, 12, 4, 16384),
-    "250m": Shape(1024, 2816, 8, 16, 8, 73728),  # three fifths of it are the vocabulary, which takes little time
+    "250m": Shape(1024, 2816, 8, 16, 8, 73728),  # the vocabulary has three fifths of the bytes and takes little time
     "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, True),
     "7b": Shape(3584, 18944, 28, 28, 4, 152064),
@@ -44,13 +44,8 @@ SHAPES = {
 
 
 def config(shape: Shape, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a model."""
-    return qwen3_moe_config(shape, dtype) if shape.experts else qwen2_config(shape, dtype)
-
-
-def qwen2_config(shape: Shape, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a Qwen2 model."""
-    return {
+    """The `config.json` of a model; `transformers` has defaults for the other fields."""
+    qwen2 = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "hidden_size": shape.hidden,
@@ -60,24 +55,16 @@ def qwen2_config(shape: Shape, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads,
         "vocab_size": shape.vocabulary,
         "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
-        "hidden_act": "silu",
         "tie_word_embeddings": shape.tied,
         "torch_dtype": dtype,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "attention_dropout": 0.0,
     }
-
-
-def qwen3_moe_config(shape: Shape, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a Qwen3-MoE model whose every layer has experts."""
+    if not shape.experts:
+        return qwen2
     return {
-        **qwen2_config(shape, dtype),
+        **qwen2,
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "head_dim": shape.head,
@@ -85,18 +72,11 @@ def qwen3_moe_config(shape: Shape, dtype: str) -> dict[str, Any]:
         "num_experts_per_tok": min(8, shape.experts // 2),
         "moe_intermediate_size": shape.expert_intermediate,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.001,
-        "output_router_logits": False,
-        "attention_bias": False,
-        "rope_scaling": None,
-        "sliding_window": None,
     }
 
 
 def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint, by its name there and in its order."""
+    """The shape of every tensor of a checkpoint, by its name, in the checkpoint's order."""
     hidden, head = shape.hidden, shape.head or shape.hidden // shape.heads
     rows = {"q": shape.heads * head, "k": shape.kv_heads * head, "v": shape.kv_heads * head}
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
@@ -133,10 +113,10 @@ def write_model(folder: Path, shape: Shape, *, dtype: str = "float32", seed: int
     """Write a model folder.
 
     Args:
-        folder: Made if it does not exist.
+        folder: The folder, which may not exist yet.
         shape: The model's sizes.
-        dtype: Of the weights, as torch names it.
-        seed: Initialises and saves weights; `None` saves none.
+        dtype: The weights' dtype, by torch's name.
+        seed: The seed of the weights; with `None` no weights are saved.
 
     Returns: `folder`.
     """
@@ -150,7 +130,7 @@ def write_model(folder: Path, shape: Shape, *, dtype: str = "float32", seed: int
 
 
 def new_model(folder: Path, seed: int, dtype: str = "float32") -> Any:
-    """A freshly initialised `transformers` model of the folder's configuration."""
+    """A newly initialised `transformers` model with the folder's configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -158,7 +138,7 @@ def new_model(folder: Path, seed: int, dtype: str = "float32") -> Any:
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("proj.bias"):  # zero by default, and a lost bias would go unnoticed
+        if name.endswith("proj.bias"):  # by default biases are zero, and no test would notice a lost bias
             torch.nn.init.normal_(parameter, std=0.02)
     return model
 

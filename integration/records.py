@@ -10,11 +10,11 @@ from typing import Any
 
 
 class Records:
-    """The figures of one subject, after those that the file holds already.
+    """The records of one subject, which follow those that the file already has.
 
     Args:
-        common: What is the same in all of them: engine, versions, GPU, model, subject, commit, command.
-        by_step: Keep every value, in the order in which they were added, under `by_step`.
+        common: The fields that all records share: engine, versions, GPU, model, subject, commit, command.
+        by_step: Also keep every value in the field `by_step`, in the order of the calls of `add`.
     """
 
     def __init__(self, out: Path, common: Mapping[str, Any], *, by_step: bool = False) -> None:
@@ -27,7 +27,7 @@ class Records:
         self._details: dict[str, dict[str, Any]] = {}
 
     def about(self, details: Mapping[str, Any]) -> None:
-        """What else is the same in all of them."""
+        """Add fields that all records share."""
         self._common |= details
 
     def add(self, metric: str, values: Sequence[float], unit: str, details: Mapping[str, Any] = {}) -> None:
@@ -46,7 +46,7 @@ class Records:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; none where there is no file."""
+    """The records of a file; none if there is no file."""
     return list(json.loads(path.read_text())) if path.exists() else []
 
 

@@ -48,18 +48,7 @@ METRICS = {
 EXPERTS = {"30b-a3b": "Qwen3-30B-A3B shape", "moe": "12 of 48 layers of the Qwen3-30B-A3B shape"}
 #: The metrics that the README shows.
 HEADLINE = [
-    "sleep_l1_first_s",
-    "sleep_l1_later_s",
-    "sleep_l1_clean_s",
-    "wake_weights_s",
-    "wake_kv_s",
-    "sleep_l2_s",
-    "wake_l2_s",
-    "gpu_left_mib",
-    "host_held_mib",
-    "decode_tok_s",
-    "ttft_s",
-    "tokens_identical",
+    metric for metric in METRICS if not metric.startswith(("startup", "drift")) and not metric.endswith("_before")
 ]
 
 #: Times that grow with the bytes of the weights.
@@ -69,7 +58,7 @@ BY_BYTES = {
     "sleep_l2_s": "sleep level 2",
     "wake_l2_s": "wake (level 2)",
 }
-#: The rows of the picture of times: a metric of each subject, the fastest where there are several.
+#: The rows of the picture of times: the metrics of the engine alone and of the plugin; the shortest time counts.
 BARS = {
     "first sleep\nthat keeps the weights": (["sleep_l1_first_s"], ["sleep_l1_first_s"]),
     "later sleep,\nweights changed": (["sleep_l1_later_s"], ["sleep_l1_later_s"]),
@@ -79,12 +68,12 @@ BARS = {
     "wake both\nafter it": (["wake_l2_s"], ["wake_l2_s"]),
     "new weights\nfrom the trainer": (["update_native_s", "update_native_packed_s"], ["update_direct_s"]),
 }
-#: Those of them that the first page of the documentation shows.
+#: The rows that the first page of the documentation shows.
 FRONT = [row for row in BARS if not row.startswith(("later sleep", "wake both"))]
-COPY_BYTES_S = 55.5e9  # a copy alone between page-locked host memory and an H200, either way
+COPY_BYTES_S = 55.5e9  # bytes per second of a bare copy between page-locked host memory and an H200, either way
 
-WITHOUT_ENGINE = "none"  # records of the weight stream between two processes
-DRIVER = "driver"  # those of the driver
+WITHOUT_ENGINE = "none"  # the engine in records without an engine
+DRIVER = "driver"  # the model in the records of `bench_driver`
 
 
 def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
@@ -93,7 +82,7 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
     test_runs: dict[str, Record] = {}
     for path in sorted((REPOSITORY / "integration" / "results").glob("*.json")):
         content = json.loads(path.read_text())
-        if isinstance(content, dict):  # a run of the tests, or of the GRPO demo
+        if isinstance(content, dict):  # the report of a test run or of a demo
             if "tests" in content:
                 test_runs[path.name] = content
             continue
@@ -103,7 +92,7 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
 
 
 def run_of(path: Path, record: Record) -> Run:
-    """A file's name ends with the host, unless it is the usual host."""
+    """The run of a record. The file's name ends with the host, unless it is the usual host."""
     host = path.stem.partition(f"{record['model']}-")[2].replace("-", " ")
     return Run(record["engine"], record["engine_version"], record["model"], host)
 
@@ -239,14 +228,14 @@ def describe(run: Run, metrics: Metrics) -> str:
 
 
 def replaced(text: str, lines: list[str]) -> str:
-    """A page's text with `lines` between its markers, which must be there."""
+    """A page's text with `lines` between its markers. The text must have both markers."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return "\n".join([before + BEGIN, "", *lines, "", END]) + after
 
 
 def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
-    """Bars of the times that users wait for, one panel an engine, on a logarithmic axis with the times written in."""
+    """Draw the times that users wait for as bars: one panel for each engine, a logarithmic axis, each bar labelled."""
     from matplotlib import pyplot as plt
 
     colours = {"native": "#9a9a9a", "plugin": "#1f6fb2"}
@@ -274,7 +263,7 @@ def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
         )
         axis.set_xticklabels(["10 ms", "100 ms", "1 s", "10 s"])
         axis.spines[["top", "right"]].set_visible(False)
-    panels[0][0].invert_yaxis()  # of both
+    panels[0][0].invert_yaxis()  # the panels share the axis
     panels[0][-1].legend(frameon=False, loc="lower right")
     run, metrics = next(iter(runs.items()))
     setting = f"{weight_bytes(run.model) / 1e9:.1f} GB of weights on one {metrics['sleep_l1_first_s']['plugin']['gpu']}"
@@ -284,7 +273,7 @@ def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
 
 
 def bars(metrics: Metrics) -> dict[str, dict[str, float]]:
-    """Seconds by row of the picture and by subject; without a subject that cannot do it."""
+    """Seconds by row of the picture and by subject; a subject without a measurement is left out."""
     found: dict[str, dict[str, float]] = {}
     for row, names in BARS.items():
         for subject, candidates in zip(("native", "plugin"), names, strict=True):
@@ -295,7 +284,7 @@ def bars(metrics: Metrics) -> dict[str, dict[str, float]]:
 
 
 def sizes(runs: dict[Run, Metrics]) -> dict[tuple[str, str], list[Run]]:
-    """By engine and version, the runs with models of several sizes; without those of one size."""
+    """By engine and version, its runs, if they cover models of more than one size."""
     measured: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run, metrics in runs.items():
         if run.model in SHAPES and not run.host and "plugin" in metrics.get("sleep_l1_later_s", {}):
@@ -304,7 +293,7 @@ def sizes(runs: dict[Run, Metrics]) -> dict[tuple[str, str], list[Run]]:
 
 
 def draw_sizes(runs: dict[Run, Metrics], path: Path) -> None:
-    """Times against the bytes of the weights, one axis an engine; no picture where all have one size."""
+    """Draw times against the bytes of the weights, one panel for each engine; nothing if no engine has two sizes."""
     from matplotlib import pyplot as plt
 
     shown = sizes(runs)

@@ -55,7 +55,7 @@ def page(title: str, metrics: Metrics) -> list[str]:
 
 
 def headline(runs: Mapping[Run, Metrics], shown: Sequence[Run], names: Mapping[str, str]) -> list[str]:
-    """One table with a column for each run in `shown`; no lines if there is none."""
+    """One table with a column for each run in `shown`; no lines if `shown` is empty."""
     if not shown:
         return []
     first = runs[shown[0]]["update_direct_s"]["plugin"]

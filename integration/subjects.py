@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: run each subject in a process of its own, and name its GPU in the records."""
+"""Helpers of the benchmarks: run each subject in a process of its own, and describe its run in the records."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 
 def gpu_name() -> str:
@@ -17,11 +20,55 @@ def gpu_name() -> str:
     return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
 
 
-def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
-    """Run a subject; one that fails or hangs takes none of its processes' GPU memory into the next.
+def engine_version(engine: str) -> str:
+    """The version of an installed engine or of its CPU build.
 
     Raises:
-        subprocess.SubprocessError: it failed, or was not done in time.
+        PackageNotFoundError: the engine is not installed.
+    """
+    try:
+        return version(engine)
+    except PackageNotFoundError:
+        return version(f"{engine}-cpu")
+
+
+def described(
+    module: str,
+    engine: str,
+    model: str,
+    subject: str,
+    commit: str,
+    *,
+    gpu: str | None = None,
+    words: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """What all records of one run have in common.
+
+    Args:
+        module: The benchmark's module in `integration`.
+        engine: The engine's name, or `none`.
+        gpu: The GPU's name; by default that of GPU 0.
+        words: The command's arguments; by default those of this process.
+    """
+    import torch
+
+    return {
+        "engine": engine,
+        "engine_version": "" if engine == "none" else engine_version(engine),
+        "torch": torch.__version__,
+        "gpu": gpu_name() if gpu is None else gpu,
+        "model": model,
+        "subject": subject,
+        "commit": commit,
+        "command": " ".join([f"python -m integration.{module}", *(sys.argv[1:] if words is None else words)]),
+    }
+
+
+def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
+    """Run a subject and kill all its processes at the end, whose GPU memory the next subject needs.
+
+    Raises:
+        subprocess.SubprocessError: the subject failed, or took longer than `timeout_s`.
     """
     process = subprocess.Popen(command, process_group=0, env=environment)
     try:
@@ -30,8 +77,18 @@ def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, 
         process.kill()
         process.wait()
         with contextlib.suppress(ProcessLookupError):
-            for _ in range(100):  # until all that it started is gone, but for what nobody reaps
+            for _ in range(100):  # zombies that nobody reaps may stay
                 os.killpg(process.pid, signal.SIGKILL)
                 time.sleep(0.1)
     if code != 0:
         raise subprocess.CalledProcessError(code, command)
+
+
+def succeeds(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> bool:
+    """Run a subject as `run_bounded` does; a failure is printed."""
+    try:
+        run_bounded(command, timeout_s, environment)
+    except subprocess.SubprocessError as error:
+        print(error, file=sys.stderr, flush=True)
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Memory over time: samples of what some processes hold, the stages they were taken in, and their curves."""
+"""Memory of processes over time: samples, the stages of a run, and the curves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import psutil
@@ -15,7 +14,7 @@ SAMPLE_EVERY_S = 0.05
 
 
 class Stage(NamedTuple):
-    """A named part of a run; `start` and `end` in the timeline's seconds."""
+    """A named part of a run; `start` and `end` are seconds since the timeline was made."""
 
     name: str
     start: float
@@ -26,25 +25,22 @@ class Stage(NamedTuple):
         return self.end - self.start
 
 
-@dataclass
 class Timeline:
-    """Samples some processes' memory in the background, and at the start and the end of every stage.
+    """Samples the memory of processes in the background, and at the start and the end of every stage.
 
     Args:
-        sources: By name, a function that gives the resident bytes now.
+        sources: By name, a function that returns the resident bytes now.
     """
 
-    sources: Mapping[str, Callable[[], int]]
-    times: list[float] = field(default_factory=list)
-    samples: dict[str, list[int]] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, sources: Mapping[str, Callable[[], int]]) -> None:
+        self.sources = sources
+        self.times: list[float] = []
+        self.samples: dict[str, list[int]] = {name: [] for name in sources}
+        self.stages: list[Stage] = []
         self._start = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.samples = {name: [] for name in self.sources}
 
     def __enter__(self) -> Timeline:
         self._thread.start()
@@ -69,7 +65,7 @@ class Timeline:
             self.take()
 
     def take(self) -> dict[str, int]:
-        """One sample, which is kept: the resident bytes now, by source."""
+        """Take and keep one sample: the resident bytes now, by source."""
         with self._lock:
             found = {name: resident_bytes() for name, resident_bytes in self.sources.items()}
             self.times.append(self.now())
@@ -78,11 +74,11 @@ class Timeline:
             return found
 
     def peak(self, name: str) -> int:
-        """The most bytes that this source ever had."""
+        """The largest sample of this source, in bytes."""
         return max(self.samples[name], default=0)
 
     def peak_together(self) -> int:
-        """The most bytes that all sources had at one time."""
+        """The largest sum of all sources at one time, in bytes."""
         return max(map(sum, zip(*self.samples.values(), strict=True)), default=0)
 
     def _sample(self) -> None:
@@ -90,7 +86,7 @@ class Timeline:
             self.take()
 
     def plot(self, axes: Any, label: str = "resident memory") -> None:
-        """Draw onto matplotlib's axes: one line a source, one colour a stage, over the seconds."""
+        """Draw on matplotlib's axes, over the seconds: a line for each source, a colour for each stage."""
         import matplotlib
 
         for name, values in self.samples.items():
@@ -107,7 +103,7 @@ class Timeline:
 
 
 def resident_bytes(processes: Iterable[psutil.Process]) -> int:
-    """Memory of those of them that still run: what each has of its own, and once what they share, such as libraries."""
+    """Memory of the processes that still run: the own memory of each, and once what they share, such as libraries."""
     found = []
     for process in processes:
         try:

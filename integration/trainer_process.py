@@ -1,15 +1,14 @@
-"""A trainer in a process of its own: a transformers model, its optimiser, its training step and its weight updates."""
+"""A trainer in its own process: a `transformers` model with its optimiser, training step and weight updates."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
-import traceback
-from multiprocessing.connection import Connection
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
+from integration.json_process import Child, serve
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +18,7 @@ BUCKET_BYTES = 64 << 20
 
 
 class Trainer:
-    """The process's inside. Weights and optimiser are in memory only between `load` and their offloading."""
+    """The inside of the process. Weights and optimiser are in memory only from `load` to their offloading."""
 
     def __init__(self, folder: Path, seed: int, threads: int) -> None:
         import torch
@@ -78,21 +77,26 @@ class Trainer:
                 ids = torch.cat([ids, self._model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
         return ids[:, len(prompts[0]) :].tolist()
 
-    def push(self, url: str, version: str) -> dict[str, Any]:
-        """Stream the weights into the engine."""
+    def push(self, url: str, version: str) -> int:
+        """Stream the weights into the engine. Returns: the bytes of the weights."""
         from rl_memory_plugins.client import EngineClient
 
         with EngineClient(url) as engine:
-            return engine.update_weights(self._model, weight_version=version, bucket_bytes=BUCKET_BYTES)
+            report = engine.update_weights(self._model, weight_version=version, bucket_bytes=BUCKET_BYTES)
+        return int(report["bytes"])
 
     def checksums(self) -> dict[str, str]:
         from rl_memory_plugins.weights.checksums import tensor_checksum
 
         return {name: tensor_checksum(tensor) for name, tensor in self._model.named_parameters()}
 
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        names = ("load", "offload_optimizer", "offload_weights", "train", "greedy", "push", "checksums")
+        return {name: getattr(self, name) for name in names}
+
 
 class OnDisk:
-    """Tensors that can be away: their content is in a file then, and their memory is the system's."""
+    """Tensors whose content moves to a file and back; meanwhile the system has their memory."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -119,56 +123,18 @@ class OnDisk:
 
 
 def _trim() -> None:
-    """Have the C library give freed memory back to the system; it keeps that of small tensors otherwise."""
+    """Make the C library return freed memory to the system; it keeps the memory of small tensors otherwise."""
     import ctypes
 
     ctypes.CDLL(None).malloc_trim(0)
 
 
-class TrainerProcess:
-    """Starts a `Trainer` and calls its methods; an error there is raised here."""
-
-    def __init__(self, folder: Path, seed: int, threads: int = 2) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, inside = context.Pipe()
-        self._process = context.Process(target=_serve, args=(inside, folder, seed, threads), daemon=True)
-        self._process.start()
-        inside.close()  # else the end of the process would not end the wait for its answer
-        self._receive()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        self._pipe.send((method, arguments))
-        return self._receive()
-
-    def processes(self) -> list[psutil.Process]:
-        return [psutil.Process(self._process.pid)]
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.join(10)
-
-    def _receive(self) -> Any:
-        try:
-            result, error = self._pipe.recv()
-        except EOFError:
-            self._process.join(10)
-            raise RuntimeError(f"the trainer's process ended with code {self._process.exitcode}") from None
-        if error:
-            raise RuntimeError(f"the trainer failed:\n{error}")
-        return result
+def start(folder: Path, seed: int, threads: int = 2) -> Child:
+    """A process with a `Trainer`, ready for calls of the methods that `Trainer.calls` names."""
+    # Spinning threads would take the engine's cores. torch reads the variable at its import.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    return Child("integration.trainer_process", str(folder), str(seed), str(threads), environment=environment)
 
 
-def _serve(pipe: Connection, folder: Path, seed: int, threads: int) -> None:
-    os.environ["OMP_WAIT_POLICY"] = "passive"  # read as torch is imported: threads that spin take the engine's cores
-    try:
-        trainer = Trainer(folder, seed, threads)
-        pipe.send((None, ""))
-    except BaseException:
-        pipe.send((None, traceback.format_exc()))
-        raise
-    while True:
-        method, arguments = pipe.recv()
-        try:
-            pipe.send((getattr(trainer, method)(*arguments), ""))
-        except Exception:
-            pipe.send((None, traceback.format_exc()))
+if __name__ == "__main__":
+    serve(lambda: Trainer(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])).calls())

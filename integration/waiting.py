@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable
 
 POLL_S = 0.01
-AT_ONCE_S = 20  # what a busy machine may take for something that waits for nothing; what hangs takes much longer
+AT_ONCE_S = 20  # the most that a busy machine needs for an action that waits for nothing
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Ask again and again.
+    """Poll `condition` until it holds.
 
     Raises:
-        TimeoutError: it was not so within `timeout_s` seconds; the message names `what`.
+        TimeoutError: it did not hold within `timeout_s` seconds; the message names `what`.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not so within {timeout_s:g} s")
+            raise TimeoutError(f"still not after {timeout_s:g} s: {what}")
         time.sleep(POLL_S)

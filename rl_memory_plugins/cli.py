@@ -15,7 +15,6 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 
 import rl_memory_plugins
-from rl_memory_plugins import patch_cli
 from rl_memory_plugins.client import EngineClient
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.extras import needs
@@ -32,7 +31,6 @@ FLAG = "--rl-memory"
 app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 serve = typer.Typer(no_args_is_help=True, help="Start an engine's server with the plugin enabled.")
 app.add_typer(serve, name="serve")
-app.add_typer(patch_cli.app, name="patch")
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 

@@ -26,8 +26,8 @@ MiB = 1 << 20
 
 ENV_PREFIX = "RL_MEMORY_"
 
-#: Variables of the command line and the tests.
-OTHER_VARIABLES = ("url", "api_key", "sglang_python", "test_wheels")
+#: Variables of the command line.
+OTHER_VARIABLES = ("url", "api_key")
 
 _ON = ("", "1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")

@@ -63,9 +63,8 @@ class Hooks:
     def require(self, path: str) -> Any:
         """The object at `path`, for symbols that are used and not replaced. Raises as `wrap` does."""
         owner, _, found = self._find(path)
-        return (
-            SimpleNamespace() if owner is None else found
-        )  # accepts the attributes that a role sets on the real object
+        # A role may set attributes on the object that it requires; the stand-in accepts them.
+        return SimpleNamespace() if owner is None else found
 
     def _find(self, path: str) -> tuple[Any, str, Any]:
         """The owner, the name and the object of a path. During `install` the owner of a missing symbol is `None`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib import metadata, resources
+from importlib import metadata
 
 import rl_memory_plugins
 from rl_memory_plugins.trainer import EngineClient
@@ -17,7 +17,6 @@ assert rl_memory_plugins.__version__ == metadata.version("rl_memory_plugins") ==
 assert "site-packages" in rl_memory_plugins.__file__, rl_memory_plugins.__file__
 assert rl_memory_plugins.EngineClient is EngineClient
 EngineClient("http://127.0.0.1:1").close()
-assert list(resources.files("rl_memory_plugins").joinpath("patches").iterdir())
 for group in ("vllm.general_plugins", "vllm.endpoint_plugins", "sglang.srt.plugins"):
     assert callable(metadata.entry_points(group=group)["rl_memory"].load()), group
 for extra, module in (("server", "config"), ("cli", "cli")):

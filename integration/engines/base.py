@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,10 +11,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -28,20 +29,20 @@ START_TIMEOUT_S = 400  # less than a test may take with its start
 
 @dataclass
 class Launch:
-    """What a server is started with."""
+    """How to start a server."""
 
     model: Path
     tp: int = 1
     dp: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # of --rl-memory
+    options: dict[str, Any] = field(default_factory=dict)  # the value of --rl-memory
     api_key: str = ""
     host: str = "127.0.0.1"
-    dummy_weights: bool = False  # made by the engine, for a model folder without weights
+    dummy_weights: bool = False  # the engine makes random weights: the model folder has none
     kv_bytes: int = 128 << 20
     max_running: int = 4
     device: str = "cpu"  # or "cuda"
     forked: bool = False  # on the CPU: the engine's processes are forks of the server's, which start in seconds
-    compiled: bool = True  # on a GPU; without, graphs are captured of vLLM's kernels as they come, which starts sooner
+    compiled: bool = True  # on a GPU; an engine without compilation captures graphs too, and starts sooner
 
     @property
     def ranks(self) -> int:
@@ -49,33 +50,51 @@ class Launch:
 
     @property
     def dtype(self) -> str:
-        """Of the weights: on GPUs the engines' kernels want 16 bits, of which float16 rounds least."""
+        """The weights' dtype. The engines' GPU kernels need 16 bits; float16 rounds less than bfloat16."""
         return {"cpu": "float32", "cuda": "float16"}[self.device]
 
 
+class Sampling(NamedTuple):
+    """How an engine answers a request; greedily at temperature 0."""
+
+    stream: bool = False
+    temperature: float = 0.0
+    seed: int = 0
+    logprobs: bool = False
+
+
 class EngineKind(ABC):
-    """What differs between engines when they are started and asked over HTTP."""
+    """How to start one engine's server, and how to send it requests."""
 
     name: str
     generation_route: str
 
+    def command(self, launch: Launch, port: int) -> list[str]:
+        command = [
+            *(sys.executable, "-m", "rl_memory_plugins.cli", "serve", self.name, str(launch.model)),
+            *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
+            *("--dtype", launch.dtype, "--rl-memory", json.dumps(launch.options), *self.arguments(launch)),
+        ]
+        if launch.dummy_weights:
+            command += ["--load-format", "dummy"]
+        if launch.api_key:
+            command += ["--api-key", launch.api_key]
+        return command
+
     @abstractmethod
-    def command(self, launch: Launch, port: int) -> list[str]: ...
+    def arguments(self, launch: Launch) -> list[str]:
+        """The arguments that only this engine has."""
 
     @abstractmethod
     def environment(self, launch: Launch) -> dict[str, str]: ...
 
+    def request(self, prompt: list[int], tokens: int, stream: bool = False, **sampling: Any) -> dict[str, Any]:
+        """The body of a generation request that does not stop before `tokens` tokens; see `Sampling`."""
+        return self.body(prompt, tokens, Sampling(stream, **sampling))
+
     @abstractmethod
-    def request(
-        self,
-        prompt: list[int],
-        tokens: int,
-        stream: bool = False,
-        temperature: float = 0.0,
-        seed: int = 0,
-        logprobs: bool = False,
-    ) -> dict[str, Any]:
-        """The body of a generation request that does not stop early; greedy at temperature 0."""
+    def body(self, prompt: list[int], tokens: int, sampling: Sampling) -> dict[str, Any]:
+        """The body of `request`."""
 
     @abstractmethod
     def tokens(self, answer: dict[str, Any]) -> list[int]:
@@ -83,18 +102,18 @@ class EngineKind(ABC):
 
     @abstractmethod
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
-        """The log-probability of each of them, in an answer to a request with `logprobs`."""
+        """The log-probability of each generated token, in an answer to a request with `logprobs`."""
 
     @abstractmethod
     def was_aborted(self, answer: dict[str, Any]) -> bool: ...
 
     @abstractmethod
     def requests_held(self, http: httpx.Client) -> int:
-        """Requests that the engine has begun or queued, by its own count."""
+        """How many requests the engine runs or has queued, by its own count."""
 
 
 class Server:
-    """A server that was started; `with` waits until it is ready, and stops it."""
+    """A running server. `with` waits until it is ready, and stops it at the end."""
 
     def __init__(self, kind: EngineKind, launch: Launch, log: Path) -> None:
         self.kind = kind
@@ -156,7 +175,7 @@ class Server:
         self._ports.close()
 
     def is_running(self) -> bool:
-        """Its process. SGLang's `/health` takes a second, since it sends a request and then looks once a second."""
+        """Whether the server's process runs. Unlike SGLang's `/health`, which takes a second, this takes no time."""
         return self._process.poll() is None
 
     def is_alive(self) -> bool:
@@ -176,15 +195,15 @@ class Server:
         """RSS of all processes of the server."""
         total = 0
         for process in self.processes():
-            try:
+            with suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
         return total
 
     def occupied_bytes(self) -> int:
-        """Memory that the engine takes where it sleeps and wakes: the RSS of its processes, or with `device="cuda"`
-        what is in use on all GPUs, whoever uses it, since not every driver tells processes apart."""
+        """The engine's memory: RSS of its processes on the CPU, the memory in use on all GPUs with `device="cuda"`.
+
+        Not every driver tells processes apart, and therefore GPU memory of other processes counts too.
+        """
         return gpu_used_bytes() if self.launch.device == "cuda" else self.resident_bytes()
 
     def post(self, prompt: list[int], tokens: int = 8, **sampling: Any) -> httpx.Response:
@@ -209,7 +228,7 @@ class Server:
 
     @contextmanager
     def generating(self, prompt: list[int], tokens: int) -> Iterator[BackgroundRequest]:
-        """A long request that is running by the time the body is entered, in an engine that had none."""
+        """A long request that runs when the body of `with` begins; the engine had no request before."""
         self.wait_held(0)
         request = BackgroundRequest(self, prompt, tokens)
         request.start()
@@ -223,7 +242,7 @@ class Server:
 
 
 class BackgroundRequest(threading.Thread):
-    """A request in another thread; `outcome` is its response, or the exception."""
+    """A request in another thread; `outcome` is the response or the exception."""
 
     def __init__(self, server: Server, prompt: list[int], tokens: int) -> None:
         super().__init__(daemon=True)
@@ -259,7 +278,3 @@ def gpu_used_bytes() -> int:
         return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
     finally:
         pynvml.nvmlShutdown()
-
-
-def python() -> str:
-    return sys.executable

@@ -9,7 +9,7 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from integration.engines.base import REPOSITORY, EngineKind, Launch, python
+from integration.engines.base import REPOSITORY, EngineKind, Launch, Sampling
 
 if TYPE_CHECKING:
     import httpx
@@ -19,7 +19,7 @@ FORKING = REPOSITORY / "tests" / "aids" / "sglang_fork"
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
 
 _DEVICE_ARGUMENTS = {
-    # An idle scheduler otherwise takes a core, of few.
+    # Without `--sleep-on-idle` an idle scheduler takes a whole core.
     "cpu": ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"],
     "cuda": ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "4"],
 }
@@ -29,26 +29,18 @@ class Sglang(EngineKind):
     name = "sglang"
     generation_route = "/generate"
 
-    def command(self, launch: Launch, port: int) -> list[str]:
-        arguments = [
-            *(python(), "-m", "rl_memory_plugins.cli", "serve", "sglang", str(launch.model)),
-            *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
-            *("--dtype", launch.dtype, "--device", launch.device, *_DEVICE_ARGUMENTS[launch.device]),
+    def arguments(self, launch: Launch) -> list[str]:
+        return [
+            *("--device", launch.device, *_DEVICE_ARGUMENTS[launch.device]),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
             *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
             *("--tensor-parallel-size", str(launch.tp), "--data-parallel-size", str(launch.dp)),
-            *("--rl-memory", json.dumps(launch.options)),
         ]
-        if launch.dummy_weights:
-            arguments += ["--load-format", "dummy"]
-        if launch.api_key:
-            arguments += ["--api-key", launch.api_key]
-        return arguments
 
     def environment(self, launch: Launch) -> dict[str, str]:
         variables = {
-            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but("qwen2")),  # importing all takes most of a start
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but("qwen2")),  # to import all models takes most of a start
             "HF_HUB_OFFLINE": "1",
         }
         if launch.device == "cuda":
@@ -56,25 +48,21 @@ class Sglang(EngineKind):
         variables |= {
             "PYTHONPATH": os.pathsep.join(map(str, [STAND_IN_KERNELS, *([FORKING] if launch.forked else [])])),
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_NCCL_SO_PATH": "none",  # else the NCCL that is installed wants a GPU with more than one rank
+            "SGLANG_NCCL_SO_PATH": "none",  # with more than one rank, NCCL would look for a GPU
             "OMP_NUM_THREADS": "2" if launch.ranks == 1 else "1",
             "OMP_WAIT_POLICY": "passive",
         }
-        if launch.ranks > 1:  # SGLang insists on one entry a rank; without its kernels it binds nothing
+        if launch.ranks > 1:  # SGLang demands one entry for each rank; without its kernels it binds no thread
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * launch.ranks)
         return variables
 
-    def request(
-        self,
-        prompt: list[int],
-        tokens: int,
-        stream: bool = False,
-        temperature: float = 0.0,
-        seed: int = 0,
-        logprobs: bool = False,
-    ) -> dict[str, Any]:
-        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
-        return {"input_ids": prompt, "sampling_params": sampling, "stream": stream, "return_logprob": logprobs}
+    def body(self, prompt: list[int], tokens: int, sampling: Sampling) -> dict[str, Any]:
+        return {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": sampling.temperature, "max_new_tokens": tokens, "ignore_eos": True},
+            "stream": sampling.stream,
+            "return_logprob": sampling.logprobs,
+        }
 
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         return list(answer["output_ids"])
@@ -91,13 +79,12 @@ class Sglang(EngineKind):
 
 
 def _kv_tokens(launch: Launch) -> int:
-    """As many as `kv_bytes` of each rank hold."""
+    """The tokens that `kv_bytes` hold on each rank; at least 4096."""
     config = json.loads((launch.model / "config.json").read_text())
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    heads = max(config["num_key_value_heads"] // launch.tp, 1)  # of one rank
+    heads = max(config["num_key_value_heads"] // launch.tp, 1)  # on one rank
     per_token = 2 * BYTES_PER_ELEMENT[launch.dtype] * config["num_hidden_layers"] * heads * head  # keys and values
-    tokens = launch.kv_bytes // per_token
-    return max(int(tokens), 4096)
+    return max(int(launch.kv_bytes // per_token), 4096)
 
 
 def _models_but(kept: str) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from integration.engines.base import REPOSITORY, EngineKind, Launch, python
+from integration.engines.base import REPOSITORY, EngineKind, Launch, Sampling
 
 if TYPE_CHECKING:
     import httpx
@@ -34,63 +34,47 @@ class Vllm(EngineKind):
     name = "vllm"
     generation_route = "/v1/completions"
 
-    def command(self, launch: Launch, port: int) -> list[str]:
+    def arguments(self, launch: Launch) -> list[str]:
         arguments = [
-            *(python(), "-m", "rl_memory_plugins.cli", "serve", "vllm", str(launch.model)),
-            *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
-            *("--dtype", launch.dtype, "--max-model-len", "2048", "--max-num-seqs", str(launch.max_running)),
-            *_DEVICE_ARGUMENTS[launch.device],
+            *("--max-model-len", "2048", "--max-num-seqs", str(launch.max_running), *_DEVICE_ARGUMENTS[launch.device]),
             *("--kv-cache-memory-bytes", str(launch.kv_bytes), "--tensor-parallel-size", str(launch.tp)),
-            *("--rl-memory", json.dumps(launch.options)),
         ]
-        if launch.dummy_weights:
-            arguments += ["--load-format", "dummy"]
         if launch.device == "cuda":
             arguments += _compilation(launch)
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
-        if launch.api_key:
-            arguments += ["--api-key", launch.api_key]
         return arguments
 
     def environment(self, launch: Launch) -> dict[str, str]:
         variables = {
-            "VLLM_SERVER_DEV_MODE": "1",  # so that the native routes are there, and lead to the same machine
+            "VLLM_SERVER_DEV_MODE": "1",  # adds vLLM's own sleep routes, which the tests call too
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "VLLM_HOST_IP": "127.0.0.1",
         }
         if launch.device == "cuda":
-            # Compiled at first use, which takes minutes and CUDA's headers.
+            # FlashInfer compiles its kernels at first use, which takes minutes and CUDA's headers.
             return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
-        if launch.forked:  # bound, workers of two engines would share a core
+        if launch.forked:  # vLLM would bind the workers of two engines to the same core
             unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
             return {**variables, **unbound, "PYTHONPATH": str(FORKING)}
         cores = range(os.cpu_count() or 1)
         bind = "|".join(str(cores[rank % len(cores)]) for rank in range(launch.ranks)) if launch.ranks > 1 else "auto"
         return {**variables, "VLLM_CPU_OMP_THREADS_BIND": bind}
 
-    def request(
-        self,
-        prompt: list[int],
-        tokens: int,
-        stream: bool = False,
-        temperature: float = 0.0,
-        seed: int = 0,
-        logprobs: bool = False,
-    ) -> dict[str, Any]:
+    def body(self, prompt: list[int], tokens: int, sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": "model",
             "prompt": prompt,
             "max_tokens": tokens,
-            "temperature": temperature,
-            "seed": seed,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
             "ignore_eos": True,
             "return_token_ids": True,
-            "stream": stream,
+            "stream": sampling.stream,
         }
-        return {**body, "logprobs": 0} if logprobs else body  # none beside the chosen token's own
+        return {**body, "logprobs": 0} if sampling.logprobs else body  # 0: only the generated token's
 
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         return list(answer["choices"][0]["token_ids"])

@@ -50,7 +50,7 @@ def test_each_extra_that_an_error_names_exists():
         for pattern in (r'needs\("(\w+)"\)', r"rl_memory_plugins\[(\w+)\]")
         for extra in re.findall(pattern, path.read_text())
     }
-    assert {"config.py", "cli.py", "patch_cli.py", "checkpoint.py", "cuda_driver.py"} <= {name for name, _ in named}
+    assert {"config.py", "cli.py", "checkpoint.py", "cuda_driver.py"} <= {name for name, _ in named}
     assert not {(name, extra) for name, extra in named if extra not in EXTRAS}
 
 
