@@ -338,7 +338,6 @@ print("FOUND", json.dumps(found))
 """
 #: What none of the patched releases has. The adapter was written for the code that these stand for.
 LACKING = {
-    "sglang.srt.distributed.bootstrap",
     "sglang.srt.managers.io_struct:hook_custom_types",
     "sglang.srt.managers.scheduler_components.weight_updater",
 }
