@@ -23,7 +23,7 @@ VLLM_CI := 0.32.0
 VLLM ?= $(VLLM_CI)
 TORCH_CPU := 2.13.0+cpu
 # What the CPU builds of vLLM are compiled for. Where pip finds no CPU build of 2.11.0, it takes the one with CUDA.
-VLLM_TORCH := $(if $(filter 0.22.% 0.23.% 0.24.% 0.25.% 0.26.%,$(VLLM)),2.11.0,$(TORCH_CPU))
+VLLM_TORCH := $(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$(VLLM)),2.11.0,$(TORCH_CPU))
 SGLANG_CI := 0.5.23
 SGLANG ?= $(SGLANG_CI)
 TRL := 1.16.0
