@@ -26,7 +26,6 @@ SYMBOLS: Symbols = {
     "vllm.v1.engine.core:EngineCore.add_request": ("self", "request"),
     "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload.layerwise:_place_kernel_tensors": ("layer", "info"),
-    "vllm.model_executor.model_loader.reload.layerwise:restore_layer_on_meta": ("layer", "info"),
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": ("self",),
     "vllm.platforms.interface:Platform._global_graph_pool": (),
     "vllm.v1.worker.gpu_worker:Worker.start_weight_update": ("self",),
@@ -43,7 +42,6 @@ SYMBOLS: Symbols = {
     "vllm.v1.serial_utils:run_method": ("obj", "method", "args", "kwargs"),
     # the engine core
     "vllm.v1.engine.core:EngineCore._initialize_kv_caches": ("self", "vllm_config"),
-    "vllm.v1.engine.core:EngineCore.add_request": ("self", "request"),
     "vllm.v1.engine.core:EngineCore.sleep": ("self", "level", "mode"),
     "vllm.v1.engine.core:EngineCore.wake_up": ("self", "tags"),
     "vllm.v1.engine.core:EngineCore.is_sleeping": ("self",),
