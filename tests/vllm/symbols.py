@@ -5,19 +5,13 @@ python -m tests.vllm.symbols PATH_OF_A_VLLM_PACKAGE…
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import sys
-from pathlib import Path
+from tests.symbols import Needs, Symbols
 
 #: "module:Class.method", or with a signature's parameters that are given by name or position.
-SYMBOLS: dict[str, tuple[str, ...]] = {
+SYMBOLS: Symbols = {
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": ("parser",),
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
-    "vllm.plugins:load_endpoint_plugins": ("supported_tasks",),
     "vllm.plugins:load_general_plugins": (),
-    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": ("self", "app"),
-    "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": ("self", "engine_client", "state", "args"),
     # the worker
     "vllm.v1.worker.worker_base:WorkerBase.__init__": ("self", "vllm_config", "local_rank", "rank"),
     "vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context": ("self", "tag"),
@@ -91,6 +85,19 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.llm:LLM.sleep": ("self", "level", "mode"),
     "vllm.entrypoints.llm:LLM.wake_up": ("self", "tags"),
 }
+#: The server's side: an endpoint plugin, or the function by which vLLM 0.25 and earlier register their first routes.
+ENDPOINTS: tuple[Symbols, ...] = (
+    {
+        "vllm.plugins:load_endpoint_plugins": ("supported_tasks",),
+        "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": ("self", "app"),
+        "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": ("self", "engine_client", "state", "args"),
+    },
+    {
+        "vllm.entrypoints.serve:register_vllm_serve_api_routers": ("app",),
+        "vllm.entrypoints.openai.api_server:build_app": ("args",),
+        "vllm.entrypoints.openai.api_server:init_app_state": ("engine_client", "state", "args"),
+    },
+)
 #: Not in every version, and replaced where they are there.
 OPTIONAL = (
     "vllm.v1.engine.core:EngineCore.add_lora",
@@ -130,69 +137,7 @@ TEXTS = {
     "vllm.model_executor.model_loader.reload.types": ("load_numel:", "load_numel_total:", "def can_load"),
 }
 
-
-def missing(package: Path) -> list[str]:
-    """The symbols, parameters and texts that the package does not have."""
-    found = [symbol for symbol, parameters in SYMBOLS.items() if not _has(package, symbol, parameters)]
-    for module, texts in TEXTS.items():
-        file = _file(package, module)
-        text = file.read_text() if file is not None else ""
-        found += [f"{module}: {wanted}" for wanted in texts if wanted not in text]
-    return found
-
-
-def installed() -> Path:
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def _has(package: Path, symbol: str, parameters: tuple[str, ...]) -> bool:
-    module, _, attributes = symbol.partition(":")
-    node = _find(package, module, attributes.split("."))
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        return all(name in names for name in parameters)
-    return node is not None
-
-
-def _find(package: Path, module: str, names: list[str]) -> ast.AST | None:
-    file = _file(package, module)
-    if file is None:
-        return None
-    scope: ast.AST = ast.parse(file.read_text())
-    for position, name in enumerate(names):
-        found = _member(scope, name)
-        if isinstance(found, ast.ImportFrom) and position == 0:
-            source = found.module or ""
-            if found.level:
-                base = module if file.name == "__init__.py" else module.rpartition(".")[0]
-                source = ".".join([*base.split(".")[: len(base.split(".")) - found.level + 1], source])
-            return _find(package, source, names)
-        if found is None:
-            return None
-        scope = found
-    return scope
-
-
-def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    for node in getattr(scope, "body", ()):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
-            return node
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return node
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ())
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return node
-    return None
-
-
-def _file(package: Path, module: str) -> Path | None:
-    path = package.joinpath(*module.split(".")[1:])
-    candidates = (path.with_suffix(".py"), path / "__init__.py")
-    return next((candidate for candidate in candidates if candidate.exists()), None)
-
+NEEDS = Needs("vllm", SYMBOLS, (ENDPOINTS,), OPTIONAL, TEXTS)
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(argument, missing(Path(argument)) or "has everything")
+    NEEDS.main()

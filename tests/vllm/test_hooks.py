@@ -12,11 +12,11 @@ import pytest
 
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
-from tests.vllm.symbols import OPTIONAL, SYMBOLS, installed, missing
+from tests.vllm.symbols import NEEDS
 
 
 def test_the_installed_engine_has_every_symbol() -> None:
-    assert missing(installed()) == []
+    assert NEEDS.missing(NEEDS.installed()) == []
 
 
 def test_a_missing_symbol_is_found(tmp_path) -> None:
@@ -24,8 +24,8 @@ def test_a_missing_symbol_is_found(tmp_path) -> None:
     package.mkdir()
     (package / "plugins").mkdir()
     (package / "plugins" / "__init__.py").write_text("def load_general_plugins(): ...\n")
-    assert "vllm.plugins:load_endpoint_plugins" in missing(package)
-    assert "vllm.v1.engine.core:EngineCore.sleep" in missing(package)
+    assert "vllm.plugins:load_endpoint_plugins" in NEEDS.missing(package)
+    assert "vllm.v1.engine.core:EngineCore.sleep" in NEEDS.missing(package)
 
 
 def test_an_engine_without_a_symbol_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +88,5 @@ def test_an_engine_with_a_missing_symbol_does_not_start(found: dict[str, Any]) -
 
 def test_the_list_of_symbols_is_what_the_adapter_asks_for(found: dict[str, Any]) -> None:
     """Every path that the hooks are given, wrapped or required, is one that `symbols.py` checks."""
-    classes = {symbol.rpartition(".")[0] for symbol in SYMBOLS}
     assert "vllm.v1.engine.core:EngineCore.sleep" in found["asked"]
-    assert set(found["asked"]) <= {*SYMBOLS, *classes, *OPTIONAL}
+    assert set(found["asked"]) <= NEEDS.known()

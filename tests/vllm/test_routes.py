@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_memory_plugins.engines.vllm.server import GENERATION
 from tests.routes import post_routes
-from tests.vllm.symbols import installed
+from tests.vllm.symbols import NEEDS
 
 #: They run no model: control, and what is done to text before and after.
 OTHERS = """
@@ -22,6 +22,6 @@ OTHERS = """
 
 
 def test_every_route_is_known_to_run_the_model_or_not() -> None:
-    routes = post_routes(installed() / "entrypoints")
+    routes = post_routes(NEEDS.installed() / "entrypoints")
     assert {"/v1/completions", "/sleep"} <= routes
     assert routes - set(GENERATION) - set(OTHERS) == set()

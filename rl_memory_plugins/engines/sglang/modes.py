@@ -57,6 +57,8 @@ def refuse_modes(server_args: Any) -> None:
     for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
         if getattr(server_args, option, False):
             raise unsupported(f"--{option.replace('_', '-')}", STORED)
+    if getattr(server_args, "release_hicache", False):  # of slime's patch
+        raise unsupported("--release-hicache", "it belongs to SGLang's own release, which this package replaces")
     if getattr(server_args, "radix_cache_backend", None) == "flexkv":
         raise unsupported("--radix-cache-backend=flexkv", STORED)
     if not server_args.enable_memory_saver and server_args.device != "cpu":

@@ -35,6 +35,7 @@ WRITES = {
 #: Handlers that begin and end a session of updates. New in 0.5.21.
 SESSIONS = {"begin_weight_update": True, "end_weight_update": True}
 READS = ("check_weights", "get_weights_by_name")
+POST_PROCESS = "post_process_weights"  # added by slime's patch: packs quantised weights again after an update
 #: Handlers that SGLang calls by name; their exceptions become answers. While the weights sleep they would save zeros.
 SAVES = ("save_sharded_model", "save_remote_model")
 SENDS = "send_weights_to_remote_instance"
@@ -47,6 +48,7 @@ OUTPUTS = {
     "begin_weight_update": "BeginWeightUpdateReqOutput",
     "end_weight_update": "EndWeightUpdateReqOutput",
     "check_weights": "CheckWeightsReqOutput",
+    POST_PROCESS: "PostProcessWeightsReqOutput",
 }
 
 
@@ -57,6 +59,8 @@ def install(hooks: Hooks) -> None:
     for name, ends_in_barrier in SESSIONS.items():
         if hasattr(updater, name):
             hooks.wrap(f"{UPDATER}.{name}", _in_agreement(name, ends_in_barrier))
+    if hasattr(updater, POST_PROCESS):
+        hooks.wrap(f"{UPDATER}.{POST_PROCESS}", _post_processing())
     for name in SAVES:
         hooks.wrap(f"{UPDATER}.{name}", _saving)
     hooks.wrap(f"{SCHEDULER}.{SENDS}", _sending)
@@ -242,6 +246,21 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
         return output
 
     return _guarded(name, session)
+
+
+def _post_processing() -> Callable[..., Any]:
+    def process(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
+        def call() -> Any:
+            with added.worker.region():  # for parameters that the packing makes anew
+                return original()
+
+        output = _agree(added, POST_PROCESS, True, call)
+        if not output.success:  # some layers may be packed and others not
+            added.updates.fail()
+            added.controller.note_foreign_changes()
+        return output
+
+    return _guarded(POST_PROCESS, process)
 
 
 def _reading(name: str) -> Callable[..., Any]:

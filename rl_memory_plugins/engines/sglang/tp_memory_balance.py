@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
@@ -17,13 +18,18 @@ from rl_memory_plugins.memory.host_memory import host_memory_info
 
 logger = logging.getLogger(__name__)
 
-CHECK = "sglang.srt.distributed.bootstrap:_check_tp_memory_balance"
+MODULE = "sglang.srt.distributed.bootstrap"
+CHECK = f"{MODULE}:_check_tp_memory_balance"
+METHOD_WITH_CHECK = "sglang.srt.model_executor.model_runner:ModelRunner.init_torch_distributed"  # where MODULE is not
 LEGACY_VARIABLE = "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"  # SGLang no longer reads it, but users still export it
 THRESHOLD = 0.9  # SGLang's own
 
 
 def install(hooks: Hooks) -> None:
-    hooks.wrap(CHECK, _check)
+    if find_spec(MODULE) is not None:
+        hooks.wrap(CHECK, _check)
+    else:
+        hooks.wrap(METHOD_WITH_CHECK, _init_torch_distributed)
 
 
 def _check(original: Callable[..., None]) -> Callable[..., None]:
@@ -31,17 +37,45 @@ def _check(original: Callable[..., None]) -> Callable[..., None]:
         config = worker.config()
         if config is None:
             original(pre_model_load_memory=pre_model_load_memory, local_gpu_memory=local_gpu_memory)
-            return
-        ranks = _all_ranks(local_gpu_memory)
-        if min(rank["free"] for rank in ranks) >= THRESHOLD * max(rank["free"] for rank in ranks):
-            return
-        text = diagnosis(ranks, config)
-        if ranks[0]["rank"] == _tp_rank():
-            logger.warning(text)
-        if is_strict(config):
-            raise RuntimeError(text)
+        else:
+            _compare(local_gpu_memory, config)
 
     return check
+
+
+def _init_torch_distributed(original: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Let SGLang's check in the middle of the method give a warning only, and make the check of this file after it."""
+
+    def init_torch_distributed(self: Any) -> float:
+        config = worker.config()
+        if config is None:
+            return original(self)
+        from sglang.srt.environ import envs
+        from sglang.srt.utils import get_available_gpu_memory
+
+        with envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.override(False):
+            lowest = original(self)
+        if self.tp_size > 1 and not self.is_draft_worker:
+            _compare(get_available_gpu_memory(self.device, self.gpu_id), config)
+        return lowest
+
+    return init_torch_distributed
+
+
+def _compare(free: float, config: RLMemoryConfig) -> None:
+    """Compare the free memory of all ranks, in GiB. All ranks call it together.
+
+    Raises:
+        RuntimeError: the ranks differ, and the configuration asks for an end of the start.
+    """
+    ranks = _all_ranks(free)
+    if min(rank["free"] for rank in ranks) >= THRESHOLD * max(rank["free"] for rank in ranks):
+        return
+    text = diagnosis(ranks, config)
+    if ranks[0]["rank"] == _tp_rank():
+        logger.warning(text)
+    if is_strict(config):
+        raise RuntimeError(text)
 
 
 def is_strict(config: RLMemoryConfig) -> bool:

@@ -166,8 +166,10 @@ class RegionAdapter:
 
 def derived_weights_error(model: torch.nn.Module) -> str | None:
     """Why SGLang itself refuses to update the model, in its own words; `None` if it does not. New in 0.5.17."""
-    from sglang.srt.model_executor.model_runner_components import weight_updater
-
+    try:
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+    except ModuleNotFoundError:  # SGLang 0.5.15.post1 has no such package
+        return None
     ask = getattr(weight_updater, "_unsupported_derived_weight_cache_error", None)
     if ask is None:
         return None

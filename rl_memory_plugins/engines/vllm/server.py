@@ -2,13 +2,17 @@
 
 vLLM loads an endpoint plugin only if `VLLM_PLUGINS` names it. Here the flag is the opt-in: the function that
 loads them is wrapped, so that an enabled server has the routes without an environment variable.
+
+vLLM 0.25 and earlier have no endpoint plugins. There the endpoints attach when vLLM registers the first routes of its
+app, before its own middleware as in later versions, and meet the engine when the app begins to serve.
 """
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rl_memory_plugins.engines.vllm.client import AsyncApi, api_of
@@ -47,7 +51,12 @@ GENERATION = (
 
 
 def install(hooks: Hooks) -> None:
-    hooks.wrap("vllm.plugins:load_endpoint_plugins", _load_endpoint_plugins)
+    from vllm import plugins
+
+    if hasattr(plugins, "load_endpoint_plugins"):
+        hooks.wrap("vllm.plugins:load_endpoint_plugins", _load_endpoint_plugins)
+    else:
+        hooks.wrap("vllm.entrypoints.serve:register_vllm_serve_api_routers", _register_routers)
 
 
 def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,6 +65,24 @@ def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
         return [*plugins, RLMemoryEndpoints()]
 
     return load_endpoint_plugins
+
+
+def _register_routers(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def register_routers(app: Any) -> None:
+        original(app)
+        endpoints = RLMemoryEndpoints()
+        endpoints.attach_router(app)
+        serve = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: Any) -> AsyncIterator[Any]:
+            await endpoints.init_state(app.state.engine_client, app.state, app.state.args)
+            async with serve(app) as state:
+                yield state
+
+        app.router.lifespan_context = lifespan
+
+    return register_routers
 
 
 class RLMemoryEndpoints:
