@@ -314,7 +314,9 @@ def environment(subject: str, device: str) -> dict[str, str]:
     if subject == "plugin":
         variables["RL_MEMORY"] = "1"
     variables |= Vllm().environment(Launch(Path(), device=device))
-    if device == "cpu":
+    if device == "cuda":
+        variables.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the trainer would take all of them
+    else:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM's threads and the trainer's share the cores
         variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; TRL passes only a share of the machine's memory
     return variables

@@ -56,7 +56,7 @@ _runs: weakref.WeakSet[_Run] = weakref.WeakSet()
 
 
 def callback(rl_memory: Any = True) -> Any:
-    """A `transformers.TrainerCallback` that lets a trainer of TRL use this package.
+    """A `transformers.TrainerCallback` that lets one trainer of TRL use this package. Each trainer needs its own.
 
     Args:
         rl_memory: The options of the colocated engine, as `rl_memory_plugins.vllm.LLM` takes them.
