@@ -331,7 +331,7 @@ def problems(records: list[dict[str, Any]], arguments: argparse.Namespace) -> li
         if len(reward) != arguments.steps:
             bad.append(f"{subject}: {len(reward)} of {arguments.steps} steps")
             continue
-        if not max(gap) < GAP[arguments.device]:
+        if not all(one < GAP[arguments.device] for one in gap):
             bad.append(f"{subject}: the log-probabilities of rollout and trainer differ by {max(gap)}")
         if arguments.steps >= 4 * ENDS:
             first, last = statistics.mean(reward[:ENDS]), statistics.mean(reward[-ENDS:])

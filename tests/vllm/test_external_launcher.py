@@ -134,10 +134,15 @@ def test_a_wake_without_memory_on_one_of_them_wakes_none(ranks: Ranks, rank: int
 
 
 def trl(llm: Any, folder: Path) -> list[int]:
-    """TRL's step, colocated: it loads into the model of its process, on every rank."""
+    """TRL's step, colocated: it loads into the model of its process, on every rank. The adapter names the version."""
     llm.sleep(2)
     llm.wake_up(tags=["weights"])
+    api = llm.llm_engine.rl_memory
+    api.notice_loads("early")
+    assert llm.weight_version() != "early"  # the weights are stale
     load_here(llm, folder, OTHER_SEED)
+    api.notice_loads("41")
+    assert llm.weight_version() == "41"
     llm.wake_up(tags=["kv_cache"])
     return generate(llm)
 
