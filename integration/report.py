@@ -86,6 +86,8 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
             if "tests" in content:
                 test_runs[path.name] = content
             continue
+        if "engine_version" not in content[0]:  # of a trainer or of its loads: docs/trainers.md tells of them
+            continue
         for record in content:
             runs[run_of(path, record)][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs

@@ -50,6 +50,7 @@ SCRIPT = """
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader.reload import layerwise
     from rl_memory_plugins.engines import post_load
     from rl_memory_plugins.engines.vllm import first_load, reload, worker
     from rl_memory_plugins.errors import UnsupportedError
@@ -92,6 +93,14 @@ SCRIPT = """
         refused = False
     except UnsupportedError as error:  # what is packed is a constant of compiled code
         refused = "enforce_eager" in str(error)
+    wrap = layerwise._wrap_parameters_weight_loader
+    del layerwise._wrap_parameters_weight_loader  # as in vLLM 0.23 and 0.24
+    try:
+        reload.LayerwiseReload(*arguments, graphs=False)
+        old_is_refused = False
+    except UnsupportedError as error:
+        old_is_refused = "use 0.25" in str(error)
+    layerwise._wrap_parameters_weight_loader = wrap
     loader = reload.LayerwiseReload(*arguments, graphs=False)
     checkpoint = load_file(sys.argv[2] + "/model.safetensors")
     with set_current_vllm_config(config), loader.checkpoint_layout() as layout:
@@ -106,6 +115,7 @@ SCRIPT = """
     after = tensors(model)
     print(json.dumps({
         "compiled code is refused": refused,
+        "a reload that loses steps is refused": old_is_refused,
         "layers": layers,
         "expected": len(layout),
         "absorbed": sorted(name for name in after if "W_U" in name),
