@@ -110,7 +110,7 @@ class Rank:
             "content": str(self.manager.content),
             "device": self.manager.device.name,
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-            "mapped": len(self.receiver._mappings),
+            "mapped": len(self.receiver._mappings._open),
             "reserved": torch.cuda.memory_reserved(),
         }
 
