@@ -89,8 +89,6 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
         if "engine_version" not in content[0]:  # of a trainer or of its loads: docs/trainers.md tells of them
             continue
         for record in content:
-            if "trainer" in record:  # docs/trainers.md shows these
-                continue
             runs[run_of(path, record)][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
 
