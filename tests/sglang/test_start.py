@@ -27,7 +27,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         plugin.register()
         plugin.register()
         from rl_memory_plugins.engines.sglang.hooks import hooks
-        from rl_memory_plugins.engines.sglang.options import ATTRIBUTE, CHILD_VARIABLE, config_of
+        from rl_memory_plugins.engines.sglang.options import ATTRIBUTE, CHILD_VARIABLE, config_of, launching
 
         WATCHED = (
             "sglang.srt.managers.scheduler:Scheduler",
@@ -144,6 +144,33 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         refused["scheduler"] = error_of(lambda: Scheduler(bare))
         plain_grpc = error_of(lambda: parsed("--smg-grpc-mode"))
         before = list(launched)
+
+        # Enabled by the environment alone, as a job's variable enables every engine of the job.
+        import logging
+        warned = []
+        class Handler(logging.Handler):
+            def emit(self, record):
+                warned.append(record.getMessage())
+        logging.getLogger("rl_memory_plugins").addHandler(Handler())
+        os.environ["RL_MEMORY"] = "1"
+        def left_alone(**options):
+            arguments = ServerArgs(**KEYWORDS)
+            for name, value in options.items():
+                setattr(arguments, name, value)
+            seen, warned[:] = [], []
+            launch = install._launch_subprocesses(
+                lambda *a, **k: seen.append([config_of(arguments) is None, "RL_MEMORY" in os.environ, launching()]))
+            error = error_of(lambda: launch(Engine, arguments, run_scheduler_process_func=print))
+            return [error, seen, list(warned)]
+        stays_out = {
+            "saver": left_alone(device="cuda", enable_memory_saver=False),
+            "pipeline": left_alone(pp_size=2),
+            "disaggregation": left_alone(disaggregation_mode="decode"),
+        }
+        warned.clear()
+        grpc = parsed("--smg-grpc-mode")
+        stays_out["grpc"] = [None, [[config_of(grpc) is None, grpc.enable_memory_saver, False]], list(warned)]
+        del os.environ["RL_MEMORY"]
         fine = refusal(enable_hierarchical_cache=True)
         real = error_of(lambda: Engine(**KEYWORDS, rl_memory=True, tokenizer_worker_num=2))
         print(json.dumps({
@@ -152,7 +179,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "by_framework": by_framework, "over_variable": over_variable, "keyword_no": keyword_no,
             "balance_check": sorted(inspect.signature(original).parameters),
             "refused": refused, "before": before, "fine": fine, "launched": launched, "real": real,
-            "plain_grpc": plain_grpc,
+            "plain_grpc": plain_grpc, "stays_out": stays_out,
             "child": CHILD_VARIABLE in os.environ, "enabled": ours(), "hooks": sorted(hooks.table),
         }))
     """)
@@ -254,6 +281,26 @@ def test_a_refused_engine_launches_nothing(found: dict[str, Any]) -> None:
     assert found["plain_grpc"] is None
     assert found["launched"] == ["{}"]  # the options, as the children read them
     assert found["child"] is False  # afterwards they are out of the environment again
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        ("saver", "enable_memory_saver"),
+        ("pipeline", "--pp-size"),
+        ("disaggregation", "--disaggregation-mode"),
+        ("grpc", "--smg-grpc-mode"),
+    ],
+)
+def test_enabled_by_the_environment_alone_it_stays_out_of_engines_that_it_cannot_serve(
+    found: dict[str, Any], mode: str, named: str
+) -> None:
+    """slime, miles and NeMo-RL start groups without memory saver, or of prefill and decode, in the same job."""
+    error, seen, warnings = found["stays_out"][mode]
+    assert error is None
+    assert seen == [[True, False, False]]  # not enabled, neither here nor in the children
+    [warning] = warnings
+    assert named in warning and "runs without the plugin" in warning
 
 
 def test_the_engine_itself_is_refused(found: dict[str, Any]) -> None:

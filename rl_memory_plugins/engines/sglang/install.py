@@ -15,8 +15,8 @@ from typing import Any
 from rl_memory_plugins.engines.sglang import client, native_calls, scheduler, server, tp_memory_balance, worker
 from rl_memory_plugins.engines.sglang.hooks import ENGINE, hooks
 from rl_memory_plugins.engines.sglang.modes import RAY, refuse_modes
-from rl_memory_plugins.engines.sglang.options import CHILD_VARIABLE, config_of, launching
-from rl_memory_plugins.errors import unsupported
+from rl_memory_plugins.engines.sglang.options import CHILD_VARIABLE, config_of, disabled, launching, stay_out
+from rl_memory_plugins.errors import UnsupportedError, unsupported
 from rl_memory_plugins.hooking import Hooks
 
 
@@ -56,9 +56,14 @@ def _launch_subprocesses(original: Callable[..., Any]) -> Callable[..., Any]:
         config = config_of(server_args)
         if config is None:
             return original(cls, server_args, *args, **kwargs)
-        if cls.__name__ == "RayEngine":
-            raise unsupported(*RAY)
-        refuse_modes(server_args)
+        try:
+            if cls.__name__ == "RayEngine":
+                raise unsupported(*RAY)
+            refuse_modes(server_args)
+        except UnsupportedError as error:
+            stay_out(server_args, error)
+            with disabled():
+                return original(cls, server_args, *args, **kwargs)
         os.environ[CHILD_VARIABLE] = json.dumps(config.to_dict())
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # registrations do not survive an unmapped address
         run_scheduler = kwargs["run_scheduler_process_func"]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.errors import RLMemoryError
+
+logger = logging.getLogger(__name__)
 
 CHILD_VARIABLE = "RLMEM_SGLANG"  # set by an enabled parent while it starts its children
 ATTRIBUTE = "_rl_memory"  # of ServerArgs: the options, or None if the engine is not enabled
+EXPLICIT = "_rl_memory_explicit"  # of ServerArgs: the flag or the keyword enables it, not the environment alone
 
 
 def config_of(server_args: Any) -> RLMemoryConfig | None:
@@ -17,6 +24,31 @@ def config_of(server_args: Any) -> RLMemoryConfig | None:
         return RLMemoryConfig.from_environment()
     options = getattr(server_args, ATTRIBUTE)
     return None if options is None else RLMemoryConfig.from_dict(options)
+
+
+def stay_out(server_args: Any, error: RLMemoryError) -> None:
+    """Leave an engine alone that the environment alone has enabled and that the package cannot serve.
+
+    A job sets the variable for all its engines, also for those that need no sleep.
+
+    Raises:
+        RLMemoryError: `error`, if the flag or the keyword enables the engine.
+    """
+    if getattr(server_args, EXPLICIT, False):
+        raise error
+    setattr(server_args, ATTRIBUTE, None)
+    logger.warning("rl_memory: RL_MEMORY is set, but this engine runs without the plugin: %s", error.message)
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Child processes that start meanwhile find the plugin disabled in their environment."""
+    former = os.environ.pop("RL_MEMORY", None)
+    try:
+        yield
+    finally:
+        if former is not None:
+            os.environ["RL_MEMORY"] = former
 
 
 def launching() -> bool:

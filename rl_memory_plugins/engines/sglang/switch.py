@@ -16,9 +16,9 @@ from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.sglang.hooks import ARGUMENTS, ENGINE, hooks
-from rl_memory_plugins.engines.sglang.modes import refuse_servers
-from rl_memory_plugins.engines.sglang.options import ATTRIBUTE, launching
-from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.engines.sglang.modes import refuse_modes, refuse_servers
+from rl_memory_plugins.engines.sglang.options import ATTRIBUTE, EXPLICIT, launching, stay_out
+from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
 
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
@@ -59,10 +59,11 @@ def _add_flag(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
-        config = _requested(getattr(args, "rl_memory", None))
+        value, saver = getattr(args, "rl_memory", None), args.enable_memory_saver
+        config = _requested(value)
         if config is not None:
             args.enable_memory_saver = True
-        return _enable(original(cls, args), config)
+        return _enable(original(cls, args), config, explicit=value is not None, saver=saver)
 
     return from_cli_args
 
@@ -78,10 +79,10 @@ def _accept_keyword() -> None:
     original = _original["server_args_class"] = engine.server_args_class
 
     def server_args_class(*args: Any, rl_memory: Any = None, **kwargs: Any) -> Any:
-        config = _requested(rl_memory)
+        config, saver = _requested(rl_memory), kwargs.get("enable_memory_saver", False)
         if config is not None:
             kwargs["enable_memory_saver"] = True
-        return _enable(original(*args, **kwargs), config)
+        return _enable(original(*args, **kwargs), config, explicit=rl_memory is not None, saver=saver)
 
     engine.server_args_class = staticmethod(server_args_class)
 
@@ -104,9 +105,22 @@ def _requested(value: Any) -> RLMemoryConfig | None:
     return None if value is False else RLMemoryConfig.parse(value)
 
 
-def _enable(server_args: Any, config: RLMemoryConfig | None) -> Any:
+def _enable(server_args: Any, config: RLMemoryConfig | None, *, explicit: bool = True, saver: bool = False) -> Any:
+    """Note the options in SGLang's own, and put in the hooks.
+
+    Args:
+        explicit: The flag or the keyword gives the options. Else the environment does, for engines that can be served.
+        saver: `enable_memory_saver` as the user gave it.
+    """
     setattr(server_args, ATTRIBUTE, None if config is None else config.to_dict())
-    if config is not None:
-        refuse_servers(server_args)
-        _install()
+    setattr(server_args, EXPLICIT, config is not None and explicit)
+    if config is None:
+        return server_args
+    try:
+        (refuse_servers if explicit else refuse_modes)(server_args)
+    except UnsupportedError as error:
+        stay_out(server_args, error)
+        server_args.enable_memory_saver = saver
+        return server_args
+    _install()
     return server_args
