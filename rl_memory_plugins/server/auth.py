@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import psutil
+
 from rl_memory_plugins.errors import AuthenticationError, PermissionDeniedError
 
 if TYPE_CHECKING:
@@ -28,8 +30,9 @@ class ControlAuth:
     With keys, a request needs `Authorization: Bearer <one of them>`; an absent, malformed or wrong one is a 401
     (RFC 6750 has no 403 for a token that is not valid).
 
-    Without keys only clients on this machine are admitted (loopback addresses and Unix sockets), others get a
-    403. Requests that only look like a local client's are refused as well:
+    Without keys only clients on this machine are admitted, others get a 403. Local are Unix sockets, loopback
+    addresses, and the addresses of this machine's own interfaces, by which trainers under Ray call an engine. Requests
+    that only look like a local client's are refused as well:
 
     - A reverse proxy on this machine passed it on. It shows in the forwarding headers, and so does a client that
       claims a loopback address in such a header while uvicorn trusts every proxy (`FORWARDED_ALLOW_IPS=*`). A proxy
@@ -74,7 +77,7 @@ class ControlAuth:
 
 def _check_local(request: HTTPConnection) -> None:
     hint = "set the engine's API key to control it from elsewhere"
-    if request.client is not None and not is_loopback(request.client.host):
+    if request.client is not None and not is_this_machine(request.client.host):
         raise PermissionDeniedError(f"no key is set, so only this machine's clients are admitted; {hint}")
     if any(header in request.headers for header in _FORWARDED):
         raise PermissionDeniedError(f"no key is set, and this request came through a proxy; {hint}")
@@ -97,6 +100,21 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether `host` is an address of this machine. Addresses come and go, so they are looked up each time."""
+    if is_loopback(host):
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_unspecified:
+        return False
+    own = (one.address.partition("%")[0] for all_of in psutil.net_if_addrs().values() for one in all_of)
+    return str(address) in own
 
 
 def _is_loopback_origin(origin: str) -> bool:

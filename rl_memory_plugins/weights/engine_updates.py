@@ -98,6 +98,11 @@ class EngineUpdates:
             self._detector.found = not self._storages.isdisjoint(self._detector.others)
         return self._detector.found
 
+    @property
+    def wrote_anything(self) -> bool:
+        """Whether the last recorded body wrote, into parameters or elsewhere."""
+        return self._detector.found_any
+
     def _find_storages(self) -> None:
         self._storages = {one.untyped_storage().data_ptr() for one in self._parameters() if not one.is_meta}
 

@@ -6,9 +6,10 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.sglang.native_calls import _in_agreement
+from rl_memory_plugins.engines.sglang.native_calls import _in_agreement, _writing
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
@@ -44,7 +45,7 @@ class Updater(types.SimpleNamespace):
         )
         super().__init__(scheduler=types.SimpleNamespace(rl_memory=added), _session=session)
 
-    def note(self) -> None:
+    def note(self, weight_version: str | None = None) -> None:
         self.noted += 1
 
     @property
@@ -113,3 +114,25 @@ def test_no_rank_keeps_a_session_that_another_has_not(call: Any, opened: Any) ->
     assert not call(updater, ALL).success
     assert updater._session is None
     assert updater.content is Content.FAILED
+
+
+@pytest.mark.parametrize(
+    ("has_draft", "writes", "success"),
+    [(True, "draft", True), (True, "", False), (False, "draft", False), (False, "target", True)],
+)
+def test_a_bucket_of_draft_tensors_only_is_a_success(has_draft: bool, writes: str, success: bool) -> None:
+    """slime sends the tensors of all layers in buckets, and aborts if a bucket of the MTP layer alone fails."""
+    updater = Updater(None)
+    draft = Model(2.0)
+    updater.draft_worker = object() if has_draft else None
+    models = {"draft": draft, "target": updater.scheduler.rl_memory.worker._model}
+
+    def update(updater: Any, recv_req: Any) -> Any:
+        if writes:
+            models[writes].weight.data.copy_(torch.full_like(models[writes].weight, 5.0))
+        return types.SimpleNamespace(success=True, message="Success")
+
+    handler = _writing("update_weights_from_tensor", False)(update)
+    answer = handler(updater, types.SimpleNamespace(flush_cache=False, weight_version=None))
+    assert answer.success is success
+    assert updater.content is Content.VALID

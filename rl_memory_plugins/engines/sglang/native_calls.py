@@ -162,7 +162,7 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
         output = session.refused or output
         if wrote and in_session and output.success:
             added.controller.refresh()  # not `note_foreign_changes`, which would abort requests that are paused
-        if not wrote and output.success and getattr(recv_req, "selector", "all") != "draft":
+        if not wrote and output.success and not _is_for_draft(added, updater, recv_req):
             # The models' loaders log unknown names and go on.
             output = _output(name, success=False, message="no tensor has the name of a parameter: nothing was written")
         version = getattr(recv_req, "weight_version", None)
@@ -170,6 +170,14 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
         return output
 
     return _guarded(name, update)
+
+
+def _is_for_draft(added: Any, updater: Any, recv_req: Any) -> bool:
+    """Whether an update that left the target model alone was for the draft model: slime sends buckets of its tensors."""
+    if getattr(recv_req, "selector", "all") == "draft":
+        return True
+    has_draft = getattr(updater, "draft_worker", None) is not None
+    return has_draft and any(added.ranks.gather(added.updates.wrote_anything))
 
 
 def _settle(added: Any, *, success: bool, in_session: bool) -> None:

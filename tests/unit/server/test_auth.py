@@ -1,5 +1,7 @@
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -55,6 +57,36 @@ def test_local_clients_need_no_key_when_none_is_set(host):
 )
 def test_others_are_refused_when_no_key_is_set(host):
     assert admitted(ControlAuth(), connection(host or "?")) is PermissionDeniedError
+
+
+def own_addresses():
+    return sorted(
+        {
+            one.address
+            for all_of in psutil.net_if_addrs().values()
+            for one in all_of
+            if one.family in (socket.AF_INET, socket.AF_INET6)
+        }
+    )
+
+
+@pytest.mark.parametrize("host", own_addresses())
+def test_the_addresses_of_this_machine_s_interfaces_are_local(host):
+    """Trainers under Ray call `http://NODE_IP`."""
+    assert admitted(ControlAuth(), connection(host)) is True
+    assert admitted(ControlAuth(["k"]), connection(host)) is AuthenticationError
+
+
+def test_an_address_is_local_while_an_interface_has_it(monkeypatch):
+    address = SimpleNamespace(address="10.11.12.13", family=socket.AF_INET)
+    link_local = SimpleNamespace(address="fe80::5%eth0", family=socket.AF_INET6)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [address, link_local]})
+    assert admitted(ControlAuth(), connection("10.11.12.13")) is True
+    assert admitted(ControlAuth(), connection("::ffff:10.11.12.13")) is True
+    assert admitted(ControlAuth(), connection("fe80::5%eth0")) is True
+    assert admitted(ControlAuth(), connection("10.11.12.14")) is PermissionDeniedError
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    assert admitted(ControlAuth(), connection("10.11.12.13")) is PermissionDeniedError
 
 
 @pytest.mark.parametrize(
