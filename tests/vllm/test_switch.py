@@ -177,3 +177,51 @@ def test_vllm_s_own_sleep_mode_is_accepted_and_replaced(
     else:
         with pytest.raises(ValueError, match="Sleep mode is not supported"):
             create(asked)
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "arguments", "why"),
+    [
+        ("tiny", {"kv_offloading_size": 1.0}, "--kv-offloading-size"),  # shows in the arguments
+        ("tiny-moe", {"data_parallel_size": 2, "data_parallel_rank": 1}, "step together"),  # in the configuration
+    ],
+)
+def test_enabled_by_the_environment_alone_it_stays_out_of_engines_that_it_cannot_serve(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    shape: str,
+    arguments: dict[str, Any],
+    why: str,
+    explicit: bool,
+) -> None:
+    """A job's variable reaches all its engines, also those that need no sleep."""
+    from vllm import EngineArgs
+
+    folder = write_model(tmp_path / "model", SHAPES[shape])
+    monkeypatch.setenv("RL_MEMORY", "1")
+    monkeypatch.setattr(switch, "_install", lambda: None)
+    monkeypatch.setattr(options, "_made_here", False)
+    for left in (options.CHILD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):  # put back after the test
+        monkeypatch.setenv(left, "")
+    monkeypatch.setattr(switch.logger, "propagate", True)
+    native: list[Any] = []
+
+    def original(args: Any) -> Any:
+        native.append((dict(args.additional_config or {}), args.enable_sleep_mode))
+        return EngineArgs.create_engine_config(args) if shape == "tiny-moe" and len(native) == 1 else "without"
+
+    create = switch._create_engine_config(original)
+    additional = {"other": 1, **({"rl_memory": {}} if explicit else {})}
+    asked = EngineArgs(model=str(folder), **arguments, additional_config=additional)
+    if explicit:
+        with pytest.raises(UnsupportedError, match=why):
+            create(asked)
+        return
+    with caplog.at_level("WARNING"):
+        assert create(asked) == "without"
+    assert native[-1] == ({"other": 1}, False)
+    assert not os.environ.get(options.CHILD_VARIABLE) and not options._made_here
+    [warning] = [one.getMessage() for one in caplog.records if "runs without the plugin" in one.getMessage()]
+    assert why in warning

@@ -173,7 +173,7 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
 
 
 def _is_for_draft(added: Any, updater: Any, recv_req: Any) -> bool:
-    """Whether an update that left the target model alone was for the draft model: slime sends buckets of its tensors."""
+    """Whether an update that wrote no target weights was for the draft model: slime sends buckets of its tensors."""
     if getattr(recv_req, "selector", "all") == "draft":
         return True
     has_draft = getattr(updater, "draft_worker", None) is not None

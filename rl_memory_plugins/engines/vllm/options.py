@@ -34,6 +34,19 @@ def requested(engine_args: Any) -> Any:
     return RLMemoryConfig.from_environment()
 
 
+def is_explicit(engine_args: Any) -> bool:
+    """Whether the flag or `additional_config` decides, not the environment alone, which a job sets for all engines."""
+    additional = getattr(engine_args, "additional_config", None)
+    return isinstance(additional, dict) and CONFIG_KEY in additional
+
+
+def take_back() -> None:
+    """Undo `enable` for an engine that runs without the plugin after all."""
+    global _made_here
+    _made_here = False
+    os.environ.pop(CHILD_VARIABLE, None)
+
+
 def enable(engine_args: Any, value: Any) -> None:
     """Put the options into the engine's configuration, and make child processes put in the hooks."""
     global _made_here

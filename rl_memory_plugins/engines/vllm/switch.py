@@ -10,6 +10,7 @@ its children put in the hooks before the engine's classes are used.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,9 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm import modes, options
 from rl_memory_plugins.engines.vllm.hooks import hooks
 from rl_memory_plugins.engines.vllm.options import CHILD_VARIABLE, CONFIG_KEY
+from rl_memory_plugins.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
@@ -74,17 +78,26 @@ def _into_additional_config(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        value = options.requested(self)
+        value, explicit = options.requested(self), options.is_explicit(self)
         if isinstance(self.additional_config, dict):  # the engine must not see a `False`
             self.additional_config = {k: v for k, v in self.additional_config.items() if k != CONFIG_KEY}
         if value is None:
             return original(self, *args, **kwargs)
-        modes.refuse_arguments(self)
-        self.enable_sleep_mode = False  # this package replaces it, and vLLM refuses it on devices without its own
-        options.enable(self, value)
-        _install()
-        config = original(self, *args, **kwargs)
-        modes.refuse_configuration(config)
+        before = self.additional_config, self.enable_sleep_mode
+        try:
+            modes.refuse_arguments(self)
+            self.enable_sleep_mode = False  # this package replaces it, and vLLM refuses it on devices without its own
+            options.enable(self, value)
+            _install()
+            config = original(self, *args, **kwargs)
+            modes.refuse_configuration(config)
+        except UnsupportedError as error:
+            if explicit:
+                raise
+            logger.warning("rl_memory: RL_MEMORY is set, but this engine runs without the plugin: %s", error.message)
+            self.additional_config, self.enable_sleep_mode = before
+            options.take_back()
+            return original(self, *args, **kwargs)
         return config
 
     return create_engine_config
