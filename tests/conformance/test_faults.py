@@ -111,17 +111,18 @@ def outside_address() -> str:
     return outside[0]
 
 
-def test_callers_from_elsewhere_need_a_key(server: Server) -> None:
-    url = f"http://{outside_address()}:{server.port}/v1/rl_memory/sleep"
-    anonymous = httpx.post(url, trust_env=False)
-    wrong = httpx.post(url, headers={"Authorization": "Bearer wrong"}, trust_env=False)
+def test_the_machine_s_own_address_is_local_and_a_key_guards_it_too(server: Server) -> None:
+    """Trainers under Ray call it. `tests/unit/server/test_auth_network.py` calls from another machine."""
+    url = f"http://{outside_address()}:{server.port}/v1/rl_memory/memory"
+    anonymous = httpx.get(url, trust_env=False)
+    wrong = httpx.get(url, headers={"Authorization": "Bearer wrong"}, trust_env=False)
+    proxied = httpx.get(url, headers={"X-Forwarded-For": "10.0.0.1"}, trust_env=False)
     if server.launch.api_key:
-        assert (anonymous.status_code, wrong.status_code) == (401, 401)
+        assert (anonymous.status_code, wrong.status_code, proxied.status_code) == (401, 401, 401)
         right = {"Authorization": f"Bearer {server.launch.api_key}"}
-        memory = httpx.get(url.replace("/sleep", "/memory"), headers=right, trust_env=False)
-        assert memory.status_code == 200
+        assert httpx.get(url, headers=right, trust_env=False).status_code == 200
     else:
-        assert (anonymous.status_code, wrong.status_code) == (403, 403)
+        assert (anonymous.status_code, wrong.status_code, proxied.status_code) == (200, 200, 403)
     assert server.control.memory()["admitting"]
 
 

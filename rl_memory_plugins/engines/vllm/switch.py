@@ -10,6 +10,7 @@ its children put in the hooks before the engine's classes are used.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm import modes, options
 from rl_memory_plugins.engines.vllm.hooks import hooks
 from rl_memory_plugins.engines.vllm.options import CHILD_VARIABLE, CONFIG_KEY
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,21 @@ def register() -> None:
     hooks.wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
     if os.environ.get(CHILD_VARIABLE):
         _install()
+    elif os.environ.get("RL_MEMORY"):
+        _prepare_server()
+
+
+def _prepare_server() -> None:
+    """Put the server's side in, for frameworks that build the app before they make the engine, as SkyRL does.
+
+    The endpoints of a server whose engine is not enabled after all step aside. A bad option is refused later, where
+    vLLM does not catch the error.
+    """
+    from rl_memory_plugins.engines.vllm import server
+
+    with contextlib.suppress(RLMemoryError):
+        if RLMemoryConfig.from_environment() is not None:
+            hooks.install(server.install)
 
 
 def _install() -> None:
