@@ -166,7 +166,9 @@ def api_of(engine: Any, make: type[SyncApi] | type[AsyncApi]) -> Any:
     """The engine's API, made at first use; `None` if the engine is not enabled."""
     if "rl_memory" not in vars(engine):
         config = config_of(engine.vllm_config)
-        engine.rl_memory = None if config is None else make(engine, config)
+        if config is None:  # an engine that is not enabled gets nothing of this package
+            return None
+        engine.rl_memory = make(engine, config)
     return engine.rl_memory
 
 
