@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _prepare_server() -> None:
-    """Put the server's side in, for frameworks that build the app before they make the engine, as SkyRL does.
+    """Put the server's side in, for frameworks that build the app before they make the engine.
 
     The endpoints of a server whose engine is not enabled after all step aside. A bad option is refused later, where
     vLLM does not catch the error.
