@@ -233,7 +233,7 @@ def test_enabled_by_the_environment_alone_it_stays_out_of_engines_that_it_cannot
 def test_the_server_s_side_is_there_if_the_app_is_built_before_the_engine(
     python: Callable[..., str], variable: str, attached: bool
 ) -> None:
-    """Without the routes `/sleep?tags=kv_cache` would sleep everything. SkyRL's app is built before plugins are loaded."""
+    """Without the routes `/sleep?tags=kv_cache` would sleep everything. SkyRL loads the plugins only later."""
     script = """
         import json
         from vllm.entrypoints.launchers.app import build_app
