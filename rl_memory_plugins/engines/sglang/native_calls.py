@@ -14,6 +14,7 @@ from typing import Any
 from rl_memory_plugins import operations
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.coordination import raise_engine_failures
+from rl_memory_plugins.engines.enabled import on_enabled, state_of
 from rl_memory_plugins.engines.sglang.modes import STORED
 from rl_memory_plugins.engines.sglang.scheduler_hooks import forget_embeddings
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
@@ -94,7 +95,7 @@ def _output(name: str, success: bool, message: str) -> Any:
 
 
 def _added(updater: Any) -> Any:
-    return getattr(updater.scheduler, "rl_memory", None)
+    return state_of(updater.scheduler)
 
 
 def _agree(added: Any, name: str, ends_in_barrier: bool, call: Callable[[], Any]) -> Any:
@@ -123,19 +124,14 @@ def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any
         handle: Called with the scheduler's `SglangScheduler`, SGLang's updater, the request, and SGLang's own handler.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def handler(self: Any, recv_req: Any) -> Any:
-            added = _added(self)
-            if added is None:
-                return original(self, recv_req)
-            refusal = _refusal(added)
-            if refusal is not None:
-                return _output(name, success=False, message=refusal.message)
-            return handle(added, self, recv_req, lambda: original(self, recv_req))
+    @on_enabled(_added)
+    def handler(added: Any, original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+        refusal = _refusal(added)
+        if refusal is not None:
+            return _output(name, success=False, message=refusal.message)
+        return handle(added, updater, recv_req, lambda: original(updater, recv_req))
 
-        return handler
-
-    return wrap
+    return handler
 
 
 def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
@@ -290,42 +286,31 @@ def _reading(name: str) -> Callable[..., Any]:
     return _guarded(name, read)
 
 
-def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save(self: Any, params: Any) -> Any:
-        added = _added(self)
-        refusal = None if added is None else _refusal(added)
-        if refusal is not None:
-            raise refusal
-        return original(self, params)
-
-    return save
+@on_enabled(_added)
+def _saving(added: Any, original: Callable[..., Any], updater: Any, params: Any) -> Any:
+    refusal = _refusal(added)
+    if refusal is not None:
+        raise refusal
+    return original(updater, params)
 
 
-def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
-    def send(self: Any, recv_req: Any) -> Any:
-        added = getattr(self, "rl_memory", None)
-        refusal = None if added is None else _refusal(added)
-        if refusal is None:
-            return original(self, recv_req)
-        from sglang.srt.managers import io_struct
+@on_enabled()
+def _sending(added: Any, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    refusal = _refusal(added)
+    if refusal is None:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers import io_struct
 
-        return io_struct.SendWeightsToRemoteInstanceReqOutput(success=False, message=refusal.message)
-
-    return send
+    return io_struct.SendWeightsToRemoteInstanceReqOutput(success=False, message=refusal.message)
 
 
-def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _attaching(added: Any, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Refuse to attach a storage backend, as `--hicache-storage-backend` is refused at the start."""
+    from sglang.srt.managers import io_struct
 
-    def attach(self: Any, recv_req: Any) -> Any:
-        if getattr(self, "rl_memory", None) is None:
-            return original(self, recv_req)
-        from sglang.srt.managers import io_struct
-
-        message = unsupported("a storage backend of HiCache", STORED).message
-        return io_struct.AttachHiCacheStorageReqOutput(success=False, message=message)
-
-    return attach
+    message = unsupported("a storage backend of HiCache", STORED).message
+    return io_struct.AttachHiCacheStorageReqOutput(success=False, message=message)
 
 
 def _obey(added: Any, command: AnyCommand) -> None:
@@ -348,22 +333,17 @@ def _redirect_to(output: str, command: Callable[[Any, Any], AnyCommand]) -> Call
         command: Makes the command, from SGLang's updater and its request.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def handler(self: Any, recv_req: Any) -> Any:
-            added = _added(self)
-            if added is None:
-                return original(self, recv_req)
-            from sglang.srt.managers import io_struct
+    @on_enabled(_added)
+    def handler(added: Any, original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+        from sglang.srt.managers import io_struct
 
-            try:
-                _obey(added, command(self, recv_req))
-            except RLMemoryError as error:
-                logger.error("%s: %s", type(recv_req).__name__, error.message)
-            return getattr(io_struct, output)()
+        try:
+            _obey(added, command(updater, recv_req))
+        except RLMemoryError as error:
+            logger.error("%s: %s", type(recv_req).__name__, error.message)
+        return getattr(io_struct, output)()
 
-        return handler
-
-    return wrap
+    return handler
 
 
 def _sleep(updater: Any, recv_req: Any) -> AnyCommand:

@@ -12,6 +12,7 @@ from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
+from rl_memory_plugins.engines.enabled import on_enabled, state_of
 from rl_memory_plugins.engines.vllm import external
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.core_hooks import (
@@ -97,13 +98,9 @@ def _ranks(core: Any) -> RankGroup:
     return VllmRanks(core.model_executor)
 
 
-def _controller(core: Any) -> Controller | None:
-    return getattr(core, "rl_memory", None)
-
-
 def _call(self: Any, payload: bytes) -> Any:
     """Obey an encoded command, as a utility call of the engine core. The reply comes when the operation has ended."""
-    controller = _controller(self)
+    controller = state_of(self)
     if controller is None:
         raise UnsupportedError("this engine was started without rl_memory")
     reply = controller.execute(payload)
@@ -118,7 +115,7 @@ def notice_loads(core: Any, weight_version: str | None = None) -> None:
     Args:
         weight_version: The version that the caller gives the weights. Weights that are not `valid` keep theirs.
     """
-    controller = _controller(core)
+    controller = state_of(core)
     if controller is None or controller.status.busy:  # an operation looks by itself, at its end
         return
     if worker_here(core) is not None and _was_changed(core, controller):
@@ -161,27 +158,17 @@ def _obey(controller: Controller, command: commands.AnyCommand) -> Any:
     return outcome
 
 
-def _native_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
-    def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
-        controller = _controller(self)
-        if controller is None:
-            return original(self, level, mode)
-        outcome = _obey(controller, operations.sleep(level, None, mode))
-        return outcome if isinstance(outcome, Future) else None
-
-    return sleep
+@on_enabled()
+def _native_sleep(controller: Controller, original: Any, core: Any, level: int = 1, mode: str = "abort") -> Any:
+    outcome = _obey(controller, operations.sleep(level, None, mode))
+    return outcome if isinstance(outcome, Future) else None
 
 
-def _native_wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        controller = _controller(self)
-        if controller is None:
-            return original(self, tags)
-        engines = [controller.status]
-        _obey(controller, operations.wake_up(with_graphs(without_scheduling(tags, engines), engines)))
-        return not controller.status.asleep_tags()
-
-    return wake_up
+@on_enabled()
+def _native_wake_up(controller: Controller, original: Any, core: Any, tags: list[str] | None = None) -> Any:
+    engines = [controller.status]
+    _obey(controller, operations.wake_up(with_graphs(without_scheduling(tags, engines), engines)))
+    return not controller.status.asleep_tags()
 
 
 def without_scheduling(tags: Any, engines: list[EngineStatus]) -> Any:
@@ -206,31 +193,21 @@ def with_graphs(tags: Any, engines: list[EngineStatus]) -> Any:
     return [*tags, *left] if left == [Tag.CUDA_GRAPH.value] and len(asleep) > 1 else tags
 
 
-def _native_is_sleeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    def is_sleeping(self: Any) -> bool:
-        controller = _controller(self)
-        if controller is None:
-            return bool(original(self))
-        return admission.is_sleeping([controller.status])
-
-    return is_sleeping
+@on_enabled()
+def _native_is_sleeping(controller: Controller, original: Any, core: Any) -> bool:
+    return admission.is_sleeping([controller.status])
 
 
-def _native_resume(original: Callable[..., Any]) -> Callable[..., Any]:
-    def resume_scheduler(self: Any) -> Any:
-        controller = _controller(self)
-        if controller is not None:
-            refuse_resume(controller.refusal())
-            # Data-parallel engines of experts resume in an all-reduce. Where nothing is paused, one of them may be in a
-            # step and never come to it.
-            if not self.is_scheduler_paused():
-                return None
-        result = original(self)
-        if controller is not None:
-            _end_wave(self)
-        return result
-
-    return resume_scheduler
+@on_enabled()
+def _native_resume(controller: Controller, original: Callable[..., Any], core: Any) -> Any:
+    refuse_resume(controller.refusal())
+    # Data-parallel engines of experts resume in an all-reduce. Where nothing is paused, one of them may be in a step
+    # and never come to it.
+    if not core.is_scheduler_paused():
+        return None
+    result = original(core)
+    _end_wave(core)
+    return result
 
 
 def _end_wave(core: Any) -> None:
@@ -253,37 +230,23 @@ def refuse_resume(refusal: RLMemoryError | None) -> None:
         raise StateConflictError(f"cannot resume: {refusal.message}", **refusal.details)
 
 
-def _native_release_kv_cache(original: Callable[..., Any]) -> Callable[..., Any]:
-    def release_kv_cache_memory(self: Any) -> Any:
-        controller = _controller(self)
-        if controller is None:
-            return original(self)
-        return _obey(controller, operations.sleep(1, [Tag.KV_CACHE.value], PauseMode.KEEP.value))
-
-    return release_kv_cache_memory
+@on_enabled()
+def _native_release_kv_cache(controller: Controller, original: Any, core: Any) -> Any:
+    return _obey(controller, operations.sleep(1, [Tag.KV_CACHE.value], PauseMode.KEEP.value))
 
 
-def _native_set_weight_version(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _native_set_weight_version(controller: Controller, original: Any, core: Any, weight_version: str) -> None:
     """Follow vLLM's own call that names the weight version, as at the end of its own updates."""
-
-    def set_weight_version(self: Any, weight_version: str) -> None:
-        controller = _controller(self)
-        if controller is None:
-            original(self, weight_version)
-        else:
-            controller.note_foreign_changes(weight_version)
-
-    return set_weight_version
+    controller.note_foreign_changes(weight_version)
 
 
-def _native_on_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        controller = _controller(self)
-        if controller is not None:
-            _require_weights(controller, original.__name__)
-        return original(self, *args, **kwargs)
-
-    return method
+@on_enabled()
+def _native_on_weights(
+    controller: Controller, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
+) -> Any:
+    _require_weights(controller, original.__name__)
+    return original(core, *args, **kwargs)
 
 
 def _require_weights(controller: Controller, what: str) -> None:
@@ -291,33 +254,35 @@ def _require_weights(controller: Controller, what: str) -> None:
         raise StateConflictError(f"{what}: the weights are asleep: wake_up(tags=['weights']) first")
 
 
-def _native_collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _native_collective_rpc(
+    controller: Controller,
+    original: Callable[..., Any],
+    core: Any,
+    method: Any,
+    timeout: Any = None,
+    args: Any = (),
+    kwargs: Any = None,
+) -> Any:
     """Redirect the memory methods of workers to the engine. Any other call may have loaded weights."""
-
-    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        controller = _controller(self)
-        if controller is None:
-            return original(self, method, timeout, args, kwargs)
-        if method in ("sleep", "wake_up", "discard"):
-            outcome = _memory_rpc(self, method)(*(args or ()), **(kwargs or {}))
-            nothing = [None] * len(controller.status.ranks)
-            return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
-        controller.require_free()  # it may write what a prepared sleep has found unchanged
-        if method in ON_WEIGHTS:
-            _require_weights(controller, method)
-        epochs = [rank.content_epoch for rank in controller.status.ranks]
-        contents: list[tuple[str, int]] = []
-        try:
-            if worker_here(self) is not None:
-                return original(self, method, timeout, args, kwargs)
-            return _guarded_rpc(self, original, method, timeout, args, kwargs, contents)
-        finally:
-            if controller.status.busy or _was_changed(self, controller, contents):
-                controller.note_foreign_changes(paused=self.is_scheduler_paused(), contents=contents or None)
-            if [rank.content_epoch for rank in controller.status.ranks] != epochs:
-                reset_caches(self)
-
-    return collective_rpc
+    if method in ("sleep", "wake_up", "discard"):
+        outcome = _memory_rpc(core, method)(*(args or ()), **(kwargs or {}))
+        nothing = [None] * len(controller.status.ranks)
+        return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
+    controller.require_free()  # it may write what a prepared sleep has found unchanged
+    if method in ON_WEIGHTS:
+        _require_weights(controller, method)
+    epochs = [rank.content_epoch for rank in controller.status.ranks]
+    contents: list[tuple[str, int]] = []
+    try:
+        if worker_here(core) is not None:
+            return original(core, method, timeout, args, kwargs)
+        return _guarded_rpc(core, original, method, timeout, args, kwargs, contents)
+    finally:
+        if controller.status.busy or _was_changed(core, controller, contents):
+            controller.note_foreign_changes(paused=core.is_scheduler_paused(), contents=contents or None)
+        if [rank.content_epoch for rank in controller.status.ranks] != epochs:
+            reset_caches(core)
 
 
 def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:
@@ -326,7 +291,7 @@ def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:
         return getattr(core, method)  # type: ignore[no-any-return]
 
     def discard(tags: Any) -> Any:
-        return _obey(_controller(core), operations.sleep(2, tags, PauseMode.KEEP.value))  # type: ignore[arg-type]
+        return _obey(state_of(core), operations.sleep(2, tags, PauseMode.KEEP.value))
 
     return discard
 
@@ -368,32 +333,26 @@ def _guarded_rpc(
     return [reply for _, reply, _ in replies]
 
 
-def _note_request(original: Callable[..., None]) -> Callable[..., None]:
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> None:
-        note_request(self)
-        original(self, *args, **kwargs)
-
-    return add_request
+@on_enabled()
+def _note_request(controller: Controller, original: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
+    note_request(core)
+    original(core, *args, **kwargs)
 
 
-def _refuse_add(original: Callable[..., Any]) -> Callable[..., Any]:
+@on_enabled()
+def _refuse_add(controller: Controller, original: Callable[..., Any], core: Any, request: Any) -> bool:
     """Refuse requests that were sent before the engine closed and arrive after."""
-
-    def _reject_add_in_shutdown(self: Any, request: Any) -> bool:
-        if original(self, request):
-            return True
-        notice_loads(self)
-        controller = _controller(self)
-        refusal = controller.refusal() if controller is not None else None
-        if refusal is None:
-            return False
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-        output = EngineCoreOutput(
-            request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=REFUSED + refusal.details["reason"]
-        )
-        outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
-        self.output_queue.put_nowait((request.client_index, outputs))
+    if original(core, request):
         return True
+    notice_loads(core)
+    refusal = controller.refusal()
+    if refusal is None:
+        return False
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    return _reject_add_in_shutdown
+    output = EngineCoreOutput(
+        request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=REFUSED + refusal.details["reason"]
+    )
+    outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
+    core.output_queue.put_nowait((request.client_index, outputs))
+    return True
