@@ -8,12 +8,31 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 #: Symbols, as "module:Class.method", with a signature's parameters that are given by name or position.
 Symbols = Mapping[str, tuple[str, ...]]
+
+
+def asked_of_hooks() -> set[str]:
+    """A set that gets every symbol for which hooks of this process ask from now on."""
+    from rl_memory_plugins.hooking import Hooks
+
+    asked: set[str] = set()
+
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(self: Hooks, path: str, *rest: Any) -> Any:
+            asked.add(path)
+            return original(self, path, *rest)
+
+        return ask
+
+    for name in ("wrap", "require"):
+        setattr(Hooks, name, recording(getattr(Hooks, name)))
+    return asked
 
 
 @dataclass(frozen=True)

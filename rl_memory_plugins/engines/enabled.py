@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes the replacement of an engine's own function; see `Hooks.wrap`."""
+
+
+def require_or_stay_out(error: RLMemoryError, *, explicit: bool) -> None:
+    """An engine cannot be served. A job sets `RL_MEMORY` for all its engines, also for those that need no sleep.
+
+    Args:
+        explicit: A flag or an argument enables the plugin for this engine, not the environment alone.
+
+    Raises:
+        RLMemoryError: `error`, if `explicit`. Else a warning is logged, and the engine runs without the plugin.
+    """
+    if explicit:
+        raise error
+    logger.warning("rl_memory: RL_MEMORY is set, but this engine runs without the plugin: %s", error.message)
 
 
 def state_of(owner: Any) -> Any:

@@ -48,10 +48,6 @@ class Coverage:
             starts = tensor.data_ptr() + (places * torch.tensor(tensor.stride())).sum(1) * itemsize
             self._large.append((starts, starts + itemsize))
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._small and not self._large
-
     def extend(self, other: Coverage) -> None:
         """Add all bytes of another set."""
         self._merged = None

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
 from rl_memory_plugins.weights.replay import Replays
-from rl_memory_plugins.weights.write_recorder import Written, recording
+from rl_memory_plugins.weights.write_recorder import recording
 
 if TYPE_CHECKING:
     import torch
@@ -134,15 +135,15 @@ class ModelLoader:
         if not plan.unproven:
             load(weights)
             return
-        written = Written()
-        with recording(written):
+        overwritten = Coverage()
+        with recording(overwritten):
             load(weights)
-        written.overwritten.extend(plan.traced)
+        overwritten.extend(plan.traced)
         missing = [
             name
             for name, parameter in self.parameters().items()
             # a parameter with new memory counts as written
-            if parameter.data_ptr() == plan.unproven.get(name) and written.overwritten.fraction(parameter) < 1
+            if parameter.data_ptr() == plan.unproven.get(name) and overwritten.fraction(parameter) < 1
         ]
         if missing:
             raise WeightUpdateError(

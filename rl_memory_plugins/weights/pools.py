@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 Call = Callable[[], Any]
@@ -62,6 +62,19 @@ def _wrapped(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]
         return handler(functools.partial(original, pool), functools.partial(call, *args, **kwargs))
 
     return submit
+
+
+def inside(context: Callable[[], AbstractContextManager[None]]) -> Callable[[Submit, Call], Future[Any]]:
+    """For `intercepted`: run each call in its pool, inside a new context."""
+
+    def submitted(submit: Submit, call: Call) -> Future[Any]:
+        def run() -> Any:
+            with context():
+                return call()
+
+        return submit(run)
+
+    return submitted
 
 
 def inline(submit: Submit, call: Call) -> Future[Any]:

@@ -43,31 +43,30 @@ class UnwrittenMarks:
     Args:
         parameters: Gives the parameters of the model. The engine may replace some of them during a load; the new
             parameters count as written, unless they are on the meta device.
-
-    Attributes:
-        is_possible: No parameter was on the meta device. Else nothing is marked: the parameters are elsewhere.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._parameters = parameters
         with _plain():
             marked = [one for one in parameters() if one.numel()]
-            self.is_possible = not any(one.is_meta for one in marked)
-            for parameter in marked if self.is_possible else ():
+            # With a parameter on the meta device vLLM keeps them elsewhere, and nothing is marked.
+            self._is_possible = not any(one.is_meta for one in marked)
+            for parameter in marked if self._is_possible else ():
                 _mark(parameter)
         self._left = [weakref.ref(one) for one in marked]
         self._last = -1  # an element that held a mark in the last parameter that is left
         self._checks = 0
-        self._every = max(1, len(marked))
+        self._every = max(1, len(marked))  # checks, after which replaced parameters are looked for
 
     @property
     def are_gone(self) -> bool:
         """Whether every parameter has been overwritten."""
-        if not self.is_possible:
+        if not self._is_possible:
             return False
         with _plain():
+            is_due = self._checks % self._every == 0
             self._checks += 1
-            if self._left and self._is_marked_still() and self._checks % self._every != 1:
+            if self._left and self._is_marked_still() and not is_due:
                 return False
             present = list(self._parameters())
             if any(one.is_meta for one in present):  # vLLM has put the marked parameters aside

@@ -7,13 +7,12 @@ first write it is in the way no longer: it leaves when the loader asks for its n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from rl_memory_plugins.weights.pools import Call, Submit, intercepted
+from rl_memory_plugins.weights.pools import inside, intercepted
 from rl_memory_plugins.weights.write_recorder import written_by
 
 if TYPE_CHECKING:
@@ -50,15 +49,7 @@ class WriteDetector:
             yield
             return
         mode = _Mode(self)
-
-        def detected(submit: Submit, call: Call) -> Future[Any]:
-            def run() -> Any:
-                with self.detecting():
-                    return call()
-
-            return submit(run)
-
-        with intercepted(detected):
+        with intercepted(inside(self.detecting)):
             mode.__enter__()
             try:
                 yield

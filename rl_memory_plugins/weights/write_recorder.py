@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.weights.coverage import Coverage
-from rl_memory_plugins.weights.pools import Call, Submit, intercepted
+from rl_memory_plugins.weights.pools import inside, intercepted
 
 aten = torch.ops.aten
 
@@ -41,45 +40,26 @@ _SELECTING: dict[Any, Callable[..., None]] = {
 """In-place operators that overwrite some elements: each function marks them in a mask of the tensor's shape."""
 
 
-class Written:
-    """The memory that a piece of code has written.
-
-    Attributes:
-        touched: All written memory.
-        overwritten: The overwritten part of it, whose bytes do not depend on the old ones.
-    """
-
-    def __init__(self) -> None:
-        self.touched = Coverage()
-        self.overwritten = Coverage()
-
-
 class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
-    """Adds the memory that operators write to a `Written`. The operators run unchanged."""
+    """Adds the memory that operators overwrite to a coverage. The operators run unchanged."""
 
-    def __init__(self, written: Written) -> None:
+    def __init__(self, overwritten: Coverage) -> None:
         super().__init__()
-        self.written = written
+        self._overwritten = overwritten
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            for tensor in written_by(func, args, kwargs):
-                self._add(self.written.touched, tensor)
             for tensor in overwritten_by(func, args, kwargs):
-                self._add(self.written.overwritten, tensor)
+                if not tensor.is_meta:
+                    self._overwritten.add(tensor)
             selecting = _SELECTING.get(func._overloadpacket)
             if selecting is not None and not args[0].is_meta and not _is_recorded(args[0]):
                 mask = torch.zeros(args[0].shape, dtype=torch.bool, device=args[0].device)
                 selecting(mask, *args[1:], **kwargs)
-                self.written.overwritten.add_where(args[0], mask)
+                self._overwritten.add_where(args[0], mask)
         return result
-
-    @staticmethod
-    def _add(coverage: Coverage, tensor: torch.Tensor) -> None:
-        if not tensor.is_meta:
-            coverage.add(tensor)
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
@@ -127,15 +107,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def recording(written: Written) -> Iterator[None]:
-    """Record the writes of this thread and of its calls in thread pools, which loaders of experts use."""
-
-    def recorded(submit: Submit, call: Call) -> Future[Any]:
-        def run() -> Any:
-            with recording(written):
-                return call()
-
-        return submit(run)
-
-    with intercepted(recorded), WriteRecorder(written):
+def recording(overwritten: Coverage) -> Iterator[None]:
+    """Record what this thread overwrites, and its calls in thread pools, which loaders of experts use."""
+    with intercepted(inside(lambda: recording(overwritten))), WriteRecorder(overwritten):
         yield

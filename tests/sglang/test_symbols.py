@@ -39,15 +39,10 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
     """What the hooks ask for, on an SGLang that has slime's additional handler."""
     output = python(f"""
         import json
-        from rl_memory_plugins.hooking import Hooks
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+        from tests.symbols import asked_of_hooks
 
-        asked = set()
-        for name in ("wrap", "require"):
-            def record(self, path, *rest, _original=getattr(Hooks, name)):
-                asked.add(path)
-                return _original(self, path, *rest)
-            setattr(Hooks, name, record)
+        asked = asked_of_hooks()
 
         def post_process_weights(self, recv_req): ...
         SchedulerWeightUpdaterManager.{POST_PROCESS} = post_process_weights

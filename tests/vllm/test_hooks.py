@@ -49,17 +49,12 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
     output = python("""
         import json
         from pathlib import Path
-        from rl_memory_plugins.hooking import Hooks
         from vllm import EngineArgs
         from vllm.v1.engine.core import EngineCore
+        from tests.symbols import asked_of_hooks
         from tests.vllm.conftest import engine_options
 
-        asked = set()
-        for name in ("wrap", "require"):
-            def record(self, path, *rest, _original=getattr(Hooks, name)):
-                asked.add(path)
-                return _original(self, path, *rest)
-            setattr(Hooks, name, record)
+        asked = asked_of_hooks()
 
         def start():
             options = engine_options(Path(FOLDER))

@@ -207,7 +207,6 @@ def test_enabled_by_the_environment_alone_it_stays_out_of_engines_that_it_cannot
     monkeypatch.setattr(options, "_made_here", False)
     for left in (options.CHILD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):  # put back after the test
         monkeypatch.setenv(left, "")
-    monkeypatch.setattr(switch.logger, "propagate", True)
     native: list[Any] = []
 
     def original(args: Any) -> Any:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.enabled import require_or_stay_out
 from rl_memory_plugins.errors import RLMemoryError
-
-logger = logging.getLogger(__name__)
 
 CHILD_VARIABLE = "RLMEM_SGLANG"  # set by an enabled parent while it starts its children
 ATTRIBUTE = "_rl_memory"  # of ServerArgs: the options, or None if the engine is not enabled
@@ -27,17 +25,9 @@ def config_of(server_args: Any) -> RLMemoryConfig | None:
 
 
 def stay_out(server_args: Any, error: RLMemoryError) -> None:
-    """Leave an engine alone that the environment alone has enabled and that the package cannot serve.
-
-    A job sets the variable for all its engines, also for those that need no sleep.
-
-    Raises:
-        RLMemoryError: `error`, if the flag or the keyword enables the engine.
-    """
-    if getattr(server_args, EXPLICIT, False):
-        raise error
+    """Leave an engine alone that cannot be served. Raises as `require_or_stay_out` does."""
+    require_or_stay_out(error, explicit=getattr(server_args, EXPLICIT, False))
     setattr(server_args, ATTRIBUTE, None)
-    logger.warning("rl_memory: RL_MEMORY is set, but this engine runs without the plugin: %s", error.message)
 
 
 @contextlib.contextmanager

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.enabled import require_or_stay_out
 from rl_memory_plugins.engines.vllm import modes, options
 from rl_memory_plugins.engines.vllm.hooks import hooks
 from rl_memory_plugins.engines.vllm.options import CHILD_VARIABLE, CONFIG_KEY
 from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
-
-logger = logging.getLogger(__name__)
 
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
@@ -108,9 +106,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             config = original(self, *args, **kwargs)
             modes.refuse_configuration(config)
         except UnsupportedError as error:
-            if explicit:
-                raise
-            logger.warning("rl_memory: RL_MEMORY is set, but this engine runs without the plugin: %s", error.message)
+            require_or_stay_out(error, explicit=explicit)
             self.additional_config, self.enable_sleep_mode = before
             options.take_back()
             return original(self, *args, **kwargs)

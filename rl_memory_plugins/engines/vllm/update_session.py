@@ -123,10 +123,9 @@ class UpdateSession:
     def _start_own(self, original: Callable[[], None]) -> None:
         """Start an update by this package's stream. It marks the content itself, from the first write on."""
         self._worker.weight_transfer_engine.agent = self._worker.rl_memory.agent
-        if (
-            self._loads().manager.content is Content.UPDATING
-        ):  # the last update failed on another rank, or was left open
-            self._loads().manager.finish_writing(complete=False)
+        manager = self._loads().manager
+        if manager.content is Content.UPDATING:  # the last update failed on another rank, or was left open
+            manager.finish_writing(complete=False)
             self._worker._weight_update_active = False
         original()
 

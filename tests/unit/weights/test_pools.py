@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.pools import inline, intercepted
-from rl_memory_plugins.weights.write_recorder import Written, recording
+from rl_memory_plugins.weights.write_recorder import recording
 
 SUBMIT = ThreadPoolExecutor.submit
 
@@ -79,14 +80,14 @@ def test_an_error_comes_with_the_result():
 
 
 def test_what_pools_of_pools_write_is_recorded():
-    memory, written = torch.zeros(8), Written()
+    memory, overwritten = torch.zeros(8), Coverage()
 
     def outer():
         with ThreadPoolExecutor() as pool:
             pool.submit(memory[4:].fill_, 1).result()
 
-    with recording(written), ThreadPoolExecutor() as pool:
+    with recording(overwritten), ThreadPoolExecutor() as pool:
         pool.submit(memory[:4].fill_, 1).result()
         pool.submit(outer).result()
-    assert written.overwritten.fraction(memory) == 1
+    assert overwritten.fraction(memory) == 1
     assert ThreadPoolExecutor.submit is SUBMIT

@@ -112,6 +112,16 @@ def test_a_parameter_that_is_replaced_counts_as_written() -> None:
     assert kept.isnan().all()
 
 
+def test_the_only_parameter_is_replaced_while_somebody_keeps_it() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    kept = layer.weight
+    marks = UnwrittenMarks(layer.parameters)
+    assert not marks.are_gone
+    layer.weight = torch.nn.Parameter(torch.ones(4, 4))
+    assert marks.are_gone
+    assert kept.isnan().all()
+
+
 def test_a_parameter_on_the_meta_device_is_not_written() -> None:
     """As vLLM puts parameters aside during a reload."""
     layer = torch.nn.Linear(4, 4)
