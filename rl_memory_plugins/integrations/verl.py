@@ -13,8 +13,8 @@ verl gives a sync no list of its tensors in advance. Therefore the first sync, b
 and the adapter notes the names, dtypes and shapes that it carries.
 
 verl sleeps at level 2 by itself, and at level 1 where the sync does not carry all weights. Syncs that are not whole
-models as a checkpoint holds them stay verl's own: LoRA adapters, deltas, quantised rollouts, draft models, and rollouts
-on other GPUs than the trainer's.
+models as a checkpoint holds them stay verl's own: LoRA adapters, deltas, quantised rollouts, draft models, disaggregated
+prefill, and rollouts on other GPUs than the trainer's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from rl_memory_plugins.hooking import Hooks
 
 ROLLOUTS = "verl.workers.rollout.base:_ROLLOUT_REGISTRY"
 SERVERS = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+# Not a method of the server: Ray copies an actor's methods before the actor imports this module.
+ARGUMENTS = f"{SERVERS}:build_cli_args_from_config"
 
 hooks = Hooks("verl")
 
@@ -34,17 +36,17 @@ hooks = Hooks("verl")
 def _install(hooks: Hooks) -> None:
     hooks.require(ROLLOUTS)["vllm", "async"] = f"{__name__}.VllmRollout"
     if SERVERS in sys.modules:  # the process of a server; the others need not import the engine
-        hooks.wrap(f"{SERVERS}:vLLMHttpServer._preprocess_engine_kwargs", _enable)
+        hooks.wrap(ARGUMENTS, _enable)
 
 
-def _enable(original: Callable[..., None]) -> Callable[..., None]:
+def _enable(original: Callable[[dict[str, Any]], list[str]]) -> Callable[[dict[str, Any]], list[str]]:
     """Enable the package in the engine. Options that the configuration names stay."""
 
-    def preprocess(self: Any, engine_kwargs: dict[str, Any]) -> None:
-        original(self, engine_kwargs)
-        engine_kwargs["additional_config"] = {"rl_memory": {}} | dict(engine_kwargs.get("additional_config") or {})
+    def arguments(config: dict[str, Any]) -> list[str]:
+        given = config.get("additional_config") or {}
+        return original({**config, "additional_config": {"rl_memory": {}, **given}})
 
-    return preprocess
+    return arguments
 
 
 def __getattr__(name: str) -> Any:
@@ -115,7 +117,9 @@ def _rollout() -> type:
                 wire_format == "named_tensors"
                 and not hasattr(weights, "__aiter__")  # from a trainer on other GPUs
                 and not kwargs.get("peft_config")
+                and self._pd_role is None  # each role has an engine of its own
                 and config.quantization is None
+                and getattr(self.model_config.hf_config, "quantization_config", None) is None
                 and not (config.qat or {}).get("enable", False)
                 and not (config.mtp.enable and config.mtp.enable_rollout)
             )

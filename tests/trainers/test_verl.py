@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,15 @@ class Rollout:
         log: What was asked of the server.
     """
 
-    def __init__(self, adapter: Any, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+    def __init__(
+        self,
+        adapter: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        pd_role: str | None = None,
+        checkpoint_quantization: Any = None,
+        **config: Any,
+    ) -> None:
         from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
         self.own: list[list[str]] = []
@@ -79,7 +88,8 @@ class Rollout:
         made = self.made = adapter.VllmRollout.__new__(adapter.VllmRollout)
         off = SimpleNamespace(enable=False, enable_rollout=False)
         made.config = SimpleNamespace(**{"dtype": "bfloat16", "quantization": None, "qat": None, "mtp": off, **config})
-        made._has_server = True
+        made._has_server, made._pd_role = True, pd_role
+        made.model_config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=checkpoint_quantization))
         made.server_handle = SimpleNamespace(
             clear_kv_cache=Remote(self.log, "clear_kv_cache"), set_global_steps=Remote(self.log, "set_global_steps")
         )
@@ -162,6 +172,8 @@ async def stream(tensors: dict[str, torch.Tensor]) -> Any:
         ({}, {"wire_format": "delta_flush"}),
         ({"quantization": "fp8"}, {}),
         ({"qat": {"enable": True}}, {}),
+        ({"pd_role": "prefill"}, {}),
+        ({"checkpoint_quantization": {"quant_method": "fp8"}}, {}),
         ({"mtp": SimpleNamespace(enable=True, enable_rollout=True)}, {}),
         ({}, {"from_elsewhere": True}),
     ],
@@ -178,18 +190,15 @@ def test_other_syncs_stay_verl_s_own(
     assert rollout.engine.version is None
 
 
-def test_the_server_enables_the_package_and_keeps_other_options(adapter: Any) -> None:
+def test_the_engine_has_the_package_and_keeps_other_options(adapter: Any) -> None:
     from verl.workers.rollout.vllm_rollout import vllm_async_server  # the process of a server has it
 
     adapter.hooks.install(adapter._install)
-    server: Any = vllm_async_server.vLLMHttpServer.__new__(vllm_async_server.vLLMHttpServer)
-    server.config = SimpleNamespace(checkpoint_engine=None)
-    plain: dict[str, Any] = {}
-    server._preprocess_engine_kwargs(plain)
-    assert plain["additional_config"] == {"rl_memory": {}}
-    chosen: dict[str, Any] = {"additional_config": {"rl_memory": {"poison": True}, "other": 1}}
-    server._preprocess_engine_kwargs(chosen)
-    assert chosen["additional_config"] == {"rl_memory": {"poison": True}, "other": 1}
+    plain = vllm_async_server.build_cli_args_from_config({"dtype": "bfloat16"})
+    assert plain == ["--dtype", "bfloat16", "--additional_config", '{"rl_memory": {}}']
+    options = {"rl_memory": {"poison": True}, "other": 1}
+    chosen = vllm_async_server.build_cli_args_from_config({"additional_config": options})
+    assert json.loads(chosen[1]) == options
 
 
 def test_the_engine_s_address(adapter: Any) -> None:

@@ -53,12 +53,14 @@ def engine_options(folder: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-def greedy(model: torch.nn.Module, prompt: list[int] = PROMPT, tokens: int = 8) -> list[int]:
-    """What transformers itself answers."""
+def greedy(
+    model: torch.nn.Module, prompt: list[int] = PROMPT, tokens: int = 8, vocabulary: int | None = None
+) -> list[int]:
+    """What transformers itself answers, with the first `vocabulary` tokens or all."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(tokens):
-            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            ids = torch.cat([ids, model(ids).logits[:, -1, :vocabulary].argmax(-1, keepdim=True)], dim=1)
     return ids[0, len(prompt) :].tolist()
 
 
