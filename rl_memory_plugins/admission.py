@@ -9,6 +9,7 @@ from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.tags import Content
 
 RETRY_AFTER_SECONDS = 1
+_UPDATING = "updating"
 
 
 def refusal(engine: EngineStatus) -> EngineAsleepError | None:
@@ -19,7 +20,7 @@ def refusal(engine: EngineStatus) -> EngineAsleepError | None:
     """
     asleep = engine.asleep_tags()
     if engine.busy == "update_weights" or engine.content is Content.UPDATING:
-        return _refuse("updating", "its weights are being updated")
+        return _refuse(_UPDATING, "its weights are being updated")
     if engine.busy:
         return _refuse("asleep", engine.under_way)
     if asleep:
@@ -33,9 +34,15 @@ def refusal(engine: EngineStatus) -> EngineAsleepError | None:
     return None
 
 
-def first_refusal(engines: Iterable[EngineStatus]) -> EngineAsleepError | None:
-    """The refusal of the first engine that does not admit requests. A request may be routed to any engine."""
-    return next(filter(None, map(refusal, engines)), None)
+def first_refusal(engines: Iterable[EngineStatus], *, held: bool = False) -> EngineAsleepError | None:
+    """The refusal of the first engine that does not admit requests. A request may be routed to any engine.
+
+    Args:
+        held: Whether the engine's own pause will hold the request back. Then an update is no reason to refuse: the
+            request waits for the end of the pause, and the engine checks it then.
+    """
+    refusals = filter(None, map(refusal, engines))
+    return next((one for one in refusals if not (held and one.details["reason"] == _UPDATING)), None)
 
 
 def is_sleeping(engines: Iterable[EngineStatus]) -> bool:

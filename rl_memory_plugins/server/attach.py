@@ -21,6 +21,7 @@ def attach(
     keys: Iterable[str],
     generation: Iterable[str],
     native_update: NativeUpdate | None = None,
+    is_held: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
     """Put the control routes in front of the app's own, describe them, and put the gate around the app.
 
@@ -31,6 +32,7 @@ def attach(
         keys: The keys of the engine. Without a key, only clients on this machine may call the control routes.
         generation: The paths of all routes that run the model.
         native_update: As for `build_router`.
+        is_held: As for `AdmissionGate`.
 
     Returns: our routes.
     """
@@ -39,5 +41,5 @@ def attach(
     app.router.routes[:0] = routes
     ours = specification(PREFIXES, has_key=auth.has_key, native_update=native_update is not None)
     app.openapi = described(app.openapi, ours)
-    app.add_middleware(AdmissionGate, status=status, is_generation=posts_to(generation))
+    app.add_middleware(AdmissionGate, status=status, is_generation=posts_to(generation), is_held=is_held)
     return routes

@@ -42,14 +42,17 @@ def report_refusal(error: RLMemoryError) -> None:
         refusals.append(error)
 
 
-def refuse_if_closed(engines: Iterable[EngineStatus]) -> None:
+def refuse_if_closed(engines: Iterable[EngineStatus], *, held: bool = False) -> None:
     """Check admission for a Python call into an engine.
+
+    Args:
+        held: As for `first_refusal`.
 
     Raises:
         EngineAsleepError: the engines do not admit requests. If this code runs for an HTTP request, the gate answers
             this error.
     """
-    refusal = first_refusal(engines)
+    refusal = first_refusal(engines, held=held)
     if refusal is not None:
         report_refusal(refusal)
         raise refusal
@@ -65,6 +68,7 @@ class AdmissionGate:
         app: The app. It gets all other requests unchanged.
         status: Returns the status of the engines; must not block (`board.BoardReader.read`).
         is_generation: Whether the scope of a request or a WebSocket runs the model, e.g. `posts_to(...)`.
+        is_held: Whether the engine's own pause holds back a request that comes now.
     """
 
     def __init__(
@@ -72,10 +76,12 @@ class AdmissionGate:
         app: ASGIApp,
         status: Callable[[], Iterable[EngineStatus]],
         is_generation: Callable[[Scope], bool],
+        is_held: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app = app
         self._status = status
         self._is_generation = is_generation
+        self._is_held = is_held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket") or not self._is_generation(scope):
@@ -83,7 +89,7 @@ class AdmissionGate:
             return
         try:
             engines = list(self._status())
-            refusal: RLMemoryError | None = first_refusal(engines)
+            refusal: RLMemoryError | None = first_refusal(engines, held=self._is_held())
         except Exception as error:  # a status that cannot be read does not show that the weights are valid
             refusal = as_rl_memory_error(error)
         if refusal is not None:

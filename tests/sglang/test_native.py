@@ -377,6 +377,43 @@ def test_a_session_is_one_update_from_its_begin_to_its_end(server: Server, first
     assert len(server.kind.tokens(request.answer())) == LONG
 
 
+def test_a_request_behind_a_pause_waits_for_the_update(server: Server, other_weights: Any, first_weights: Any) -> None:
+    """As in stock SGLang. Trainers that pause, update bucket by bucket and continue keep sending requests meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        for items, version in ((other_weights, "held"), (first_weights, "after")):
+            assert post(server, "/pause_generation").status_code == 200
+            assert post(server, "/begin_weight_update").json()["success"] is True
+            assert server.control.memory()["content"] == "updating"
+            request = pool.submit(server.post, PROMPT)
+            tensors = list(items.state_dict().items())
+            assert native_update(server, tensors, weight_version=version).json()["success"] is True
+            with pytest.raises(TimeoutError):
+                request.result(timeout=1)
+            assert post(server, "/end_weight_update").json()["success"] is True
+            assert post(server, "/continue_generation").status_code == 200
+            answer = request.result(timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["meta_info"]["weight_version"] == version
+
+
+def test_a_pause_that_ends_within_the_update_refuses_the_requests_behind_it(
+    server: Server, first_weights: Any
+) -> None:
+    assert post(server, "/pause_generation").status_code == 200
+    assert post(server, "/begin_weight_update").json()["success"] is True
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(server.post, PROMPT)
+        with pytest.raises(TimeoutError):
+            request.result(timeout=1)
+        assert post(server, "/continue_generation").status_code == 200
+        answer = request.result(timeout=60)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert answer.json()["error"]["details"]["reason"] == "updating"
+    assert native_update(server, first_weights.state_dict().items()).json()["success"] is True
+    assert post(server, "/end_weight_update").json()["success"] is True
+
+
 def test_a_session_with_a_failed_update_ends_in_a_complete_one(server: Server, first_weights: Any) -> None:
     items = list(first_weights.state_dict().items())
     assert post(server, "/begin_weight_update").json()["success"] is True

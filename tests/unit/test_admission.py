@@ -62,6 +62,18 @@ def test_admitted_only_when_nothing_is_amiss():
     assert admission.first_refusal([engine(), engine()]) is None
 
 
+@pytest.mark.parametrize("status, reason", REFUSED.values(), ids=REFUSED)
+def test_a_request_that_the_engine_s_own_pause_holds_back_may_wait_for_an_update(status, reason):
+    held = admission.first_refusal([status], held=True)
+    assert (held is None) == (reason == "updating")
+    assert admission.first_refusal([status]).details["reason"] == reason
+
+
+def test_a_held_request_is_refused_by_the_other_engine():
+    engines = [engine(busy="update_weights"), engine(rank(Content.FAILED))]
+    assert admission.first_refusal(engines, held=True).details["reason"] == "failed"
+
+
 def test_is_sleeping_means_released_or_paused():
     assert not admission.is_sleeping([engine(), engine(rank(Content.FAILED)), engine(busy="sleep")])
     assert admission.is_sleeping([engine(), engine(paused=True)])

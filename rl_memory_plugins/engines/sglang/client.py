@@ -87,6 +87,10 @@ class SglangApi(AsyncioApi):
             self._tokenizer._update_weight_version_if_provided((yield from self.weight_version()))
         return report
 
+    def is_held(self) -> bool:
+        """Whether SGLang's own pause holds back the requests that come now."""
+        return bool(self._tokenizer.is_pause)
+
     def native_release(self, tags: list[str] | None) -> Operation:
         """SGLang's own release, for an engine whose requests have ended or are paused.
 
@@ -137,16 +141,28 @@ def _answering_while_paused(
     """Answer health checks of a paused engine, and refuse requests of an engine that is paused and closed.
 
     SGLang holds back all requests while paused, health checks too, and then calls itself unhealthy. A request to a
-    closed engine would wait for a wake and for the end of the pause. A request that already waits when the engine
-    closes goes on waiting, because its caller has paused the engine for that.
+    closed engine would wait for a wake and for the end of the pause. While the weights are only being updated, requests
+    wait as in SGLang alone, because the caller has paused the engine for that. So do requests that already wait when
+    the engine closes.
     """
     if tokenizer.is_pause:
         if _is_health_check(obj.rid):
             return _ask_schedulers(api)
-        refusal = first_refusal(api.status_now())
-        if refusal is not None:
-            return _refuse(refusal)
+        refusal = first_refusal(api.status_now(), held=True)
+        return _held(api, original(tokenizer, obj, *args, **kwargs)) if refusal is None else _refuse(refusal)
     return original(tokenizer, obj, *args, **kwargs)
+
+
+async def _held(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The outputs of a request that waits behind the pause. The engine may be closed when the pause ends."""
+    try:
+        async for output in outputs:
+            yield output
+    except Exception as error:
+        refusal = _late_refusal(api, error)
+        if refusal is not None:
+            report_refusal(refusal)
+        raise
 
 
 async def _refuse(refusal: EngineAsleepError) -> AsyncIterator[Any]:
@@ -238,7 +254,7 @@ def _gated(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any
 
 @on_enabled(_engine_api)
 async def _gated_async(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    refuse_if_closed(api.status_now())
+    refuse_if_closed(api.status_now(), held=api.is_held())
     with _typed_refusals(api):
         outputs = await original(engine, *args, **kwargs)
     return _checked(api, outputs) if hasattr(outputs, "__aiter__") else outputs
@@ -256,8 +272,13 @@ def _typed_refusals(api: SglangApi) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_refusal = getattr(error, "status_code", None) == EngineAsleepError.status
-        refusal = first_refusal(api.status_now()) if is_refusal else None
+        refusal = _late_refusal(api, error)
         if refusal is not None:
             raise refusal from error
         raise
+
+
+def _late_refusal(api: SglangApi, error: Exception) -> EngineAsleepError | None:
+    """The refusal that SGLang reports as this error; `None` for other errors."""
+    is_refusal = getattr(error, "status_code", None) == EngineAsleepError.status
+    return first_refusal(api.status_now()) if is_refusal else None

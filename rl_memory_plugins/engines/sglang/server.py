@@ -62,7 +62,13 @@ def attach(app: Any, api: SglangApi, server_args: Any) -> None:
     # same key, and without a key admits local clients only.
     keys = [server_args.admin_api_key or server_args.api_key or ""]
     routes = attach_routes(
-        app, lambda: api, api.status_now, keys=keys, generation=GENERATION, native_update=_native_update(app)
+        app,
+        lambda: api,
+        api.status_now,
+        keys=keys,
+        generation=GENERATION,
+        native_update=_native_update(app),
+        is_held=api.is_held,
     )
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL

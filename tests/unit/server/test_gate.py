@@ -82,6 +82,24 @@ def test_the_reason_is_told(client, engines, engine, reason):
     assert client.post("/v1/completions", json={}).json()["error"]["details"]["reason"] == reason
 
 
+def test_a_pause_of_the_engine_s_own_holds_requests_back_during_an_update(engines):
+    held = True
+    app = FastAPI()
+    app.add_middleware(
+        AdmissionGate, status=lambda: engines, is_generation=posts_to(["/generate"]), is_held=lambda: held
+    )
+
+    @app.post("/generate")
+    async def generate():
+        return "generated"
+
+    engines[:] = [EngineStatus([rank_status(content=Content.UPDATING)])]
+    with TestClient(app) as client:
+        assert client.post("/generate").json() == "generated"
+        held = False
+        assert client.post("/generate").status_code == 503
+
+
 def test_other_requests_pass(client, engines):
     engines[:] = [ASLEEP]
     for method, path in [("GET", "/health"), ("POST", "/wake_up"), ("GET", "/v1/completions")]:
