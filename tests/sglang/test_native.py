@@ -396,9 +396,7 @@ def test_a_request_behind_a_pause_waits_for_the_update(server: Server, other_wei
             assert answer.json()["meta_info"]["weight_version"] == version
 
 
-def test_a_pause_that_ends_within_the_update_refuses_the_requests_behind_it(
-    server: Server, first_weights: Any
-) -> None:
+def test_a_pause_that_ends_within_the_update_refuses_the_requests_behind_it(server: Server, first_weights: Any) -> None:
     assert post(server, "/pause_generation").status_code == 200
     assert post(server, "/begin_weight_update").json()["success"] is True
     with ThreadPoolExecutor(1) as pool:
