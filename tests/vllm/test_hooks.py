@@ -82,6 +82,6 @@ def test_an_engine_with_a_missing_symbol_does_not_start(found: dict[str, Any]) -
 
 
 def test_the_list_of_symbols_is_what_the_adapter_asks_for(found: dict[str, Any]) -> None:
-    """Every path that the hooks are given, wrapped or required, is one that `symbols.py` checks."""
+    """Every path of vLLM that the hooks are given, wrapped or required, is one that `symbols.py` checks."""
     assert "vllm.v1.engine.core:EngineCore.sleep" in found["asked"]
-    assert set(found["asked"]) <= NEEDS.known()
+    assert {path for path in found["asked"] if path.split(".")[0].split(":")[0] == "vllm"} <= NEEDS.known()

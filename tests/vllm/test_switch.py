@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -226,25 +224,3 @@ def test_enabled_by_the_environment_alone_it_stays_out_of_engines_that_it_cannot
     assert not os.environ.get(options.CHILD_VARIABLE) and not options._made_here
     [warning] = [one.getMessage() for one in caplog.records if "runs without the plugin" in one.getMessage()]
     assert why in warning
-
-
-@pytest.mark.parametrize(("variable", "attached"), [("1", True), ("0", False), ("", False), ("nonsense=1", False)])
-def test_the_server_s_side_is_there_if_the_app_is_built_before_the_engine(
-    python: Callable[..., str], variable: str, attached: bool
-) -> None:
-    """Without the routes `/sleep?tags=kv_cache` would sleep everything. SkyRL loads the plugins only later."""
-    script = """
-        import json
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.plugins import load_general_plugins
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", FOLDER])
-        load_general_plugins()
-        app = build_app(args, ("generate",))
-        owners = [route.endpoint.__module__ for route in app.routes if getattr(route, "path", "") == "/sleep"]
-        print(json.dumps(owners[0] if owners else ""))
-    """
-    found = json.loads(python(script, RL_MEMORY=variable).splitlines()[-1])
-    assert (found == "rl_memory_plugins.server.router") is attached

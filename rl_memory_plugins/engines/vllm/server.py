@@ -5,6 +5,9 @@ loads them is wrapped, so that an enabled server has the routes without an envir
 
 vLLM 0.25 and earlier have no endpoint plugins. There the endpoints attach when vLLM registers the first routes of its
 app, before its own middleware as in later versions, and meet the engine when the app begins to serve.
+
+A framework may build the app before it makes an engine, when no hook is there yet. The endpoints of an enabled engine
+then attach when the app begins to serve.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ GENERATION = (
     "/score",
     "/rerank",
     "/invocations",
+    "/skyrl/v1/generate",
 )
 
 
@@ -57,6 +61,7 @@ def install(hooks: Hooks) -> None:
         hooks.wrap("vllm.plugins:load_endpoint_plugins", _load_endpoint_plugins)
     else:
         hooks.wrap("vllm.entrypoints.serve:register_vllm_serve_api_routers", _register_routers)
+    hooks.wrap("fastapi:FastAPI.__call__", _attach_late)
 
 
 def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,19 +75,49 @@ def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
 def _register_routers(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def register_routers(app: Any) -> None:
         original(app)
-        endpoints = RLMemoryEndpoints()
-        endpoints.attach_router(app)
-        serve = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: Any) -> AsyncIterator[Any]:
-            await endpoints.init_state(app.state.engine_client, app.state, app.state.args)
-            async with serve(app) as state:
-                yield state
-
-        app.router.lifespan_context = lifespan
+        _attach(app)
 
     return register_routers
+
+
+def _attach_late(original: Callable[..., Any]) -> Callable[..., Any]:
+    # A coroutine function, because servers tell kinds of apps apart by it.
+    async def call(app: Any, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" and _lacks_endpoints(app):
+            app.middleware_stack = None  # vLLM builds it with the app; it is built anew
+            _attach(app)
+            # Inside of the app's own middleware, as where the endpoints attach first: vLLM checks its keys before.
+            app.user_middleware.append(app.user_middleware.pop(0))
+        await original(app, scope, receive, send)
+
+    return call
+
+
+def _lacks_endpoints(app: Any) -> bool:
+    """Whether the app serves an enabled engine without the endpoints."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rl_memory_plugins.server.gate import AdmissionGate
+
+    engine = getattr(app.state, "engine_client", None)
+    if not isinstance(engine, AsyncLLM) or api_of(engine, AsyncApi) is None:
+        return False
+    return all(middleware.cls is not AdmissionGate for middleware in app.user_middleware)
+
+
+def _attach(app: Any) -> None:
+    """Attach the endpoints, which meet the engine when the app begins to serve."""
+    endpoints = RLMemoryEndpoints()
+    endpoints.attach_router(app)
+    serve = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        await endpoints.init_state(app.state.engine_client, app.state, None)
+        async with serve(app) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan
 
 
 class RLMemoryEndpoints:
@@ -99,13 +134,14 @@ class RLMemoryEndpoints:
         self._plain = False  # it exists, and is not enabled
 
     def attach_router(self, app: Any) -> None:
-        if not may_serve(app.state.args):
+        args = getattr(app.state, "args", None)
+        if not may_serve(args):
             return
         from rl_memory_plugins.server.attach import attach
 
-        attach(app, self._ready, self._status, keys=_keys(app.state.args), generation=GENERATION)
+        attach(app, self._ready, self._status, keys=_keys(args), generation=GENERATION)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace | None) -> None:
         if engine_client is not None:
             api: AsyncApi | None = api_of(engine_client, AsyncApi)
             self._plain = api is None

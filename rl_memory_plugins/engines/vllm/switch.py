@@ -10,7 +10,6 @@ its children put in the hooks before the engine's classes are used.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from rl_memory_plugins.engines.enabled import require_or_stay_out
 from rl_memory_plugins.engines.vllm import modes, options
 from rl_memory_plugins.engines.vllm.hooks import hooks
 from rl_memory_plugins.engines.vllm.options import CHILD_VARIABLE, CONFIG_KEY
-from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
+from rl_memory_plugins.errors import UnsupportedError
 
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
 
@@ -30,21 +29,6 @@ def register() -> None:
     hooks.wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
     if os.environ.get(CHILD_VARIABLE):
         _install()
-    elif os.environ.get("RL_MEMORY"):
-        _prepare_server()
-
-
-def _prepare_server() -> None:
-    """Put the server's side in, for frameworks that build the app before they make the engine.
-
-    The endpoints of a server whose engine is not enabled after all step aside. A bad option is refused later, where
-    vLLM does not catch the error.
-    """
-    from rl_memory_plugins.engines.vllm import server
-
-    with contextlib.suppress(RLMemoryError):
-        if RLMemoryConfig.from_environment() is not None:
-            hooks.install(server.install)
 
 
 def _install() -> None:
