@@ -100,7 +100,7 @@ def _rollout() -> type:
             try:
                 push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
             except ManifestError as error:  # nothing has been gathered
-                wrong = frozenset(m["name"] for m in error.details["mismatches"] if m["kind"] == "dtype")
+                wrong = frozenset(m["name"] for m in error.details.get("mismatches", ()) if m["kind"] == "dtype")
                 if wrong <= self._cast:
                     raise
                 self._cast |= wrong
@@ -121,7 +121,7 @@ def _rollout() -> type:
                 and config.quantization is None
                 and getattr(self.model_config.hf_config, "quantization_config", None) is None
                 and not (config.qat or {}).get("enable", False)
-                and not (config.mtp.enable and config.mtp.enable_rollout)
+                and not (config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout)
             )
 
         def _source(self, weights: Any) -> StreamSource:

@@ -115,6 +115,13 @@ def test_verl_finds_the_adapter_s_rollout(adapter: Any) -> None:
     assert issubclass(adapter.VllmRollout, ServerAdapter)
 
 
+def test_a_configuration_without_draft_models(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = Rollout(adapter, monkeypatch, mtp=None)
+    rollout.sync(checkpoint(1), 0)
+    rollout.sync(checkpoint(2), 1)
+    rollout.assert_holds(checkpoint(2))
+
+
 def test_the_first_sync_is_verl_s_own_and_later_ones_are_updates(rollout: Rollout) -> None:
     first, second, third = (checkpoint(seed) for seed in (1, 2, 3))
     rollout.sync(first, 0)
