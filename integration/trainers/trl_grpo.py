@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,14 +46,13 @@ from integration.models import SHAPES, write_model
 from integration.records import Records, read
 from integration.subjects import run_bounded
 from integration.timeline import Timeline
+from integration.trainers.checks import problems_of
 
 SEED = 11
 SUBJECTS = {"cpu": ("native", "plugin", "adapter", "server"), "cuda": ("native", "plugin", "adapter")}
 PROMPTS, ANSWERS = {"cpu": 4, "cuda": 32}, {"cpu": 8, "cuda": 16}  # in a step; to each prompt
 ENGINE_SHARE = {"cpu": 0.02, "cuda": 0.6}  # of the device's memory
 TIMEOUT_S = {"cpu": 600, "cuda": 580}
-RISE = 0.2  # of the mean reward from the first `ENDS` steps to the last, where a run is long enough to learn
-ENDS = 5
 GAP = {"cpu": 0.05, "cuda": 0.1}  # the largest mean difference of log-probabilities
 
 
@@ -327,17 +325,8 @@ def problems(records: list[dict[str, Any]], arguments: argparse.Namespace) -> li
     found = {(record["subject"], record["metric"]): record.get("by_step", []) for record in records}
     bad = []
     for subject in arguments.subjects:
-        reward, gap = found.get((subject, "reward"), []), found.get((subject, "logprob_difference"), [])
-        if len(reward) != arguments.steps:
-            bad.append(f"{subject}: {len(reward)} of {arguments.steps} steps")
-            continue
-        if not all(one < GAP[arguments.device] for one in gap):
-            bad.append(f"{subject}: the log-probabilities of rollout and trainer differ by {max(gap)}")
-        if arguments.steps >= 4 * ENDS:
-            first, last = statistics.mean(reward[:ENDS]), statistics.mean(reward[-ENDS:])
-            if last < first + RISE:
-                bad.append(f"{subject}: the reward went from {first:.3f} to {last:.3f}")
-        if subject in ("plugin", "adapter") and min(found[subject, "released_mib"]) <= 0:
+        bad += problems_of(subject, found, arguments.steps, GAP[arguments.device])
+        if subject in ("plugin", "adapter") and min(found.get((subject, "released_mib"), [0.0])) <= 0:
             bad.append(f"{subject}: a sleep released nothing")
     if arguments.device == "cpu":  # sums on a GPU are not the same in every run
         for metric in ("reward", "logprob_difference"):

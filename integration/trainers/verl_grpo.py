@@ -34,7 +34,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from integration.models import SHAPES, write_model
 from integration.records import Records, read
 from integration.subjects import engine_version, gpu_name, run_bounded
 from integration.timeline import Timeline
+from integration.trainers.checks import problems_of
 
 SEED = 11
 SUBJECTS = {"cpu": ("plugin", "adapter"), "cuda": ("native", "plugin", "adapter")}
@@ -57,8 +57,6 @@ DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 MICRO_BATCH = 128  # answers
 ENGINE_SHARE = 0.4  # of the GPU's memory
 TIMEOUT_S = 560
-RISE = 0.2  # of the mean reward from the first `ENDS` steps to the last, where a run is long enough to learn
-ENDS = 5
 GAP = 0.1  # the largest mean difference of log-probabilities
 ADAPTER = "rl_memory_plugins.integrations.verl"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -257,19 +255,7 @@ def about(arguments: argparse.Namespace) -> dict[str, Any]:
 def problems(records: list[dict[str, Any]], arguments: argparse.Namespace) -> list[str]:
     """What is not as it should be."""
     found = {(record["subject"], record["metric"]): record.get("by_step", []) for record in records}
-    bad = []
-    for subject in arguments.subjects:
-        reward, gap = found.get((subject, "reward"), []), found.get((subject, "logprob_difference"), [])
-        if len(reward) != arguments.steps:
-            bad.append(f"{subject}: {len(reward)} of {arguments.steps} steps")
-            continue
-        if not all(one < GAP for one in gap):
-            bad.append(f"{subject}: the log-probabilities of rollout and trainer differ by {max(gap)}")
-        if arguments.steps >= 4 * ENDS:
-            first, last = statistics.mean(reward[:ENDS]), statistics.mean(reward[-ENDS:])
-            if last < first + RISE:
-                bad.append(f"{subject}: the reward went from {first:.3f} to {last:.3f}")
-    return bad
+    return [one for subject in arguments.subjects for one in problems_of(subject, found, arguments.steps, GAP)]
 
 
 def main() -> int:
