@@ -61,7 +61,7 @@ def install(hooks: Hooks) -> None:
         hooks.wrap("vllm.plugins:load_endpoint_plugins", _load_endpoint_plugins)
     else:
         hooks.wrap("vllm.entrypoints.serve:register_vllm_serve_api_routers", _register_routers)
-    hooks.wrap("fastapi:FastAPI.__call__", _attach_late)
+    hooks.wrap("starlette.routing:Router.lifespan", _attach_late)
 
 
 def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,22 +75,26 @@ def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
 def _register_routers(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def register_routers(app: Any) -> None:
         original(app)
-        _attach(app)
+        endpoints = RLMemoryEndpoints()
+        endpoints.attach_router(app)
+        _meet_engine_at_start(app, endpoints)
 
     return register_routers
 
 
 def _attach_late(original: Callable[..., Any]) -> Callable[..., Any]:
-    # A coroutine function, because servers tell kinds of apps apart by it.
-    async def call(app: Any, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" and _lacks_endpoints(app):
-            app.middleware_stack = None  # vLLM builds it with the app; it is built anew
-            _attach(app)
+    async def lifespan(router: Any, scope: Any, receive: Any, send: Any) -> None:
+        app = scope.get("app")
+        if app is not None and _lacks_endpoints(app):
+            endpoints = RLMemoryEndpoints()
+            app.middleware_stack = None  # built already; the first request builds it anew
+            endpoints.attach(app)
             # Inside of the app's own middleware, as where the endpoints attach first: vLLM checks its keys before.
             app.user_middleware.append(app.user_middleware.pop(0))
-        await original(app, scope, receive, send)
+            _meet_engine_at_start(app, endpoints)
+        await original(router, scope, receive, send)
 
-    return call
+    return lifespan
 
 
 def _lacks_endpoints(app: Any) -> bool:
@@ -105,10 +109,7 @@ def _lacks_endpoints(app: Any) -> bool:
     return all(middleware.cls is not AdmissionGate for middleware in app.user_middleware)
 
 
-def _attach(app: Any) -> None:
-    """Attach the endpoints, which meet the engine when the app begins to serve."""
-    endpoints = RLMemoryEndpoints()
-    endpoints.attach_router(app)
+def _meet_engine_at_start(app: Any, endpoints: RLMemoryEndpoints) -> None:
     serve = app.router.lifespan_context
 
     @asynccontextmanager
@@ -134,12 +135,15 @@ class RLMemoryEndpoints:
         self._plain = False  # it exists, and is not enabled
 
     def attach_router(self, app: Any) -> None:
-        args = getattr(app.state, "args", None)
-        if not may_serve(args):
-            return
+        if may_serve(app.state.args):
+            self.attach(app)
+
+    def attach(self, app: Any) -> None:
+        """Attach to an app whose engine is enabled, or may be."""
         from rl_memory_plugins.server.attach import attach
 
-        attach(app, self._ready, self._status, keys=_keys(args), generation=GENERATION)
+        keys = _keys(getattr(app.state, "args", None))
+        attach(app, self._ready, self._status, keys=keys, generation=GENERATION)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace | None) -> None:
         if engine_client is not None:
