@@ -31,6 +31,7 @@ Exit code 1 if a check fails.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -197,7 +198,7 @@ def run_subject(subject: str, arguments: argparse.Namespace, folder: Path) -> No
             run_bounded(command, TIMEOUT_S, environment(subject, arguments, folder))
         except subprocess.SubprocessError as error:  # the other subjects run; `problems` names the missing steps
             print(f"{subject}: {error}", flush=True)
-    subprocess.run(["pkill", "-9", "-f", "raylet|gcs_server|ray::|VLLM::"], check=False)  # sessions of their own
+    kill_left(folder / f"{subject}.watched")
     logged = [json.loads(line)["data"] for line in lines(folder / f"{subject}.jsonl")]
     for metric, name, unit in (("reward", "critic/score/mean", "share"), ("step_s", "timing_s/step", "s")):
         add(records, metric, [one[name] for one in logged if name in one], unit)
@@ -214,6 +215,16 @@ def run_subject(subject: str, arguments: argparse.Namespace, folder: Path) -> No
     records.add("peak_host_mib", [(timeline.peak("host") - before) / 2**20], "MiB")
     if on_gpu:
         records.add("peak_gpu_mib", [timeline.peak("gpu") / 2**20], "MiB")
+
+
+def kill_left(watched: Path) -> None:
+    """Kill what is left of a subject's cluster, which has process groups of its own. Other clusters stay."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("VERL_WATCH") == str(watched):
+                process.kill()
 
 
 def add(records: Records, metric: str, values: list[float], unit: str) -> None:

