@@ -9,8 +9,10 @@ verl imports the named module in every process that reads its model configuratio
   error;
 - the version of the weights is verl's global step.
 
-verl gives a sync no list of its tensors in advance. Therefore the first sync, before the first rollout, is verl's own,
-and the adapter notes the names, dtypes and shapes that it carries.
+With FSDP2 the adapter takes the parameters themselves, casts the shards and gathers them in batches, where verl gathers
+one by one and in the masters' dtype. Other trainers' tensors come from verl's generator, which does not list them in
+advance. The first sync, before the first rollout, is then verl's own, and the adapter notes the names, dtypes and
+shapes that it carries.
 
 verl sleeps at level 2 by itself, and at level 1 where the sync does not carry all weights. Syncs that are not whole
 models as a checkpoint holds them stay verl's own: LoRA adapters, deltas, quantised rollouts, draft models,
@@ -20,15 +22,24 @@ disaggregated prefill, and rollouts on other GPUs than the trainer's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_memory_plugins.hooking import Hooks
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_memory_plugins.trainer import TensorSource, TensorSpec
+
+    Named: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 ROLLOUTS = "verl.workers.rollout.base:_ROLLOUT_REGISTRY"
 SERVERS = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 # Not a method of the server: Ray copies an actor's methods before the actor imports this module.
 ARGUMENTS = f"{SERVERS}:build_cli_args_from_config"
+FSDP = "verl.workers.engine.fsdp"
 
 hooks = Hooks("verl")
 
@@ -58,20 +69,20 @@ def __getattr__(name: str) -> Any:
 
 
 def _rollout() -> type:
-    import torch
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     from rl_memory_plugins.errors import ManifestError
-    from rl_memory_plugins.trainer import EngineClient, Peers, StreamSource, TensorSpec, push_from_all
-    from rl_memory_plugins.weights.source import spec_of
+    from rl_memory_plugins.trainer import EngineClient, Peers, push_from_all
+
+    hooks.wrap(f"{FSDP}.transformer_impl:FSDPEngine.get_per_tensor_param", _with_parameters)
 
     class VllmRollout(ServerAdapter):  # type: ignore[misc]
         """verl's rollout, with the update of this package in place of verl's sender."""
 
         _engines: list[EngineClient]  # of this rank: the replica's, or none
-        _peers: Peers
-        _specs: list[TensorSpec] | None = None  # of the trainer's tensors, once a sync has carried them
-        _cast: frozenset[str] = frozenset()  # to the rollout's dtype: what the engine refuses in the trainer's
+        _peers: Peers | None = None
+        _specs: list[TensorSpec] | None = None  # of the tensors of verl's generator, once a sync has carried them
+        _dtypes: Mapping[str, str] = {}  # by name: the engine's dtype, where it has refused the trainer's
 
         async def update_weights(
             self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
@@ -89,26 +100,25 @@ def _rollout() -> type:
             if not self._is_whole(weights, wire_format, kwargs):
                 await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
                 return
+            if self._peers is None:
+                self._engines, self._peers = await self._engines_here(), Peers()
             version = None if global_steps is None else str(global_steps)
-            if self._specs is None:
+            if self._specs is None and not isinstance(weights, _Parameters):
                 specs: list[TensorSpec] = []
                 await super().update_weights(_noting(weights, specs), global_steps=global_steps, **kwargs)
-                self._engines, self._peers = await self._engines_here(), Peers()
                 push_from_all(self._engines, {}, self._peers, partial=True, weight_version=version)  # names the weights
                 self._specs = specs
                 return
             try:
                 push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
             except ManifestError as error:  # nothing has been gathered
-                wrong = frozenset(m["name"] for m in error.details.get("mismatches", ()) if m["kind"] == "dtype")
-                if wrong <= self._cast:
+                wrong = {m["name"]: m["expected"] for m in error.details.get("mismatches", ()) if m.get("expected")}
+                if wrong.items() <= self._dtypes.items():
                     raise
-                self._cast |= wrong
+                self._dtypes = {**self._dtypes, **wrong}
                 push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
-            if self._has_server:
-                await self.server_handle.clear_kv_cache.remote()
-                if global_steps is not None:
-                    await self.server_handle.set_global_steps.remote(global_steps)
+            if self._has_server and global_steps is not None:  # the update has reset the caches
+                await self.server_handle.set_global_steps.remote(global_steps)
 
         def _is_whole(self, weights: Any, wire_format: str, kwargs: dict[str, Any]) -> bool:
             """Whether the tensors of a sync are all weights of the engine as a checkpoint holds them."""
@@ -124,19 +134,11 @@ def _rollout() -> type:
                 and not (config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout)
             )
 
-        def _source(self, weights: Any) -> StreamSource:
-            """The tensors of a sync. Gates of experts and others may stay in float32: the engine says what to cast."""
-            specs = [
-                TensorSpec(spec.name, self.config.dtype, spec.shape) if spec.name in self._cast else spec
-                for spec in self._specs or ()
-            ]
-            dtypes = {spec.name: getattr(torch, spec.dtype) for spec in specs}
-
-            def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-                for name, tensor in weights:
-                    yield name, tensor.to(dtypes.get(name, tensor.dtype))
-
-            return StreamSource(specs, tensors)
+        def _source(self, weights: Any) -> TensorSource:
+            """The tensors of a sync, in the engine's dtypes."""
+            if isinstance(weights, _Parameters):
+                return weights.source(self._dtypes)
+            return _listed(self._specs or [], weights, self._dtypes)
 
         async def _engines_here(self) -> list[EngineClient]:
             if not self._ensure_server_handle():
@@ -144,12 +146,124 @@ def _rollout() -> type:
             host, port = await self.server_handle.get_server_address.remote()
             return [EngineClient(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")]
 
-    def _noting(weights: Any, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            specs.append(spec_of(name, tensor))
-            yield name, tensor
-
     return VllmRollout
+
+
+# -- the trainer's tensors -------------------------------------------------------------------------------------
+
+
+def _noting(weights: Named, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    from rl_memory_plugins.weights.source import spec_of
+
+    for name, tensor in weights:
+        specs.append(spec_of(name, tensor))
+        yield name, tensor
+
+
+def _listed(specs: Iterable[TensorSpec], weights: Named, dtypes: Mapping[str, str]) -> TensorSource:
+    """The tensors of verl's generator, one by one.
+
+    Args:
+        specs: The trainer's tensors.
+        dtypes: By name, the dtypes to send where they are not the trainer's.
+    """
+    import torch
+
+    from rl_memory_plugins.trainer import StreamSource, TensorSpec
+
+    sent = [TensorSpec(spec.name, dtypes.get(spec.name, spec.dtype), spec.shape) for spec in specs]
+    casts = {spec.name: getattr(torch, spec.dtype) for spec in sent}
+    return StreamSource(sent, lambda: ((name, tensor.to(casts.get(name, tensor.dtype))) for name, tensor in weights))
+
+
+def _with_parameters(original: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Give the rollout the parameters of an FSDP2 trainer beside verl's generator."""
+    convert = hooks.require("verl.utils.model:convert_weight_keys")
+    unfuse = hooks.require(f"{FSDP}.utils:unfuse_moe_params")
+    layouts: weakref.WeakKeyDictionary[Any, _Layout] = weakref.WeakKeyDictionary()  # by model: listing takes long
+
+    def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        from torch.distributed.fsdp import FSDPModule
+
+        from rl_memory_plugins.weights.source import named_tensors
+
+        weights, peft_config = original(self, *args, **kwargs)
+        module = self.module
+        if not isinstance(module, FSDPModule) or hasattr(module, "peft_config") or getattr(self, "_qat_enabled", False):
+            return weights, peft_config
+        parameters = convert(dict(named_tensors(module)), module)
+        kind = self.model_config.hf_config.model_type
+        layout = layouts.setdefault(module, _Layout(lambda tensors: unfuse(tensors, kind)))
+        return _Parameters(weights, parameters, layout), peft_config
+
+    return get_per_tensor_param
+
+
+class _Layout:
+    """The tensors of the checkpoint that each parameter of a trainer becomes.
+
+    Args:
+        expand: verl's function, which may split a whole parameter into several tensors.
+    """
+
+    def __init__(self, expand: Callable[[Named], Named]) -> None:
+        self.expand = expand
+        self._specs: dict[tuple[Any, ...], list[TensorSpec]] = {}
+
+    def specs(self, name: str, parameter: Any) -> list[TensorSpec]:
+        import torch
+
+        from rl_memory_plugins.weights.source import spec_of
+
+        key = name, parameter.dtype, parameter.shape
+        if key not in self._specs:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            self._specs[key] = [spec_of(*made) for made in self.expand([(name, whole)])]
+        return self._specs[key]
+
+
+class _Parameters(Iterator[tuple[str, "torch.Tensor"]]):
+    """The parameters of an FSDP2 trainer. Iterating yields whole tensors as verl's own generator does.
+
+    Args:
+        weights: verl's generator.
+        parameters: By name, shards or whole tensors.
+        layout: See `_Layout`.
+    """
+
+    def __init__(self, weights: Iterator[Any], parameters: Mapping[str, Any], layout: _Layout) -> None:
+        self._weights = weights
+        self._parameters = parameters
+        self._layout = layout
+
+    def __next__(self) -> Any:
+        return next(self._weights)
+
+    def source(self, dtypes: Mapping[str, str]) -> TensorSource:
+        """The tensors, cast before a batch of them is gathered.
+
+        Args:
+            dtypes: By the checkpoint's name, the dtypes to send where they are not the trainer's.
+        """
+        import torch
+
+        from rl_memory_plugins.trainer import StreamSource, TensorSpec
+        from rl_memory_plugins.trainer.sources.gather import gather_all
+        from rl_memory_plugins.trainer.sources.outgoing import Outgoing
+
+        by_dtype: dict[str, tuple[list[TensorSpec], dict[str, Any]]] = {}
+        for name, parameter in self._parameters.items():
+            pieces = self._layout.specs(name, parameter)
+            dtype = dtypes.get(pieces[0].name, pieces[0].dtype)
+            specs, parameters = by_dtype.setdefault(dtype, ([], {}))
+            specs += (TensorSpec(piece.name, dtype, piece.shape) for piece in pieces)
+            parameters[name] = parameter
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for dtype, (_, parameters) in by_dtype.items():
+                yield from self._layout.expand(gather_all(parameters.items(), Outgoing(getattr(torch, dtype))))
+
+        return StreamSource([spec for specs, _ in by_dtype.values() for spec in specs], tensors)
 
 
 hooks.install(_install)

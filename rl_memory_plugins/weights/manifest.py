@@ -77,12 +77,14 @@ class Mismatch(msgspec.Struct, frozen=True, omit_defaults=True):
         name: The name of the tensor; with `missing`, the engine's name of the parameter.
         message: The reason, as text for a person.
         ranks: The ranks that report it; empty if no rank was asked.
+        expected: With `dtype`, the dtype of the engine's memory; empty if no rank was asked.
     """
 
     kind: str
     name: str
     message: str
     ranks: tuple[int, ...] = ()
+    expected: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -182,7 +182,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 source = source.expand(destination.shape)
             if source.dtype != destination.dtype and not self._allow_cast:
                 expected, got = str(destination.dtype)[6:], str(source.dtype)[6:]
-                self.wrong_dtype[name] = Mismatch("dtype", name, f"the trainer sends {got}, the engine has {expected}")
+                text = f"the trainer sends {got}, the engine has {expected}"
+                self.wrong_dtype[name] = Mismatch("dtype", name, text, expected=expected)
             self._spread({name}, destination)
             if destination.numel():
                 target = _storage(destination)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 for folder in ("trainer", "weights"):
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / folder))
 
+from models import Tree  # noqa: E402
 from toy_engine import ToyEngine  # noqa: E402
 from toys import checkpoint, loaded  # noqa: E402
 
@@ -80,9 +82,7 @@ class Rollout:
         made.config = SimpleNamespace(**{"dtype": "bfloat16", "quantization": None, "qat": None, "mtp": off, **config})
         made._has_server, made._pd_role = True, pd_role
         made.model_config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=checkpoint_quantization))
-        made.server_handle = SimpleNamespace(
-            clear_kv_cache=Remote(self.log, "clear_kv_cache"), set_global_steps=Remote(self.log, "set_global_steps")
-        )
+        made.server_handle = SimpleNamespace(set_global_steps=Remote(self.log, "set_global_steps"))
 
     def sync(self, tensors: Any, step: int | None, **kwargs: Any) -> None:
         weights = iter(tensors.items()) if isinstance(tensors, dict) else tensors
@@ -124,7 +124,7 @@ def test_the_first_sync_is_verl_s_own_and_later_ones_are_updates(rollout: Rollou
     rollout.assert_holds(third)
     assert rollout.engine.version == "2"
     assert len(rollout.own) == 1
-    assert rollout.log == [("clear_kv_cache",), ("set_global_steps", 1), ("clear_kv_cache",), ("set_global_steps", 2)]
+    assert rollout.log == [("set_global_steps", 1), ("set_global_steps", 2)]
 
 
 def test_masters_are_cast_to_the_dtype_of_each_of_the_engine_s_tensors(rollout: Rollout) -> None:
@@ -148,6 +148,86 @@ def test_a_sync_that_ends_early_is_an_error_and_can_be_repeated(rollout: Rollout
     rollout.sync(tensors, 1)
     rollout.assert_holds(tensors)
     assert rollout.engine.valid
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    file = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class Trainer:
+    """What verl's FSDP engine reads of itself to list its parameters, around a module with these parameters."""
+
+    _uses_fsdp2_cpu_offload_policy = _is_offload_param = _qat_enabled = False
+
+    def __init__(self, tensors: dict[str, torch.Tensor], mesh: Any, kind: str = "qwen3_moe") -> None:
+        self.module = Tree(tensors)
+        torch.distributed.fsdp.fully_shard(self.module, mesh=mesh)
+        self.model_config = SimpleNamespace(lora={}, hf_config=SimpleNamespace(model_type=kind))
+
+    def weights(self) -> Any:
+        from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+        weights, peft_config = FSDPEngine.get_per_tensor_param(self)
+        assert peft_config is None
+        return weights
+
+
+def masters(seed: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in checkpoint(seed).items()}
+
+
+def test_parameters_of_fsdp2_are_an_update_from_the_first_sync_on(rollout: Rollout, mesh: Any) -> None:
+    for step in range(3):
+        rollout.sync(Trainer(masters(step), mesh).weights(), step)
+        rollout.assert_holds(checkpoint(step))
+        assert rollout.engine.version == str(step)
+    assert rollout.own == []
+    updates = [call for call in rollout.engine.log if call[0] == "post_update"]
+    assert len(updates) == 4  # the engine has refused the dtypes of the first
+
+
+def test_an_unknown_parameter_of_fsdp2_is_an_error_each_time(rollout: Rollout, mesh: Any) -> None:
+    for step in range(2):
+        with pytest.raises(ManifestError, match=r"other\.weight"):
+            rollout.sync(Trainer({**masters(1), "other.weight": torch.zeros(2)}, mesh).weights(), step)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_parameters_of_fsdp2_are_those_of_verl_s_generator(adapter: Any, mesh: Any, kind: str) -> None:
+    """verl splits packed experts, but for one model. Tied weights are sent once."""
+    assert adapter.VllmRollout  # wraps verl's generator
+    tensors = {
+        "embed.weight": torch.randn(8, 4),
+        "layer.mlp.experts.gate_up_proj": torch.randn(3, 8, 4),
+        "layer.mlp.experts.down_proj": torch.randn(3, 4, 4, dtype=torch.bfloat16),
+        "norm.weight": torch.randn(4),
+    }
+    trainer = Trainer(tensors, mesh, kind)
+    own = dict(trainer.weights())
+    source = trainer.weights().source({"norm.weight": "bfloat16", "layer.mlp.experts.1.up_proj.weight": "bfloat16"})
+    made = dict(source.tensors())
+    assert [spec.name for spec in source.specs()] == list(made)
+    assert set(made) == set(own)
+    assert len(own) == (4 if kind == "gpt_oss" else 2 + 3 * 3)
+    for spec in source.specs():
+        assert made[spec.name].dtype == getattr(torch, spec.dtype)
+        assert torch.equal(made[spec.name], own[spec.name].to(made[spec.name].dtype))
+    assert made["norm.weight"].dtype == torch.bfloat16
+
+
+def test_a_model_that_fsdp2_does_not_hold_keeps_verl_s_generator(
+    adapter: Any, rollout: Rollout, mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, mesh: module)
+    monkeypatch.setattr(Trainer, "_uses_fsdp2_cpu_offload_policy", True)  # or verl moves it to a GPU first
+    for step in range(2):
+        rollout.sync(Trainer(masters(step), mesh).weights(), step)
+    assert [set(sync) for sync in rollout.own] == [set(masters(0))]
+    rollout.assert_holds(checkpoint(1))
 
 
 def test_tensors_that_the_engine_does_not_know_are_an_error(rollout: Rollout) -> None:
