@@ -1,4 +1,4 @@
-"""The adapter for verl's hybrid rollouts on vLLM. One line of verl's configuration enables it:
+"""The adapter for verl's hybrid rollouts on vLLM and SGLang. One line of verl's configuration enables it:
 
     actor_rollout_ref.model.external_lib=rl_memory_plugins.integrations.verl
 
@@ -14,13 +14,15 @@ one by one and in the masters' dtype. Other trainers' tensors come from verl's g
 advance. The first sync, before the first rollout, is then verl's own, and the adapter notes the names, dtypes and
 shapes that it carries.
 
-verl sleeps at level 2 by itself, and at level 1 where the sync does not carry all weights. Syncs that are not whole
-models as a checkpoint holds them stay verl's own: LoRA adapters, deltas, quantised rollouts, draft models,
-disaggregated prefill, and rollouts on other GPUs than the trainer's.
+verl sleeps at level 2 by itself on vLLM, and at level 1 where the sync does not carry all weights. On SGLang it keeps a
+copy of the weights in host memory; the adapter drops that copy where the engine starts with random weights, which no
+rollout may see. Syncs that are not whole models as a checkpoint holds them stay verl's own: LoRA adapters, deltas,
+quantised rollouts, draft models, disaggregated prefill, and rollouts on other GPUs than the trainer's.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,27 +33,36 @@ from rl_memory_plugins.hooking import Hooks
 if TYPE_CHECKING:
     import torch
 
-    from rl_memory_plugins.trainer import TensorSource, TensorSpec
+    from rl_memory_plugins.trainer import EngineClient, Peers, TensorSource, TensorSpec
 
     Named: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 ROLLOUTS = "verl.workers.rollout.base:_ROLLOUT_REGISTRY"
-SERVERS = "verl.workers.rollout.vllm_rollout.vllm_async_server"
-# Not a method of the server: Ray copies an actor's methods before the actor imports this module.
-ARGUMENTS = f"{SERVERS}:build_cli_args_from_config"
+VLLM = "verl.workers.rollout.vllm_rollout"
+SGLANG = "verl.workers.rollout.sglang_rollout"
 FSDP = "verl.workers.engine.fsdp"
 
 hooks = Hooks("verl")
 
 
 def _install(hooks: Hooks) -> None:
-    hooks.require(ROLLOUTS)["vllm", "async"] = f"{__name__}.VllmRollout"
-    if SERVERS in sys.modules:  # the process of a server; the others need not import the engine
-        hooks.wrap(ARGUMENTS, _enable)
+    rollouts = hooks.require(ROLLOUTS)
+    rollouts["vllm", "async"] = f"{__name__}.VllmRollout"
+    rollouts["sglang", "async"] = f"{__name__}.SglangRollout"
+    # In the process of a server; the others need not import the engine. These are not methods of verl's server: Ray
+    # copies an actor's methods before the actor imports this module.
+    if f"{VLLM}.vllm_async_server" in sys.modules:
+        hooks.wrap(f"{VLLM}.vllm_async_server:build_cli_args_from_config", _enable)
+    if f"{SGLANG}.async_sglang_server" in sys.modules:
+        from rl_memory_plugins.engines.sglang import register
+
+        os.environ.setdefault("RL_MEMORY", "1")  # verl makes SGLang's arguments itself
+        register()
+        hooks.wrap("sglang.srt.entrypoints.engine:Engine._launch_subprocesses", _keep_no_random_weights)
 
 
 def _enable(original: Callable[[dict[str, Any]], list[str]]) -> Callable[[dict[str, Any]], list[str]]:
-    """Enable the package in the engine. Options that the configuration names stay."""
+    """Enable the package in vLLM. Options that the configuration names stay."""
 
     def arguments(config: dict[str, Any]) -> list[str]:
         given = config.get("additional_config") or {}
@@ -60,93 +71,130 @@ def _enable(original: Callable[[dict[str, Any]], list[str]]) -> Callable[[dict[s
     return arguments
 
 
+def _keep_no_random_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def launch(cls: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+        if server_args.load_format == "dummy":
+            server_args.enable_weights_cpu_backup = False
+        return original(cls, server_args, *args, **kwargs)
+
+    return launch
+
+
 def __getattr__(name: str) -> Any:
-    """`VllmRollout`, which needs verl's class and with it the engine."""
-    if name != "VllmRollout":
+    """`VllmRollout` and `SglangRollout`, which need verl's classes and with them the engine."""
+    make = {"VllmRollout": _vllm_rollout, "SglangRollout": _sglang_rollout}.get(name)
+    if make is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = globals()[name] = _rollout()
+    hooks.wrap(f"{FSDP}.transformer_impl:FSDPEngine.get_per_tensor_param", _with_parameters)
+    made = globals()[name] = make()
     return made
 
 
-def _rollout() -> type:
+def _vllm_rollout() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-    from rl_memory_plugins.errors import ManifestError
-    from rl_memory_plugins.trainer import EngineClient, Peers, push_from_all
-
-    hooks.wrap(f"{FSDP}.transformer_impl:FSDPEngine.get_per_tensor_param", _with_parameters)
-
-    class VllmRollout(ServerAdapter):  # type: ignore[misc]
-        """verl's rollout, with the update of this package in place of verl's sender."""
-
-        _engines: list[EngineClient]  # of this rank: the replica's, or none
-        _peers: Peers | None = None
-        _specs: list[TensorSpec] | None = None  # of the tensors of verl's generator, once a sync has carried them
-        _dtypes: Mapping[str, str] = {}  # by name: the engine's dtype, where it has refused the trainer's
-
-        async def update_weights(
-            self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
-        ) -> None:
-            """Send all weights. Every rank of the trainer calls it.
-
-            Args:
-                weights: Names and whole tensors, the same on every rank.
-                global_steps: The version of the weights.
-                wire_format, **kwargs: See verl's `ServerAdapter`.
-
-            Raises:
-                RLMemoryError: on every rank, if the update failed on one.
-            """
-            if not self._is_whole(weights, wire_format, kwargs):
-                await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
-                return
-            if self._peers is None:
-                self._engines, self._peers = await self._engines_here(), Peers()
-            version = None if global_steps is None else str(global_steps)
-            if self._specs is None and not isinstance(weights, _Parameters):
-                specs: list[TensorSpec] = []
-                await super().update_weights(_noting(weights, specs), global_steps=global_steps, **kwargs)
-                push_from_all(self._engines, {}, self._peers, partial=True, weight_version=version)  # names the weights
-                self._specs = specs
-                return
-            try:
-                push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
-            except ManifestError as error:  # nothing has been gathered
-                wrong = {m["name"]: m["expected"] for m in error.details.get("mismatches", ()) if m.get("expected")}
-                if wrong.items() <= self._dtypes.items():
-                    raise
-                self._dtypes = {**self._dtypes, **wrong}
-                push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
-            if self._has_server and global_steps is not None:  # the update has reset the caches
-                await self.server_handle.set_global_steps.remote(global_steps)
-
-        def _is_whole(self, weights: Any, wire_format: str, kwargs: dict[str, Any]) -> bool:
-            """Whether the tensors of a sync are all weights of the engine as a checkpoint holds them."""
-            config = self.config
-            return (
-                wire_format == "named_tensors"
-                and not hasattr(weights, "__aiter__")  # from a trainer on other GPUs
-                and not kwargs.get("peft_config")
-                and self._pd_role is None  # each role has an engine of its own
-                and config.quantization is None
-                and getattr(self.model_config.hf_config, "quantization_config", None) is None
-                and not (config.qat or {}).get("enable", False)
-                and not (config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout)
-            )
-
-        def _source(self, weights: Any) -> TensorSource:
-            """The tensors of a sync, in the engine's dtypes."""
-            if isinstance(weights, _Parameters):
-                return weights.source(self._dtypes)
-            return _listed(self._specs or [], weights, self._dtypes)
-
-        async def _engines_here(self) -> list[EngineClient]:
-            if not self._ensure_server_handle():
-                return []
-            host, port = await self.server_handle.get_server_address.remote()
-            return [EngineClient(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")]
+    class VllmRollout(_Updates, ServerAdapter):  # type: ignore[misc]
+        async def _server(self) -> Any:
+            return self.server_handle if self._ensure_server_handle() else None
 
     return VllmRollout
+
+
+def _sglang_rollout() -> type:
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+    class SglangRollout(_Updates, ServerAdapter):  # type: ignore[misc]
+        async def _server(self) -> Any:
+            await self._init_server_adapter()
+            return None if self._engine is None else self.server_actor
+
+    return SglangRollout
+
+
+class _Updates:
+    """For a rollout of verl: the update of this package in place of verl's sender."""
+
+    config: Any
+    model_config: Any
+    _pd_role: Any
+    _engines: list[EngineClient]  # of this rank: the replica's, or none
+    _peers: Peers | None = None
+    _specs: list[TensorSpec] | None = None  # of the tensors of verl's generator, once a sync has carried them
+    _dtypes: Mapping[str, str] = {}  # by name: the engine's dtype, where it has refused the trainer's
+
+    async def _server(self) -> Any:
+        """The actor of the replica's server, or `None` in a rank that does not lead a replica."""
+        raise NotImplementedError
+
+    async def update_weights(
+        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        """Send all weights. Every rank of the trainer calls it.
+
+        Args:
+            weights: Names and whole tensors, the same on every rank.
+            global_steps: The version of the weights.
+            wire_format, **kwargs: See verl's `ServerAdapter`.
+
+        Raises:
+            RLMemoryError: on every rank, if the update failed on one.
+        """
+        from rl_memory_plugins.errors import ManifestError
+        from rl_memory_plugins.trainer import Peers, push_from_all
+
+        verls_own = super().update_weights  # type: ignore[misc]
+        if not self._is_whole(weights, wire_format, kwargs):
+            await verls_own(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
+            return
+        if self._peers is None:
+            self._engines, self._peers = await self._engines_here(), Peers()
+        version = None if global_steps is None else str(global_steps)
+        if self._specs is None and not isinstance(weights, _Parameters):
+            specs: list[TensorSpec] = []
+            await verls_own(_noting(weights, specs), global_steps=global_steps, **kwargs)
+            push_from_all(self._engines, {}, self._peers, partial=True, weight_version=version)  # names the weights
+            self._specs = specs
+            return
+        try:
+            push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
+        except ManifestError as error:  # nothing has been gathered
+            wrong = {m["name"]: m["expected"] for m in error.details.get("mismatches", ()) if m.get("expected")}
+            if wrong.items() <= self._dtypes.items():
+                raise
+            self._dtypes = {**self._dtypes, **wrong}
+            push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
+        server = await self._server()
+        if server is not None and global_steps is not None:
+            await server.set_global_steps.remote(global_steps)
+
+    def _is_whole(self, weights: Any, wire_format: str, kwargs: dict[str, Any]) -> bool:
+        """Whether the tensors of a sync are all weights of the engine as a checkpoint holds them."""
+        config = self.config
+        return (
+            wire_format == "named_tensors"
+            and not hasattr(weights, "__aiter__")  # from a trainer on other GPUs
+            and not kwargs.get("peft_config")
+            and self._pd_role is None  # each role has an engine of its own
+            and config.quantization is None
+            and getattr(self.model_config.hf_config, "quantization_config", None) is None
+            and not (config.qat or {}).get("enable", False)
+            and not (config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout)
+        )
+
+    def _source(self, weights: Any) -> TensorSource:
+        """The tensors of a sync, in the engine's dtypes."""
+        if isinstance(weights, _Parameters):
+            return weights.source(self._dtypes)
+        return _listed(self._specs or [], weights, self._dtypes)
+
+    async def _engines_here(self) -> list[EngineClient]:
+        from rl_memory_plugins.trainer import EngineClient
+
+        server = await self._server()
+        if server is None:
+            return []
+        host, port = await server.get_server_address.remote()
+        return [EngineClient(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")]
 
 
 # -- the trainer's tensors -------------------------------------------------------------------------------------

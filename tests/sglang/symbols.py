@@ -30,7 +30,7 @@ SYMBOLS: Symbols = {
     f"{ENGINE}:Engine.update_weights_from_ipc": ("self", "zmq_handles", "flush_cache"),
     f"{ENGINE}:run_data_parallel_controller_process": (),
     "sglang.srt.entrypoints.http_server:app": (),
-    "sglang.srt.entrypoints.http_server:_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
+    "sglang.srt.entrypoints.http_server:get_global_state": (),
     # the tokenizer's process
     f"{TOKENIZER}.init_request_dispatcher": ("self",),
     f"{TOKENIZER}.generate_request": CALL,

@@ -53,6 +53,7 @@ class SglangApi(AsyncioApi):
     def __init__(self, tokenizer: Any, config: RLMemoryConfig) -> None:
         super().__init__(config.drain_timeout_s)
         self._tokenizer = tokenizer
+        self.server_args = tokenizer.server_args
         self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock
         self._calls: dict[str, dict[int, asyncio.Future[Reply[Any]]]] = {}  # by request: the reply of each engine
 
@@ -63,7 +64,7 @@ class SglangApi(AsyncioApi):
 
         self._tokenizer.auto_create_handle_loop()
         to_schedulers = self._tokenizer.release_memory_occupation_communicator
-        engines = 1 if has_attention_dp(self._tokenizer.server_args) else to_schedulers._fan_out
+        engines = 1 if has_attention_dp(self.server_args) else to_schedulers._fan_out
         rid = uuid.uuid4().hex
         loop = asyncio.get_running_loop()
         replies = self._calls[rid] = {rank: loop.create_future() for rank in range(engines)}
@@ -103,7 +104,7 @@ class SglangApi(AsyncioApi):
                 f"{len(running)} requests are running: let them end, abort them, or call pause_generation() first",
                 running=len(running),
             )
-        return (yield from self.sleep(native_level(self._tokenizer.server_args), tags, "keep"))
+        return (yield from self.sleep(native_level(self.server_args), tags, "keep"))
 
 
 def api_of(tokenizer: Any) -> SglangApi | None:

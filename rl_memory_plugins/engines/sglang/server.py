@@ -1,4 +1,7 @@
-"""The HTTP server's side: routes, authentication and the gate, put into SGLang's app before it starts."""
+"""The HTTP server's side: routes, authentication and the gate, put into SGLang's app when it begins to serve.
+
+SGLang's own launcher serves the app, or a framework that has started the engine's processes itself.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from rl_memory_plugins.engines.sglang.client import SglangApi, api_of
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.server.late import attach_late
 
 HTTP = "sglang.srt.entrypoints.http_server"
 
@@ -37,31 +41,31 @@ GENERATION = (
 
 def install(hooks: Hooks) -> None:
     hooks.require(f"{HTTP}:app")
-    hooks.wrap(f"{HTTP}:_setup_and_run_http_server", _setup)
+    hooks.require(f"{HTTP}:get_global_state")
+    attach_late(hooks, _attach, serves_enabled=lambda app: _api_of(app) is not None)
 
 
-def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    def setup_and_run(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        api = api_of(tokenizer_manager)
-        if api is not None:
-            from sglang.srt.entrypoints.http_server import app
+def _api_of(app: Any) -> SglangApi | None:
+    """The engine that the app serves, if it is enabled."""
+    from sglang.srt.entrypoints import http_server
 
-            attach(app, api, server_args)
-        return original(server_args, tokenizer_manager, *args, **kwargs)
-
-    return setup_and_run
+    state = http_server.get_global_state() if app is http_server.app else None
+    return None if state is None else api_of(state.tokenizer_manager)
 
 
-def attach(app: Any, api: SglangApi, server_args: Any) -> None:
+def _attach(app: Any) -> None:
     """Put the control routes in front of SGLang's own, and the gate around the app."""
     from sglang.srt.utils.auth import AuthLevel
 
-    from rl_memory_plugins.server.attach import attach as attach_routes
+    from rl_memory_plugins.server.attach import attach
 
+    api = _api_of(app)
+    assert api is not None
+    server_args = api.server_args
     # SGLang checks the admin key if there is one, else the API key, before this package does. This package checks the
     # same key, and without a key admits local clients only.
     keys = [server_args.admin_api_key or server_args.api_key or ""]
-    routes = attach_routes(
+    routes = attach(
         app,
         lambda: api,
         api.status_now,

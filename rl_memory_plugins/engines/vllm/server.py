@@ -23,6 +23,7 @@ from rl_memory_plugins.engines.vllm.options import may_serve
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.server.late import attach_late
 
 #: Every route of vLLM that runs the model.
 GENERATION = (
@@ -61,7 +62,7 @@ def install(hooks: Hooks) -> None:
         hooks.wrap("vllm.plugins:load_endpoint_plugins", _load_endpoint_plugins)
     else:
         hooks.wrap("vllm.entrypoints.serve:register_vllm_serve_api_routers", _register_routers)
-    hooks.wrap("starlette.routing:Router.lifespan", _attach_late)
+    attach_late(hooks, _attach_late, serves_enabled=_serves_enabled)
 
 
 def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,31 +83,17 @@ def _register_routers(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return register_routers
 
 
-def _attach_late(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def lifespan(router: Any, scope: Any, receive: Any, send: Any) -> None:
-        app = scope.get("app")
-        if app is not None and _lacks_endpoints(app):
-            endpoints = RLMemoryEndpoints()
-            app.middleware_stack = None  # built already; the first request builds it anew
-            endpoints.attach(app)
-            # Inside of the app's own middleware, as where the endpoints attach first: vLLM checks its keys before.
-            app.user_middleware.append(app.user_middleware.pop(0))
-            _meet_engine_at_start(app, endpoints)
-        await original(router, scope, receive, send)
-
-    return lifespan
+def _attach_late(app: Any) -> None:
+    endpoints = RLMemoryEndpoints()
+    endpoints.attach(app)
+    _meet_engine_at_start(app, endpoints)
 
 
-def _lacks_endpoints(app: Any) -> bool:
-    """Whether the app serves an enabled engine without the endpoints."""
+def _serves_enabled(app: Any) -> bool:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rl_memory_plugins.server.gate import AdmissionGate
-
     engine = getattr(app.state, "engine_client", None)
-    if not isinstance(engine, AsyncLLM) or api_of(engine, AsyncApi) is None:
-        return False
-    return all(middleware.cls is not AdmissionGate for middleware in app.user_middleware)
+    return isinstance(engine, AsyncLLM) and api_of(engine, AsyncApi) is not None
 
 
 def _meet_engine_at_start(app: Any, endpoints: RLMemoryEndpoints) -> None:
