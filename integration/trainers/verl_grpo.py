@@ -1,12 +1,14 @@
-"""verl's GRPO with FSDP2 and vLLM on the same GPUs, without this package, with it, and with its adapter.
+"""verl's GRPO with FSDP2 and vLLM or SGLang on the same GPUs, without this package, with it, and with its adapter.
 
     python -m integration.trainers.verl_grpo --device cpu --steps 3 --shape tiny --out verl-cpu.json
     python -m integration.trainers.verl_grpo --device cuda --steps 20 --shape 1.5b --out verl.json
     python -m integration.trainers.verl_grpo --device cuda --steps 20 --shape 1.5b --ranks 2 --out verl-tp2.json
+    python -m integration.trainers.verl_grpo --engine sglang --subjects adapter --out verl-sglang-cpu.json
 
-    native     verl as it is: level-2 sleeps of vLLM, and verl's own buckets over CUDA IPC. vLLM cannot sleep on a CPU,
-               so this subject needs a GPU.
-    plugin     the same, and the package enabled in the engine by `engine_kwargs.vllm.additional_config`
+    native     verl as it is: level-2 sleeps of vLLM, and verl's own buckets over CUDA IPC. The engines cannot sleep on a
+               CPU, so this subject needs a GPU.
+    plugin     the same, and the package enabled in the engine: by `engine_kwargs.vllm.additional_config`, or by
+               `RL_MEMORY` with SGLang
     adapter    the same with `actor_rollout_ref.model.external_lib=rl_memory_plugins.integrations.verl`
 
 Model, tokenizer and prompts are made here, and nothing is fetched. The task is that of `integration.grpo`: the reward
@@ -43,8 +45,8 @@ from pathlib import Path
 from typing import Any
 
 from integration import grpo
+from integration.engines import ENGINES
 from integration.engines.base import REPOSITORY, Launch
-from integration.engines.vllm import Vllm
 from integration.models import SHAPES, write_model
 from integration.records import Records, read
 from integration.subjects import engine_version, gpu_name, run_bounded
@@ -59,6 +61,17 @@ MICRO_BATCH = 128  # answers
 ENGINE_SHARE = 0.4  # of the GPU's memory
 TIMEOUT_S = 560
 GAP = 0.1  # the largest mean difference of log-probabilities
+ON_CPU = {
+    "vllm": {"vllm.kv_cache_memory_bytes": 64 << 20},
+    "sglang": {
+        "sglang.device": "cpu",
+        "sglang.attention_backend": "torch_native",
+        "sglang.sampling_backend": "pytorch",
+        "sglang.grammar_backend": "none",
+        "sglang.disable_overlap_schedule": True,
+        "sglang.max_total_tokens": 4096,
+    },
+}
 ADAPTER = "rl_memory_plugins.integrations.verl"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -126,7 +139,7 @@ def overrides(subject: str, arguments: argparse.Namespace, folder: Path) -> list
         f"{actor}.optim.weight_decay": 0.0,
         f"{actor}.ppo_mini_batch_size": prompts,
         f"{actor}.ppo_micro_batch_size_per_gpu": micro_batch,
-        f"{rollout}.name": "vllm",
+        f"{rollout}.name": arguments.engine,
         f"{rollout}.n": answers,
         f"{rollout}.ignore_eos": True,
         f"{rollout}.tensor_model_parallel_size": arguments.ranks,
@@ -157,13 +170,13 @@ def overrides(subject: str, arguments: argparse.Namespace, folder: Path) -> list
             f"{rollout}.dtype": "float32",
             f"{rollout}.enforce_eager": True,
             f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
-            f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": 64 << 20,
+            **{f"+{rollout}.engine_kwargs.{name}": value for name, value in ON_CPU[arguments.engine].items()},
             "+ray_kwargs.ray_init.num_gpus": arguments.ranks,
             "+ray_kwargs.ray_init.object_store_memory": 200 << 20,
         }
     elif arguments.ranks > 1:  # FlashInfer compiles its fused all-reduce at the start, and it needs NVLink multicast
         options[f"+{rollout}.engine_kwargs.vllm.compilation_config.pass_config.fuse_allreduce_rms"] = False
-    if subject == "plugin":
+    if subject == "plugin" and arguments.engine == "vllm":  # `environment` enables SGLang's
         options[f"+{rollout}.engine_kwargs.vllm.additional_config"] = "{rl_memory:{}}"
     if subject == "adapter":
         options[f"{model}.external_lib"] = ADAPTER
@@ -175,8 +188,12 @@ def environment(subject: str, arguments: argparse.Namespace, folder: Path) -> di
     variables = {name: value for name, value in os.environ.items() if name != "RL_MEMORY"}
     paths = [str(REPOSITORY), *variables.get("PYTHONPATH", "").split(os.pathsep)]
     if arguments.device == "cpu":
-        variables |= Vllm().environment(Launch(folder, tp=arguments.ranks))
+        engine = ENGINES[arguments.engine]().environment(Launch(folder, tp=arguments.ranks))
+        paths.append(engine.pop("PYTHONPATH", ""))
+        variables |= engine
         watch = f"integration.trainers.verl_on_cpu,{watch}"
+    if subject == "plugin" and arguments.engine == "sglang":
+        variables["RL_MEMORY"] = "implicit_update_session=true"
     return variables | {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
         "HF_HUB_OFFLINE": "1",
@@ -252,14 +269,14 @@ def gpu_bytes() -> int:
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "trainer": f"verl {version('verl')}",
-        "engine": f"vllm {engine_version('vllm')}, tensor parallel {arguments.ranks}",
+        "engine": f"{arguments.engine} {engine_version(arguments.engine)}, tensor parallel {arguments.ranks}",
         "torch": version("torch"),
         "transformers": version("transformers"),
         "device": f"{arguments.ranks} {gpu_name()}" if arguments.device == "cuda" else "cpu",
         "model": f"{arguments.shape}, {grpo.VOCABULARY} tokens",
         "commit": arguments.commit,
         "command": f"python -m integration.trainers.verl_grpo --device {arguments.device} --steps {arguments.steps} "
-        f"--shape {arguments.shape} --ranks {arguments.ranks}",
+        f"--shape {arguments.shape} --engine {arguments.engine} --ranks {arguments.ranks}",
     }
 
 
@@ -272,6 +289,7 @@ def problems(records: list[dict[str, Any]], arguments: argparse.Namespace) -> li
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=SUBJECTS, default="cpu")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer and of the engine")
