@@ -105,7 +105,7 @@ class _Sync:
         from rl_memory_plugins.trainer import EngineClient, aggressive_empty_cache, push_from_all
         from rl_memory_plugins.weights.source import spec_of
 
-        urls = self._peers.agree(lambda: _urls(updater))[self._peers.rank]
+        urls = self._peers.agree(lambda: _urls(updater, self._peers.rank))[self._peers.rank]
         engines = [EngineClient(url) for url in urls]
         if not self._specs:
             self._specs = [spec_of(name, tensor) for name, tensor in _tensors(updater)]
@@ -146,12 +146,11 @@ def _tensors(updater: Updater) -> Iterator[tuple[str, torch.Tensor]]:
         yield from chunk
 
 
-def _urls(updater: Updater) -> list[str]:
-    """The engines that this rank controls: the one whose first GPU is this rank's, or none."""
+def _urls(updater: Updater, rank: int) -> list[str]:
+    """The addresses of the engines that a trainer rank controls: the engine whose first GPU is the rank's, or none."""
     import ray
-    import torch.distributed as dist
 
-    if updater._ipc_engine is None or updater._ipc_gather_src != dist.get_rank():
+    if updater._ipc_engine is None or updater._ipc_gather_src != rank:
         return []
     asked = getattr(updater._ipc_engine, "get_url", None) or updater._ipc_engine.get_topology_info  # miles' method
     answer = ray.get(asked.remote())
