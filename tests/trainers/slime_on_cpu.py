@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from integration.models import new_model
 
@@ -41,7 +42,7 @@ def start(rank: int, name: str, folder: Path, url: str, adapter: bool, **options
 
 
 def update(rank: int, name: str, seed: int) -> str:
-    """What a trainer does between two steps. Returns the engine's version, by the engine's actor; or the error."""
+    """What a trainer does between two steps. Returns the engine's version."""
     return _trainers[name].cycle(seed)
 
 
@@ -96,15 +97,11 @@ class Trainer:
             self.engine.release_memory_occupation()
             self.engine.resume_memory_occupation(tags=["weights"])
         dist.barrier()
-        error = ""
-        try:
-            self.updater.update_weights()
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
+        self.updater.update_weights()
         dist.barrier()
         if self.rank == 0:
             self.engine.resume_memory_occupation(tags=["kv_cache", "cuda_graph"])
-        return error or str(self.version())
+        return self.version()
 
     def version(self) -> str:
         import httpx
@@ -138,6 +135,7 @@ def arguments(config: Any, options: dict[str, Any]) -> SimpleNamespace:
         "vocab_size": config.vocab_size,
         "q_lora_rank": None,
         "num_experts": None,
+        "swiglu": True,
         "update_weight_buffer_size": 1 << 20,  # several chunks
         "rollout_num_gpus_per_engine": 1,
         "actor_num_nodes": 1,
@@ -253,6 +251,7 @@ class _Absent(MetaPathFinder, Loader):
 def _stand_in_for_packages() -> None:
     """Megatron's groups are set here and not later: slime's modules import the functions' module by its name."""
     sys.meta_path.insert(0, _Absent())
+    torch.multiprocessing.set_sharing_strategy("file_system")  # the other one needs a common ancestor's secret
     core = importlib.import_module("megatron.core")
     layers = importlib.import_module("megatron.core.transformer.transformer_layer")
     sizes = {"pipeline_model_parallel": 1, "expert_model_parallel": 1, "expert_tensor_parallel": 1}
@@ -263,12 +262,16 @@ def _stand_in_for_packages() -> None:
         get_tensor_model_parallel_group=lambda: dist.group.WORLD,
     )
     layers.get_transformer_layer_offset = lambda config: 0  # type: ignore[attr-defined]
-    importlib.import_module("ray").get = lambda answers: answers  # type: ignore[attr-defined]
+    ray: Any = importlib.import_module("ray")
+    ray.get = lambda answers: answers
+    ray._private = SimpleNamespace(services=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
 
 
 def _stand_in_for_groups(name: str, rank: int) -> None:
     """The groups that both trainers make before they make their sender, and no GPU."""
     importlib.import_module(f"{name}.utils.distributed_utils").init_gloo_group()
+    iterators: Any = importlib.import_module(f"{name}.backends.megatron_utils.update_weight.hf_weight_iterator_direct")
+    iterators.monkey_patch_torch_reductions = lambda: None  # SGLang's patch for CUDA's handles breaks host memory's
     if name == "slime":
         accelerator: Any = importlib.import_module("slime.utils.accelerator")
         accelerator.current_device = lambda: "cpu"
