@@ -110,7 +110,7 @@ class _Sync:
         if not self._specs:
             self._specs = [spec_of(name, tensor) for name, tensor in _tensors(updater)]
         paused = getattr(updater.args, "pause_generation_mode", "abort")  # miles' argument; slime aborts
-        options = {
+        options: dict[str, Any] = {
             "weight_version": str(updater.weight_version),
             "mode": "abort" if paused == "abort" else "keep",
         }

@@ -7,6 +7,8 @@ MILES_SOURCE name them.
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +140,38 @@ def gathered(rank: int, with_own_engine: bool) -> list[str]:
     return [] if engine is None else [str(engine.version)]
 
 
+def with_groups_made_anew(rank: int) -> list[str]:
+    """slime destroys its process groups while it sleeps, the world included, and makes them anew before a sync."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(slime_on_cpu.source_of("slime")))
+    from slime.utils import distributed_utils, reloadable_process_group
+
+    groups: Any = reloadable_process_group
+    groups.monkey_patch_torch_dist()
+    distributed_utils.init_gloo_group()
+    groups.register_default_process_group(timeout=timedelta(seconds=30))
+    groups._uses_accelerator_backend = lambda backend: True  # as if the world were NCCL's
+    groups._wrap_low_level_call = lambda **_: contextlib.nullcontext()  # asks the GPU for its memory
+    sys.modules.update({name: made for name, made in slime_stand_in.modules().items() if name not in sys.modules})
+    slime.hooks = Hooks("slime")
+    engine = Engine()
+    package.EngineClient = lambda url: engine  # type: ignore[assignment, misc]
+    updater = slime_stand_in.enabled()(slime_stand_in.handle(URL) if rank == 0 else None, rank, dist.barrier)
+    made = []
+    for step in (1, 2, 3):
+        sync(updater, step)
+        made.append(len(groups.ReloadableProcessGroup.GROUPS[os.getpid()]))
+        world = dist.group.WORLD
+        groups.destroy_process_groups()
+        groups.reload_process_groups()
+        assert dist.group.WORLD is not world
+    assert made == [1, 1, 1]
+    return [str(engine.version)]
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[ProcessPair]:
     with ProcessPair() as pair:
@@ -150,6 +184,12 @@ def test_two_ranks_send_and_fail_together(pair: ProcessPair, with_own_engine: bo
 
 
 # -- the trainers' sources --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(slime_on_cpu.source_of("slime") is None, reason="SLIME_SOURCE names no checkout of slime")
+def test_slime_s_process_groups_may_be_made_anew_between_syncs() -> None:
+    with ProcessPair() as pair:
+        assert pair.run(with_groups_made_anew, timeout_s=60) == [["3"], ["None"]]
 
 
 @pytest.fixture(params=["slime", "miles"])
