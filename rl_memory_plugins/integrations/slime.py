@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     Updater = Any  # slime's or miles' `UpdateWeightFromTensor`
 
+__all__ = ["enable"]
+
 UPDATER = "backends.megatron_utils.update_weight.update_weight_from_tensor:UpdateWeightFromTensor"
 #: Arguments of models that no engine holds whole, and of engines that the package does not serve.
 OTHERS = ("indep_dp", "mtp_num_layers", "prefill_num_servers", "sglang_speculative_algorithm")
