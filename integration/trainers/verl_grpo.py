@@ -5,8 +5,8 @@
     python -m integration.trainers.verl_grpo --device cuda --steps 20 --shape 1.5b --ranks 2 --out verl-tp2.json
     python -m integration.trainers.verl_grpo --engine sglang --subjects adapter --out verl-sglang-cpu.json
 
-    native     verl as it is: level-2 sleeps of vLLM, and verl's own buckets over CUDA IPC. The engines cannot sleep on a
-               CPU, so this subject needs a GPU.
+    native     verl as it is: level-2 sleeps of vLLM, and verl's own buckets over CUDA IPC. The engines cannot sleep on
+               a CPU, so this subject needs a GPU.
     plugin     the same, and the package enabled in the engine: by `engine_kwargs.vllm.additional_config`, or by
                `RL_MEMORY` with SGLang
     adapter    the same with `actor_rollout_ref.model.external_lib=rl_memory_plugins.integrations.verl`
@@ -55,6 +55,7 @@ from integration.trainers.checks import problems_of
 
 SEED = 11
 SUBJECTS = {"cpu": ("plugin", "adapter"), "cuda": ("native", "plugin", "adapter")}
+SUBJECTS_ON = {("sglang", "cpu"): ("adapter",)}  # SGLang's own sync shares memory of GPUs
 PROMPTS, ANSWERS = {"cpu": 4, "cuda": 32}, {"cpu": 4, "cuda": 16}  # in a step; to each prompt
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 MICRO_BATCH = 128  # answers
@@ -297,7 +298,8 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown", help="of this repository, for the records")
     parser.add_argument("--out", type=Path, default=Path("verl.json"))
     arguments = parser.parse_args()
-    arguments.subjects = arguments.subjects or SUBJECTS[arguments.device]
+    kind = arguments.engine, arguments.device
+    arguments.subjects = arguments.subjects or SUBJECTS_ON.get(kind) or SUBJECTS[arguments.device]
     arguments.out.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="rl-memory-verl-") as scratch:
         folder = Path(scratch)

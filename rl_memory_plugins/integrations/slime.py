@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.integrations.engine_dtypes import EngineDtypes, cast_stream
 
 if TYPE_CHECKING:
     import torch
 
-    from rl_memory_plugins.trainer import TensorSource, TensorSpec
+    from rl_memory_plugins.trainer import TensorSpec
 
     Updater = Any  # slime's or miles' `UpdateWeightFromTensor`
 
@@ -95,7 +96,7 @@ class _Sync:
 
         self._peers = Peers()  # kept: slime destroys its process groups while it sleeps, and makes the same ones anew
         self._specs: list[TensorSpec] = []
-        self._dtypes: Mapping[str, str] = {}  # by name: the engine's dtype, where it has refused the trainer's
+        self._dtypes = EngineDtypes()
 
     def send(self, updater: Updater) -> None:
         """Send all weights.
@@ -103,8 +104,7 @@ class _Sync:
         Raises:
             RLMemoryError: on every rank, if the update failed on one.
         """
-        from rl_memory_plugins.errors import ManifestError
-        from rl_memory_plugins.trainer import EngineClient, aggressive_empty_cache, push_from_all
+        from rl_memory_plugins.trainer import EngineClient, aggressive_empty_cache
         from rl_memory_plugins.weights.source import spec_of
 
         urls = self._peers.agree(lambda: _urls(updater, self._peers.rank))[self._peers.rank]
@@ -117,29 +117,13 @@ class _Sync:
             "mode": "abort" if paused == "abort" else "keep",
         }
         try:
-            try:
-                push_from_all(engines, self._source(updater), self._peers, **options)
-            except ManifestError as error:  # nothing has been gathered
-                wrong = {m["name"]: m["expected"] for m in error.details.get("mismatches", ()) if m.get("expected")}
-                if wrong.items() <= self._dtypes.items():
-                    raise
-                self._dtypes = {**self._dtypes, **wrong}
-                push_from_all(engines, self._source(updater), self._peers, **options)
+            self._dtypes.push(
+                engines, lambda dtypes: cast_stream(self._specs, _tensors(updater), dtypes), self._peers, **options
+            )
         finally:
             aggressive_empty_cache(max_rounds=0)  # the gathers' memory, before the engine takes its KV cache's
             for engine in engines:
                 engine.close()
-
-    def _source(self, updater: Updater) -> TensorSource:
-        import torch
-
-        from rl_memory_plugins.trainer import StreamSource, TensorSpec
-
-        specs = [TensorSpec(spec.name, self._dtypes.get(spec.name, spec.dtype), spec.shape) for spec in self._specs]
-        casts = {spec.name: getattr(torch, spec.dtype) for spec in specs}
-        return StreamSource(
-            specs, lambda: ((name, tensor.to(casts.get(name, tensor.dtype))) for name, tensor in _tensors(updater))
-        )
 
 
 def _tensors(updater: Updater) -> Iterator[tuple[str, torch.Tensor]]:

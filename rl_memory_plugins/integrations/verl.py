@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.integrations.engine_dtypes import EngineDtypes, cast_stream
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +121,7 @@ class _Updates:
     _engines: list[EngineClient]  # of this rank: the replica's, or none
     _peers: Peers | None = None
     _specs: list[TensorSpec] | None = None  # of the tensors of verl's generator, once a sync has carried them
-    _dtypes: Mapping[str, str] = {}  # by name: the engine's dtype, where it has refused the trainer's
+    _dtypes: EngineDtypes
 
     async def _server(self) -> Any:
         """The actor of the replica's server, or `None` in a rank that does not lead a replica."""
@@ -139,7 +140,6 @@ class _Updates:
         Raises:
             RLMemoryError: on every rank, if the update failed on one.
         """
-        from rl_memory_plugins.errors import ManifestError
         from rl_memory_plugins.trainer import Peers, push_from_all
 
         verls_own = super().update_weights  # type: ignore[misc]
@@ -148,6 +148,7 @@ class _Updates:
             return
         if self._peers is None:
             self._engines, self._peers = await self._engines_here(), Peers()
+            self._dtypes = EngineDtypes()
         version = None if global_steps is None else str(global_steps)
         if self._specs is None and not isinstance(weights, _Parameters):
             specs: list[TensorSpec] = []
@@ -155,14 +156,9 @@ class _Updates:
             push_from_all(self._engines, {}, self._peers, partial=True, weight_version=version)  # names the weights
             self._specs = specs
             return
-        try:
-            push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
-        except ManifestError as error:  # nothing has been gathered
-            wrong = {m["name"]: m["expected"] for m in error.details.get("mismatches", ()) if m.get("expected")}
-            if wrong.items() <= self._dtypes.items():
-                raise
-            self._dtypes = {**self._dtypes, **wrong}
-            push_from_all(self._engines, self._source(weights), self._peers, weight_version=version)
+        self._dtypes.push(
+            self._engines, lambda dtypes: self._source(weights, dtypes), self._peers, weight_version=version
+        )
         server = await self._server()
         if server is not None and global_steps is not None:
             await server.set_global_steps.remote(global_steps)
@@ -181,11 +177,11 @@ class _Updates:
             and not (config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout)
         )
 
-    def _source(self, weights: Any) -> TensorSource:
-        """The tensors of a sync, in the engine's dtypes."""
+    def _source(self, weights: Any, dtypes: Mapping[str, str]) -> TensorSource:
+        """The tensors of a sync, in the trainer's dtypes or in others that are given by name."""
         if isinstance(weights, _Parameters):
-            return weights.source(self._dtypes)
-        return _listed(self._specs or [], weights, self._dtypes)
+            return weights.source(dtypes)
+        return cast_stream(self._specs or [], weights, dtypes)
 
     async def _engines_here(self) -> list[EngineClient]:
         from rl_memory_plugins.trainer import EngineClient
@@ -206,22 +202,6 @@ def _noting(weights: Named, specs: list[TensorSpec]) -> Iterator[tuple[str, torc
     for name, tensor in weights:
         specs.append(spec_of(name, tensor))
         yield name, tensor
-
-
-def _listed(specs: Iterable[TensorSpec], weights: Named, dtypes: Mapping[str, str]) -> TensorSource:
-    """The tensors of verl's generator, one by one.
-
-    Args:
-        specs: The trainer's tensors.
-        dtypes: By name, the dtypes to send where they are not the trainer's.
-    """
-    import torch
-
-    from rl_memory_plugins.trainer import StreamSource, TensorSpec
-
-    sent = [TensorSpec(spec.name, dtypes.get(spec.name, spec.dtype), spec.shape) for spec in specs]
-    casts = {spec.name: getattr(torch, spec.dtype) for spec in sent}
-    return StreamSource(sent, lambda: ((name, tensor.to(casts.get(name, tensor.dtype))) for name, tensor in weights))
 
 
 def _with_parameters(original: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
