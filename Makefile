@@ -93,7 +93,8 @@ PARTS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-own) test-sgla
 test-sglang: $(PARTS_sglang)
 
 test-sglang-own: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang --ignore tests/sglang/test_weight_kinds.py
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/trainers/test_slime_engine.py \
+		--ignore tests/sglang/test_weight_kinds.py
 
 test-sglang-suite: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --fork
@@ -127,18 +128,21 @@ test-long-sglang-kinds: env-sglang
 
 # -- trainers --------------------------------------------------------------------------------------------------
 
-VERL_TESTS := tests/trainers/test_verl.py tests/trainers/test_verl_engine.py
+TRL_TESTS := $(addprefix tests/trainers/test_,trl.py trl_run.py slime.py)
+VERL_TESTS := $(addprefix tests/trainers/test_,verl.py verl_engine.py)
+VERL_LOOP := -m integration.trainers.verl_grpo
 TRL_LOOP := $(TRAINERS_ENV)/bin/python -m integration.trainers.trl_grpo
 
-.PHONY: trainers trainers-trl trainers-verl test-trl env-trainers env-verl
+.PHONY: trainers trainers-trl trainers-verl trainers-verl-sglang test-trl env-trainers env-verl env-verl-sglang
 
 COMMIT = --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 # One after the other: each has an engine and a trainer. OUT=integration/results/trainers-cpu.json writes the records of
 # TRL, VERL_OUT=integration/results/verl-cpu.json those of verl.
-trainers: env-trainers env-verl
+trainers: env-trainers env-verl env-verl-sglang
 	$(MAKE) --no-print-directory trainers-trl
 	$(MAKE) --no-print-directory trainers-verl
+	$(MAKE) --no-print-directory trainers-verl-sglang
 
 # All subjects, TRL's server mode among them.
 trainers-trl: env-trainers
@@ -147,11 +151,14 @@ trainers-trl: env-trainers
 # verl's sender and the adapter on verl's own server; then verl's whole loop.
 trainers-verl: env-verl
 	$(VERL_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(VERL_TESTS)
-	$(VERL_ENV)/bin/python -m integration.trainers.verl_grpo --out $(or $(VERL_OUT),.pytest_cache/$@/records.json) $(COMMIT)
+	$(VERL_ENV)/bin/python $(VERL_LOOP) --out $(or $(VERL_OUT),.pytest_cache/$@/records.json) $(COMMIT)
+
+trainers-verl-sglang: env-verl-sglang
+	$(VERL_SGLANG_ENV)/bin/python $(VERL_LOOP) --engine sglang --out .pytest_cache/$@/records.json $(COMMIT)
 
 # The adapter on TRL's classes, and TRL's loop as short as shows that equal weights answer with the package and without.
 test-trl: env-trainers
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/trainers $(addprefix --ignore ,$(VERL_TESTS))
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(TRL_TESTS)
 	$(TRL_LOOP) --steps 3 --subjects native adapter --out .pytest_cache/$@/records.json
 
 .PHONY: $(PARTS_vllm) $(PARTS_sglang) test-long-vllm test-long-sglang $(LONG_vllm) $(LONG_sglang)
