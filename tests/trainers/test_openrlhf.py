@@ -366,7 +366,7 @@ def partitioned(seed: int) -> torch.nn.Module:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = Tree(checkpoint(seed))
     deepspeed.zero.Init(module=model, config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}})
-    assert all(parameter.ds_tensor.numel() < parameter.ds_numel for parameter in model.parameters())
+    assert any(parameter.ds_tensor.numel() < parameter.ds_numel for parameter in model.parameters())
     return model
 
 
