@@ -43,7 +43,7 @@ from integration.trainers.checks import problems_of
 
 SEED = 11
 SUBJECT = "adapter"
-PROMPTS, ANSWERS = 4, 4  # in a step; to each prompt
+PROMPTS, ANSWERS = 8, 8  # in a step; to each prompt
 EVALUATION = 2  # steps from one to the next
 TIMEOUT_S = 560
 GAP = 0.02
