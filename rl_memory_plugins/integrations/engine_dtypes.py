@@ -23,7 +23,7 @@ class EngineDtypes:
     def push(
         self, engines: Any, source: Callable[[Mapping[str, str]], TensorSource], peers: Peers, **options: Any
     ) -> None:
-        """`push_from_all`, once more if the engine has refused dtypes. A refusal comes before the first gather.
+        """`push_from_all`, again if the engine has refused dtypes. A refusal comes before the first gather.
 
         Args:
             engines, peers, **options: See `push_from_all`.
@@ -34,15 +34,18 @@ class EngineDtypes:
         """
         from rl_memory_plugins.trainer import push_from_all
 
-        try:
-            push_from_all(engines, source(self._refused), peers, **options)
-        except ManifestError as error:
-            found = error.details.get("mismatches", ())
-            wrong = {one["name"]: one["expected"] for one in found if one["kind"] == "dtype" and one.get("expected")}
-            if wrong.items() <= self._refused.items():
-                raise
-            self._refused = {**self._refused, **wrong}
-            push_from_all(engines, source(self._refused), peers, **options)
+        while True:  # all ranks hear of the tensors that the engine refuses of one rank, then of the next
+            try:
+                push_from_all(engines, source(self._refused), peers, **options)
+                return
+            except ManifestError as error:
+                found = error.details.get("mismatches", ())
+                wrong = {
+                    one["name"]: one["expected"] for one in found if one["kind"] == "dtype" and one.get("expected")
+                }
+                if wrong.items() <= self._refused.items():
+                    raise
+                self._refused = {**self._refused, **wrong}
 
 
 def cast_stream(

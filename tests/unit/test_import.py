@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 PUBLIC = [
     "rl_memory_plugins",
     "rl_memory_plugins.integrations.openrlhf",
+    "rl_memory_plugins.integrations.skyrl",
     "rl_memory_plugins.integrations.slime",
     "rl_memory_plugins.integrations.trl",
     "rl_memory_plugins.integrations.vllm_transfer",
