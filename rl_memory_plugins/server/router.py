@@ -57,10 +57,10 @@ def build_router(
         api = engine()
         return Slept("sleeping", command.level, command.tags, await api.run(api.transition(command)))
 
-    async def wake_up(request: Request) -> Woken:
+    async def wake_up(request: Request, as_engine: bool = False) -> Woken:
         given = await read_arguments(request, {"tags"})
         api = engine()
-        report = await api.run(api.wake_up(**given))
+        report = await api.run(api.wake_as_engine(**given) if as_engine else api.wake_up(**given))
         return Woken("sleeping" if is_sleeping(await status()) else "awake", given.get("tags"), report)
 
     async def update_weights(request: Request, native: NativeUpdate | None = None) -> Updated | Response:
@@ -99,10 +99,12 @@ def build_router(
 
     router = APIRouter()
     for prefix in prefixes:
+        # At the root are the engine's own routes of these names.
         update = update_weights if prefix else functools.partial(update_weights, native=native_update)
+        wake = wake_up if prefix else functools.partial(wake_up, as_engine=True)
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/sleep", sleep),
-            ("POST", "/wake_up", wake_up),
+            ("POST", "/wake_up", wake),
             ("GET", "/is_sleeping", sleeping),
             ("GET", "/memory", memory),
             ("POST", UPDATE_ROUTE, update),

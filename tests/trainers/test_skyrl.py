@@ -137,34 +137,6 @@ def test_merged_lora_adapters_are_whole_models(model: Path) -> None:
     assert adapter.reason_against(config(model, **merged)) is None
 
 
-def test_graphs_wake_with_the_kv_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
-
-    asked: list[Any] = []
-
-    async def call(self: Any, endpoint: str, json: Any = None, method: str = "POST", params: Any = None) -> None:
-        asked.append((endpoint, params))
-
-    monkeypatch.setattr(RemoteInferenceClient, "_call_all_servers", call)
-    made = experiment(config(model))
-    adapter.use(made)
-
-    async def run(one: Any) -> None:
-        await one.wake_up(tags=["weights"])
-        await one.wake_up(tags=["kv_cache"])
-        await one.wake_up()
-
-    asyncio.run(run(made.get_inference_client()))
-    assert asked == [
-        ("/wake_up", {"tags": ["weights"]}),
-        ("/wake_up", {"tags": ["kv_cache", "cuda_graph"]}),
-        ("/wake_up", {}),
-    ]
-    asked.clear()
-    asyncio.run(run(client("http://engine")))  # of an engine without the package
-    assert asked[1] == ("/wake_up", {"tags": ["kv_cache"]})
-
-
 def test_a_skyrl_without_the_strategies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "SYNC", "skyrl.backends.skyrl_train.not_there")
     with pytest.raises(UnsupportedError, match=r"not_there.*skyrl 0\.3"):

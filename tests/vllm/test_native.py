@@ -159,6 +159,19 @@ def test_waking_what_is_awake(server: Server, first_tokens: list[int]) -> None:
     assert server.generate(PROMPT) == first_tokens
 
 
+def test_both_of_vllm_s_tags_awake(server: Server, first_tokens: list[int]) -> None:
+    """Callers of vLLM's route know two tags, as SkyRL does. The package's own route wakes what it is told."""
+    for route, left in (("/wake_up", set()), ("/v1/rl_memory/wake_up", {"cuda_graph"})):
+        server.http.post("/sleep")
+        for tag in ("weights", "kv_cache"):
+            assert server.http.post(f"{route}?tags={tag}").status_code == 200
+        [engine] = server.control.memory()["engines"]
+        tags = {name: tag["state"] for rank in engine["ranks"] for name, tag in rank["tags"].items()}
+        assert {name for name, state in tags.items() if state != "resident"} == left
+        server.control.wake_up()
+        assert server.generate(PROMPT) == first_tokens
+
+
 def test_the_cache_wakes_before_discarded_weights(server: Server, model_folder: Path, other_tokens: list[int]) -> None:
     """Hazard 9. Stock 0.26: waking `kv_cache` copies saved buffers into weights that are not mapped."""
     server.http.post("/sleep?level=2")

@@ -87,9 +87,12 @@ class VllmApi(EngineApi):
 
     def native_wake_up(self, tags: object = None) -> Operation:
         """Take memory back. Returns whether nothing sleeps any more, as vLLM's own `wake_up` does."""
-        engines = yield from self.status()
-        yield from self.wake_up(with_graphs(without_scheduling(tags, engines), engines))
+        yield from self.wake_as_engine(tags)
         return not (yield from self.is_sleeping())
+
+    def wake_as_engine(self, tags: object = None) -> Operation:
+        """Wake the CUDA graphs too if the tags would leave nothing else asleep."""
+        return (yield from self.wake_up(with_graphs(tags, (yield from self.status()))))
 
 
 class SyncApi(VllmApi):
