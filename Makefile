@@ -5,7 +5,7 @@
 #   make docs                             the documentation, strictly
 #   make test-vllm VLLM=0.24.0            one engine's suite, for another version too; test-sglang SGLANG=0.5.16
 #   make test-long [ENGINE=sglang]        what takes longer than a change should wait for, of both engines or of one
-#   make trainers [OUT=FILE.json]         trainers that people use, on engines with the package and without
+#   make trainers [RECORDS=FOLDER]        trainers that people use, on engines with the package and without
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
 #                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
@@ -141,9 +141,9 @@ TRL_LOOP := $(TRAINERS_ENV)/bin/python -m integration.trainers.trl_grpo
 .PHONY: trainers trainers-trl trainers-verl trainers-verl-sglang trainers-openrlhf trainers-skyrl test-trl env-trainers env-verl env-verl-sglang
 
 COMMIT = --commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+RECORDS ?= .pytest_cache/$@
 
-# One after the other: each has an engine and a trainer. OUT=integration/results/trainers-cpu.json writes the records of
-# TRL, VERL_OUT=integration/results/verl-cpu.json those of verl.
+# One after the other: each has an engine and a trainer.
 trainers: env-trainers env-verl env-verl-sglang
 	$(MAKE) --no-print-directory trainers-trl
 	$(MAKE) --no-print-directory trainers-verl
@@ -153,19 +153,19 @@ trainers: env-trainers env-verl env-verl-sglang
 
 # All subjects, TRL's server mode among them.
 trainers-trl: env-trainers
-	$(TRL_LOOP) --steps 6 --out $(or $(OUT),.pytest_cache/$@/records.json) $(COMMIT)
+	$(TRL_LOOP) --steps 6 --out $(RECORDS)/trainers-cpu.json $(COMMIT)
 
 # verl's sender and the adapter on verl's own server; then verl's whole loop.
 trainers-verl: env-verl
 	$(VERL_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(VERL_TESTS)
-	$(VERL_ENV)/bin/python $(VERL_LOOP) --out $(or $(VERL_OUT),.pytest_cache/$@/records.json) $(COMMIT)
+	$(VERL_ENV)/bin/python $(VERL_LOOP) --out $(RECORDS)/verl-cpu.json $(COMMIT)
 
 trainers-verl-sglang: env-verl-sglang
-	$(VERL_SGLANG_ENV)/bin/python $(VERL_LOOP) --engine sglang --out .pytest_cache/$@/records.json $(COMMIT)
+	$(VERL_SGLANG_ENV)/bin/python $(VERL_LOOP) --engine sglang --out $(RECORDS)/verl-sglang-cpu.json $(COMMIT)
 
 trainers-openrlhf: env-verl
 	$(VERL_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(OPENRLHF_TESTS)
-	$(VERL_ENV)/bin/python -m integration.trainers.openrlhf_ppo --out .pytest_cache/$@/records.json $(COMMIT)
+	$(VERL_ENV)/bin/python -m integration.trainers.openrlhf_ppo --out $(RECORDS)/openrlhf-cpu.json $(COMMIT)
 
 trainers-skyrl: env-verl
 	$(VERL_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SKYRL_TESTS)
