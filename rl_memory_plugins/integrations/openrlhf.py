@@ -263,6 +263,4 @@ class _GatheredSource:
 
 
 if __name__ == "__main__":
-    from rl_memory_plugins.integrations import openrlhf  # Ray carries no classes of `__main__`
-
-    openrlhf.main()
+    importlib.import_module("rl_memory_plugins.integrations.openrlhf").main()  # Ray carries no classes of `__main__`
