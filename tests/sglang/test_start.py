@@ -127,6 +127,9 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "eplb": refusal(enable_eplb=True),
             "elastic": refusal(elastic_ep_backend="mooncake"),
             "saver": refusal(device="cuda", enable_memory_saver=False),
+            "device": refusal(device="npu"),
+            "local control": refusal(enable_dp_attention_local_control_broadcast=True),
+            "dwdp": refusal(dwdp_size=2),
             "pdmux": refusal(enable_pdmux=True),
             "hicache storage": refusal(hicache_storage_backend="file"),
             "lmcache": refusal(enable_lmcache=True),
@@ -166,6 +169,8 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "saver": left_alone(device="cuda", enable_memory_saver=False),
             "pipeline": left_alone(pp_size=2),
             "disaggregation": left_alone(disaggregation_mode="decode"),
+            "device": left_alone(device="xpu"),
+            "dwdp": left_alone(dwdp_size=2),
         }
         warned.clear()
         grpc = parsed("--smg-grpc-mode")
@@ -251,6 +256,9 @@ def test_a_bad_option_is_refused_while_the_arguments_are_parsed(found: dict[str,
         ("eplb", "--enable-eplb", "change places"),
         ("elastic", "--elastic-ep-backend", "cannot agree"),
         ("saver", "enable_memory_saver", "pass True"),
+        ("device", "--device npu", "no allocator"),
+        ("local control", "local control broadcast", "cannot agree"),
+        ("dwdp", "local control broadcast", "cannot agree"),
         ("pdmux", "--enable-pdmux", "ignores a pause"),
         ("hicache storage", "--hicache-storage-backend", "would find them again"),
         ("lmcache", "--enable-lmcache", "would find them again"),
@@ -289,6 +297,8 @@ def test_a_refused_engine_launches_nothing(found: dict[str, Any]) -> None:
         ("saver", "enable_memory_saver"),
         ("pipeline", "--pp-size"),
         ("disaggregation", "--disaggregation-mode"),
+        ("device", "--device xpu"),
+        ("dwdp", "local control broadcast"),
         ("grpc", "--smg-grpc-mode"),
     ],
 )

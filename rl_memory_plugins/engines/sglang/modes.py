@@ -7,6 +7,10 @@ from typing import Any
 from rl_memory_plugins.errors import unsupported
 
 RAY = ("Ray schedulers", "their actors load no plugins")
+LOCAL_CONTROL = (
+    "local control broadcast of DP attention",
+    "its ranks receive a request at different steps, so they cannot agree on a transition",
+)
 STORED = "it stores keys and values of the current weights, and requests after an update would find them again"
 
 
@@ -61,5 +65,11 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported("--release-hicache", "it belongs to SGLang's own release, which this package replaces")
     if getattr(server_args, "radix_cache_backend", None) == "flexkv":
         raise unsupported("--radix-cache-backend=flexkv", STORED)
+    is_local = getattr(server_args, "enable_dp_attention_local_control_broadcast", False)
+    if is_local or (getattr(server_args, "dwdp_size", None) or 1) > 1:  # SGLang turns it on for the latter, later
+        raise unsupported(*LOCAL_CONTROL)
+    device = str(server_args.device or "cuda").partition(":")[0]
+    if device not in ("cpu", "cuda"):
+        raise unsupported(f"--device {device}", "no allocator supports it: use CUDA, ROCm or CPU")
     if not server_args.enable_memory_saver and server_args.device != "cpu":
         raise unsupported("enable_memory_saver=False", "SGLang sizes and registers memory by this argument; pass True")

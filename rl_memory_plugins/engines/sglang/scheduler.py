@@ -16,7 +16,7 @@ from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.enabled import on_enabled
 from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
-from rl_memory_plugins.engines.sglang.modes import refuse_modes
+from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
@@ -164,8 +164,7 @@ def has_attention_dp(server_args: Any) -> bool:
     if local is None:
         local = getattr(server_args, "enable_dp_attention_local_control_broadcast", False)
     if local:
-        why = "its ranks receive a request at different steps, so they cannot agree on a transition"
-        raise unsupported("local control broadcast of DP attention", why)
+        raise unsupported(*LOCAL_CONTROL)
     enabled = getattr(parallel, "attn_dp_enabled", None)
     return bool(getattr(server_args, "enable_dp_attention", False) if enabled is None else enabled)
 
