@@ -59,7 +59,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
 
 def test_the_list_of_symbols_is_what_the_adapter_asks_for(found: dict[str, Any]) -> None:
     assert "sglang.srt.managers.scheduler:Scheduler.flush_cache" in found["asked"]
-    assert set(found["asked"]) <= NEEDS.known()
+    assert {path for path in found["asked"] if path.startswith("sglang.")} <= NEEDS.known()
 
 
 # -- slime's patch for 0.5.15.post1 removes no symbol. It adds a handler that writes weights. -----------------
