@@ -22,10 +22,12 @@ quantised rollouts, draft models, disaggregated prefill, and rollouts on other G
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_memory_plugins.hooking import Hooks
@@ -74,11 +76,19 @@ def _enable(original: Callable[[dict[str, Any]], list[str]]) -> Callable[[dict[s
 
 def _keep_no_random_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     def launch(cls: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
-        if server_args.load_format == "dummy":
+        if server_args.load_format == "dummy" and _is_plain(server_args):
             server_args.enable_weights_cpu_backup = False
         return original(cls, server_args, *args, **kwargs)
 
     return launch
+
+
+def _is_plain(server_args: Any) -> bool:
+    """Whether a sync carries all weights of this SGLang. Others may need what they have started with."""
+    if any(getattr(server_args, name) for name in ("quantization", "speculative_algorithm", "enable_lora")):
+        return False
+    file = Path(server_args.model_path) / "config.json"  # verl names a folder on this machine
+    return file.is_file() and not json.loads(file.read_text()).get("quantization_config")
 
 
 def __getattr__(name: str) -> Any:

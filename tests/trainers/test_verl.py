@@ -278,6 +278,28 @@ def test_the_engine_has_the_package_and_keeps_other_options(adapter: Any) -> Non
     assert json.loads(chosen[1]) == options
 
 
+@pytest.mark.parametrize(
+    ("options", "checkpoint_options", "kept"),
+    [
+        ({}, {}, False),
+        ({"load_format": "auto"}, {}, True),
+        ({"quantization": "fp8"}, {}, True),
+        ({"speculative_algorithm": "EAGLE"}, {}, True),
+        ({"enable_lora": True}, {}, True),
+        ({}, {"quantization_config": {"quant_method": "fp8"}}, True),
+    ],
+)
+def test_sglang_keeps_no_copy_of_random_weights_that_a_sync_replaces(
+    adapter: Any, tmp_path: Path, options: dict[str, Any], checkpoint_options: dict[str, Any], kept: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint_options))
+    plain = {"load_format": "dummy", "quantization": None, "speculative_algorithm": None, "enable_lora": None}
+    arguments = SimpleNamespace(model_path=str(tmp_path), enable_weights_cpu_backup=True, **{**plain, **options})
+    launched = adapter._keep_no_random_weights(lambda cls, server_args: server_args)(None, arguments)
+    assert launched is arguments
+    assert arguments.enable_weights_cpu_backup is kept
+
+
 def test_the_engine_s_address(adapter: Any) -> None:
     made = adapter.VllmRollout.__new__(adapter.VllmRollout)
     made._has_server = True
