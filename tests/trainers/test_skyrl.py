@@ -146,14 +146,6 @@ def test_a_skyrl_without_the_strategies_is_named(monkeypatch: pytest.MonkeyPatch
 # -- what a trainer rank sends ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    file = tmp_path_factory.mktemp("group") / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 class Rank:
     """What SkyRL's FSDP worker does at a sync, with the strategy that SkyRL gives it.
 

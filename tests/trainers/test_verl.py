@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,14 +147,6 @@ def test_a_sync_that_ends_early_is_an_error_and_can_be_repeated(rollout: Rollout
     rollout.sync(tensors, 1)
     rollout.assert_holds(tensors)
     assert rollout.engine.valid
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    file = tmp_path_factory.mktemp("group") / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 class Trainer:
