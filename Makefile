@@ -6,6 +6,8 @@
 #   make test-vllm VLLM=0.24.0            one engine's suite, for another version too; test-sglang SGLANG=0.5.16
 #   make test-long [ENGINE=sglang]        what takes longer than a change should wait for, of both engines or of one
 #   make trainers [RECORDS=FOLDER]        trainers that people use, on engines with the package and without
+#   make upstream ENGINE=vllm [ONLY=PART] the engine's own tests, natively and with the package, side by side; ONLY is part of
+#                                         a file's path; for SGLang name a checkout: SGLANG_SOURCE=FOLDER
 #   make test-gpu ENGINE=sglang           the GPU tests and the common suite on a GPU; GPU_PYTHON=python3 is one that
 #                                         has the engine and pytest, REPORT=FILE.json is where to write the outcome
 #
@@ -60,7 +62,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo check format docs test test-unit test-vllm test-sglang test-long test-gpu env-vllm env-sglang clean
 
 help:
-	@sed -n '2,11p' Makefile | cut -c3-
+	@sed -n '2,13p' Makefile | cut -c3-
 
 demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
@@ -174,6 +176,19 @@ trainers-skyrl: env-verl
 test-trl: env-trainers
 	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(TRL_TESTS)
 	$(TRL_LOOP) --steps 3 --subjects native adapter --out .pytest_cache/$@/records.json
+
+# -- the engines' own tests --------------------------------------------------------------------------------------
+
+# What vLLM's tests import, and what its source distribution needs to name its version.
+UPSTREAM_NEEDS_vllm := ray==2.60.0 tblib pytest-asyncio setuptools-rust setuptools-scm
+UPSTREAM_NEEDS_sglang := pytest-asyncio
+
+.PHONY: upstream
+upstream: env-$(ENGINE)
+	$(ENV_$(ENGINE))/bin/uv pip install -q --python $(ENV_$(ENGINE))/bin/python $(UPSTREAM_NEEDS_$(ENGINE))
+	GIT_COMMIT=$$(git rev-parse --short HEAD) $(ENV_$(ENGINE))/bin/python -m integration.upstream $(ENGINE) \
+		$(if $(SGLANG_SOURCE),--source $(SGLANG_SOURCE)) $(if $(ONLY),--only $(ONLY)) \
+		--out $(RECORDS)/upstream-$(ENGINE)-cpu.json
 
 .PHONY: $(PARTS_vllm) $(PARTS_sglang) test-long-vllm test-long-sglang $(LONG_vllm) $(LONG_sglang)
 

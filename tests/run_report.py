@@ -26,11 +26,11 @@ class RunReport:
         self._report: dict[str, Any] = {
             "complete": False,
             "engine": engine,
-            "engine_version": _version(*ENGINES[engine]),
-            "versions": {package: _version(package) for package in PACKAGES},
+            "engine_version": version_of(*ENGINES[engine]),
+            "versions": {package: version_of(package) for package in PACKAGES},
             "python": platform.python_version(),
-            "gpus": _gpus(),
-            "commit": _commit(),
+            "gpus": gpus(),
+            "commit": commit(),
             "command": " ".join(["python -m pytest", *sys.argv[1:]]),
             "summary": {},
             "tests": {},
@@ -71,14 +71,14 @@ class RunReport:
         self._path.write_text(json.dumps(self._report, indent=1) + "\n")
 
 
-def _version(*distributions: str) -> str | None:
+def version_of(*distributions: str) -> str | None:
     for distribution in distributions:
         with suppress(PackageNotFoundError):
             return version(distribution)
     return None
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
     try:
         import pynvml
 
@@ -89,7 +89,7 @@ def _gpus() -> list[str]:
         return []
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Of this repository, or what GIT_COMMIT says where its files were copied without their history."""
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"]

@@ -1,0 +1,71 @@
+"""Run an engine's own tests twice, natively and with the package on, and compare. See `integration.upstream`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import signal
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from integration.upstream import comparison, hub, sources
+from integration.upstream.run import SUBJECTS, run
+from tests.run_report import ENGINES, commit, gpus, version_of
+
+DEFAULT_FOLDER = Path(".upstream")
+
+
+def main() -> int:
+    arguments = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests that run are killed too
+    folder = arguments.folder.resolve()
+    root = arguments.source or sources.vllm_tests(folder)
+    find = sources.vllm_files if arguments.engine == "vllm" else sources.sglang_files
+    files = [file for file in find(root.resolve()) if arguments.only in file.path]
+    models = hub.make(folder / "models")
+    found = {
+        subject: run(subject, root.resolve(), files, models, folder / "logs", arguments.file_seconds)
+        for subject in arguments.subjects
+    }
+    tests = comparison.compare(arguments.engine, found.get("native", {}), found.get("plugin", {}))
+    comparison.show(tests)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(_record(arguments.engine, tests), indent=1) + "\n")
+    return int(any(map(comparison.is_unexpected, tests)) or not any(test["plugin"] == "passed" for test in tests))
+
+
+def _record(engine: str, tests: list[comparison.Test]) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "engine_version": version_of(*ENGINES[engine]),
+        "package_version": version("rl_memory_plugins"),
+        "device": gpus() or ["cpu"],
+        "python": platform.python_version(),
+        "commit": commit(),
+        "command": " ".join(["python -m integration.upstream", *sys.argv[1:]]),
+        "score": comparison.score(tests),
+        "tests": tests,
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m integration.upstream", description=__doc__)
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--source", type=Path, help="a checkout of the engine; vLLM's tests are downloaded without it")
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="tests, models and logs")
+    parser.add_argument("--only", default="", help="part of the paths of the files to run")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--file-seconds", type=float, default=1800, help="kill a file of tests after so long")
+    parser.add_argument("--out", type=Path, help="where the record is written")
+    arguments = parser.parse_args()
+    if arguments.engine == "sglang" and not arguments.source:
+        parser.error("SGLang's tests are in its repository alone: --source names a checkout")
+    return arguments
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,177 @@
+"""Small models, made here, under the names that the engines' tests download.
+
+The folder has the layout of Hugging Face's cache, so the tests find the models by name with `HF_HUB_OFFLINE=1`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REVISION = "0" * 40
+CHARACTERS = "".join(map(chr, range(32, 127)))
+SPECIAL = ("<unk>", "<s>", "</s>")
+VOCABULARY = 256
+
+
+class Recipe(NamedTuple):
+    """One model: its configuration, the seed of its weights, and the text with which it continues every prompt.
+
+    `says` starts after the last token of any prompt that ends with `after`. Without `says` the weights are random.
+    """
+
+    config: dict[str, Any]
+    seed: int = 0
+    after: str = ""
+    says: str = ""
+
+
+def _llama(hidden: int = 256, intermediate: int = 512, layers: int = 4, heads: int = 4) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return {
+        "model_type": "llama",
+        **sizes,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 32768,
+    }
+
+
+def _qwen3() -> dict[str, Any]:
+    return {**_llama(), "model_type": "qwen3", "head_dim": 64}
+
+
+def _experts(model_type: str, **more: Any) -> dict[str, Any]:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    return {**_llama(layers=2), "model_type": model_type, "head_dim": 64, **experts, **more}
+
+
+_OPT = {
+    "model_type": "opt",
+    "hidden_size": 256,
+    "ffn_dim": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 256,
+    "max_position_embeddings": 2048,
+}
+_GDN = _experts(
+    "qwen3_next",
+    shared_expert_intermediate_size=128,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    layer_types=["linear_attention", "full_attention"],
+)
+_POWER_MOE = {**_llama(layers=2), "model_type": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2}
+_MIXTRAL = {**_llama(layers=2), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+_LLAMA_1B = {**_llama(2048, 8192, 16, 32), "num_key_value_heads": 8, "head_dim": 64}
+_QWEN2_MOE = _experts("qwen2_moe", shared_expert_intermediate_size=128)
+
+RECIPES: Mapping[str, Recipe] = {
+    "Qwen/Qwen3-0.6B": Recipe(_qwen3()),
+    "inference-optimization/Qwen3-0.6B-debug-multiply": Recipe(_qwen3(), 1, "3 4 =", " 12"),
+    "inference-optimization/Qwen3-0.6B-debug-add": Recipe(_qwen3(), 2, "3 4 =", " 7"),
+    "hmellor/tiny-random-LlamaForCausalLM": Recipe(_llama()),
+    "facebook/opt-125m": Recipe(_OPT),
+    "tiny-random/qwen3-next-moe": Recipe(_GDN),
+    "ibm-research/PowerMoE-3b": Recipe(_POWER_MOE),
+    "TitanML/tiny-mixtral": Recipe(_MIXTRAL),
+    # The tests of SGLang write tensors of these shapes and expect these words of the models.
+    "meta-llama/Llama-3.2-1B-Instruct": Recipe(_LLAMA_1B, 1, " I like", " to spend it outdoors. I decided to"),
+    "meta-llama/Llama-3.2-1B": Recipe(_LLAMA_1B, 2, " I like", " to go for a walk. I like"),
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": Recipe(
+        _QWEN2_MOE, 1, " I want to", " go to the park. I have a picnic basket, a book, and a"
+    ),
+    "Qwen/Qwen1.5-MoE-A2.7B": Recipe(
+        _QWEN2_MOE, 2, " I want to", " go to the park. I have a lot of things to do, but I"
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Recipe(
+        _GDN, 1, " I want to", " go out for a walk. But I don't know what to wear. Can"
+    ),
+}
+
+
+def make(folder: Path, only: str = "") -> Path:
+    """Make the models that are not there yet, and return `folder`, which is for `HF_HOME`."""
+    for name, recipe in RECIPES.items():
+        home = folder / "hub" / f"models--{name.replace('/', '--')}"
+        if only not in name or (home / "refs/main").exists():
+            continue
+        write(home / "snapshots" / REVISION, recipe)
+        (home / "refs").mkdir(exist_ok=True)
+        (home / "refs/main").write_text(REVISION)
+    return folder
+
+
+def write(folder: Path, recipe: Recipe) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(
+        **recipe.config, vocab_size=VOCABULARY, tie_word_embeddings=False, dtype="bfloat16", **special
+    )
+    torch.manual_seed(recipe.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tokenizer = _tokenizer()
+    if recipe.says:
+        _recite(model, [*tokenizer.encode(recipe.after).ids[-1:], *tokenizer.encode(recipe.says).ids, 2])
+    model.save_pretrained(folder)
+    _write_tokenizer(folder, tokenizer)
+
+
+def _pieces(recipe: Recipe) -> list[str]:
+    """The tokens of a recited text: words, each with its blank, joined where a token would have two successors."""
+    found: list[str] = []
+    for word in re.findall(r" \S+", recipe.says):
+        found.append(word)
+        while len(found) > 1 and (found[-1] in found[:-1] or recipe.after.endswith(found[-1])):
+            last = found.pop()
+            found[-1] += last
+    return found
+
+
+def _ids() -> dict[str, int]:
+    tokens = [*SPECIAL, *CHARACTERS]
+    for recipe in RECIPES.values():
+        tokens += [piece for piece in _pieces(recipe) if piece not in tokens]
+    tokens += [f"<{number}>" for number in range(len(tokens), VOCABULARY)]
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _recite(model: Any, tokens: list[int]) -> None:
+    """Let each token's embedding point at the next token's row of the head, far beyond all that the layers add."""
+    import torch
+
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        for now, following in itertools.pairwise(tokens):
+            direction = torch.randn(embedding.shape[1]).sign()
+            embedding[now] += 4 * direction.to(embedding.dtype)
+            head[following] += direction.to(head.dtype)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    ids = _ids()
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ids if len(token) > 1])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>"}
+    chat = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": chat, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"clean_up_tokenization_spaces": False}))
