@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.upstream import comparison, hub, sources
-from integration.upstream.run import SUBJECTS, run
+from integration.upstream.run import SUBJECTS, Outcomes, run
 from tests.run_report import ENGINES, commit, gpus, version_of
 
 DEFAULT_FOLDER = Path(".upstream")
@@ -24,17 +24,20 @@ def main() -> int:
     folder = arguments.folder.resolve()
     root = arguments.source or sources.vllm_tests(folder)
     find = sources.vllm_files if arguments.engine == "vllm" else sources.sglang_files
-    files = [file for file in find(root.resolve()) if arguments.only in file.path]
+    files = [file for file in find(root.resolve()) if any(part in file.path for part in arguments.only)]
     models = hub.make(folder / "models")
-    found = {
-        subject: run(subject, root.resolve(), files, models, folder / "logs", arguments.file_seconds)
-        for subject in arguments.subjects
-    }
-    tests = comparison.compare(arguments.engine, found.get("native", {}), found.get("plugin", {}))
+    found: dict[str, Outcomes] = {subject: {} for subject in SUBJECTS}
+    tests: list[comparison.Test] = []
+    for file in files:
+        for subject in arguments.subjects:
+            print(f"{subject}: {file.path}", flush=True)
+            found[subject] |= run(subject, root.resolve(), file, models, folder / "logs", arguments.file_seconds)
+        # After each file, so that a run that is killed leaves the comparison of the files before.
+        tests = comparison.compare(arguments.engine, found["native"], found["plugin"])
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(_record(arguments.engine, tests), indent=1) + "\n")
     comparison.show(tests)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(_record(arguments.engine, tests), indent=1) + "\n")
     return int(any(map(comparison.is_unexpected, tests)) or not any(test["plugin"] == "passed" for test in tests))
 
 
@@ -57,7 +60,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--source", type=Path, help="a checkout of the engine; vLLM's tests are downloaded without it")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="tests, models and logs")
-    parser.add_argument("--only", default="", help="part of the paths of the files to run")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the paths of the files to run")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--file-seconds", type=float, default=1800, help="kill a file of tests after so long")
     parser.add_argument("--out", type=Path, help="where the record is written")

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from integration.upstream import outcomes
@@ -22,28 +22,18 @@ TEST_SECONDS = 600
 Outcomes = dict[str, tuple[str, str]]
 
 
-def run(
-    subject: str, root: Path, files: Sequence[TestedFile], models: Path, logs: Path, file_seconds: float
-) -> Outcomes:
-    """Run the tests of all files.
+def run(subject: str, root: Path, file: TestedFile, models: Path, logs: Path, seconds: float) -> Outcomes:
+    """Run the tests of one file.
 
     Args:
         subject: Of `SUBJECTS`.
-        root: The folder whose `tests` (or `test`) the files lie in.
+        root: The folder whose `tests` (or `test`) the file lies in.
         models: For `HF_HOME`.
-        logs: A folder for pytest's output and the outcomes, one file of each for each file of tests.
-        file_seconds: After so long the file's process and its children are killed.
+        logs: A folder for pytest's output and the outcomes.
+        seconds: After so long the file's process and its children are killed.
 
     Returns: The outcome and the reason of each test, by its id.
     """
-    found: Outcomes = {}
-    for file in files:
-        print(f"{subject}: {file.path}", flush=True)
-        found |= _run_file(subject, root, file, models, logs, file_seconds)
-    return found
-
-
-def _run_file(subject: str, root: Path, file: TestedFile, models: Path, logs: Path, seconds: float) -> Outcomes:
     stem = logs / f"{subject}-{file.path.replace('/', '.')}"
     logs.mkdir(parents=True, exist_ok=True)
     written = stem.with_suffix(".jsonl")

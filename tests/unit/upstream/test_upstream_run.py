@@ -30,7 +30,7 @@ TESTS = """
 def outcomes(tmp_path, subject, text=TESTS, seconds=120):
     (tmp_path / "tests").mkdir(exist_ok=True)
     (tmp_path / "tests/test_some.py").write_text(textwrap.dedent(text))
-    found = run(subject, tmp_path, [TestedFile("tests/test_some.py", "")], tmp_path, tmp_path / "logs", seconds)
+    found = run(subject, tmp_path, TestedFile("tests/test_some.py", ""), tmp_path, tmp_path / "logs", seconds)
     return {test.split("::")[-1]: outcome for test, (outcome, _reason) in found.items()}
 
 
