@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -60,12 +59,15 @@ def run(subject: str, root: Path, file: TestedFile, models: Path, logs: Path, se
 
 
 def _kill_session(leader: int) -> None:
-    """Kill what a test file left behind: an engine that goes on would hold the memory of the next one's."""
+    """Kill what a test file left behind, and wait: an engine that goes on would hold the memory of the next one's."""
     import psutil
 
-    for process in psutil.process_iter(["pid"]):
+    left = []
+    for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == leader:
-                os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+                process.kill()
+                left.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
             continue
+    psutil.wait_procs(left, timeout=30)
