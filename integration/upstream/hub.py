@@ -22,12 +22,14 @@ class Recipe(NamedTuple):
     """One model: its configuration, the seed of its weights, and the text with which it continues every prompt.
 
     `says` starts after the last token of any prompt that ends with `after`. Without `says` the weights are random.
+    `kv_scale` is the scale of an FP8 KV cache, kept in the checkpoint as compressed-tensors does; 0 for none.
     """
 
     config: dict[str, Any]
     seed: int = 0
     after: str = ""
     says: str = ""
+    kv_scale: float = 0.0
 
 
 def _llama(hidden: int = 256, intermediate: int = 512, layers: int = 4, heads: int = 4) -> dict[str, Any]:
@@ -71,13 +73,33 @@ _GDN = _experts(
 _POWER_MOE = {**_llama(layers=2), "model_type": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2}
 _MIXTRAL = {**_llama(layers=2), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 _LLAMA_1B = {**_llama(2048, 8192, 16, 32), "num_key_value_heads": 8, "head_dim": 64}
+_DEEPSEEK = {
+    **_llama(layers=2),
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _QWEN2_MOE = _experts("qwen2_moe", shared_expert_intermediate_size=128)
 
 RECIPES: Mapping[str, Recipe] = {
     "Qwen/Qwen3-0.6B": Recipe(_qwen3()),
     "inference-optimization/Qwen3-0.6B-debug-multiply": Recipe(_qwen3(), 1, "3 4 =", " 12"),
     "inference-optimization/Qwen3-0.6B-debug-add": Recipe(_qwen3(), 2, "3 4 =", " 7"),
+    "inference-optimization/DeepSeek-V3-debug-empty": Recipe(_DEEPSEEK),
+    "inference-optimization/DeepSeek-V3-debug-multiply": Recipe(_DEEPSEEK, 1, "3 4 =", " 12"),
+    "inference-optimization/DeepSeek-V3-debug-add": Recipe(_DEEPSEEK, 2, "3 4 =", " 7"),
     "hmellor/tiny-random-LlamaForCausalLM": Recipe(_llama()),
+    "nm-testing/TinyLlama-1.1B-Chat-v1.0-kvcache-fp8-tensor": Recipe(_llama(), kv_scale=0.05),
     "facebook/opt-125m": Recipe(_OPT),
     "tiny-random/qwen3-next-moe": Recipe(_GDN),
     "ibm-research/PowerMoE-3b": Recipe(_POWER_MOE),
@@ -124,7 +146,31 @@ def write(folder: Path, recipe: Recipe) -> None:
     if recipe.says:
         _recite(model, [*tokenizer.encode(recipe.after).ids[-1:], *tokenizer.encode(recipe.says).ids, 2])
     model.save_pretrained(folder)
+    if recipe.kv_scale:
+        _add_kv_scales(folder, recipe)
     _write_tokenizer(folder, tokenizer)
+
+
+def _add_kv_scales(folder: Path, recipe: Recipe) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(recipe.config["num_hidden_layers"]):
+        for name in ("k_scale", "v_scale"):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([recipe.kv_scale], dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": scheme,
+        "quantization_status": "frozen",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def _pieces(recipe: Recipe) -> list[str]:
