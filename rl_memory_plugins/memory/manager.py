@@ -112,6 +112,10 @@ class MemoryManager(WeightsContent):
             self._residual = self.allocator.residual_memory()
         return self.status()
 
+    def is_resident(self, tag: Tag) -> bool:
+        """Whether the tag's memory is mapped. Memory of a tag that no sleep releases always is."""
+        return self._states.get(tag, TagState.RESIDENT) is TagState.RESIDENT
+
     def _any_asleep(self) -> bool:
         return any(state is not TagState.RESIDENT for state in self._states.values())
 

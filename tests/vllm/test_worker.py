@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,10 @@ import pytest
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
+from rl_memory_plugins.engines.vllm.native_allocator import NativeAllocator, stand_in
 from rl_memory_plugins.engines.vllm.worker import VllmWorker
+from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.tags import Tag
 
 
@@ -84,3 +89,76 @@ def test_engines_that_come_later_capture_into_a_pool_of_their_own(monkeypatch: p
     vllm_worker.compile_or_warm_up_model()
     assert captured == ["the pool of cuda_graph"]
     assert current_platform._global_graph_pool is None
+
+
+class Region:
+    """An allocator with two blocks of weights and one of the KV cache."""
+
+    name = "vmm"
+
+    def blocks(self, tag: Tag) -> list[Block]:
+        return {Tag.WEIGHTS: [Block(4096, 100), Block(8192, 50)], Tag.KV_CACHE: [Block(1 << 20, 7)]}.get(tag, [])
+
+    def pool_id(self, tag: Tag) -> tuple[int, int]:
+        return (0, list(Tag).index(tag))
+
+
+@pytest.fixture
+def cumem(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's allocator as on a GPU, with the worker's own in its place."""
+    from vllm.device_allocator import cumem
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(cumem, "cumem_available", True)
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", None)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    asleep = {Tag.WEIGHTS}
+    manager: Any = SimpleNamespace(allocator=Region(), is_resident=lambda tag: tag not in asleep)
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def region(tag: str) -> Iterator[None]:
+        entered.append(tag)
+        yield
+
+    stand_in(NativeAllocator(lambda: manager, region))
+    return SimpleNamespace(found=cumem.CuMemAllocator.get_instance(), asleep=asleep, entered=entered)
+
+
+def test_vllms_own_allocator_shows_the_blocks_of_this_package(cumem: Any) -> None:
+    found = cumem.found.pointer_to_data
+    assert {address: (data.handle[1], data.tag, data.is_asleep) for address, data in found.items()} == {
+        4096: (100, "weights", True),
+        8192: (50, "weights", True),
+        1 << 20: (7, "kv_cache", False),
+    }
+    assert cumem.found.get_current_usage() == 157
+    cumem.asleep.clear()
+    assert not any(data.is_asleep for data in cumem.found.pointer_to_data.values())
+
+
+def test_memory_that_vllm_allocates_by_itself_lies_in_the_regions(cumem: Any) -> None:
+    with cumem.found.use_memory_pool("kv_cache"), cumem.found.use_memory_pool(tag="runtime"):
+        pass
+    with cumem.found.use_memory_pool():
+        pass
+    assert cumem.entered == ["kv_cache", "runtime", "default"]
+    with cumem.found.cudagraph_pool() as pool:
+        assert pool == Region().pool_id(Tag.CUDA_GRAPH)
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake_up", "discard"])
+def test_vllms_own_allocator_moves_nothing_behind_the_engine(cumem: Any, call: str) -> None:
+    with pytest.raises(StateConflictError, match=f"CuMemAllocator.{call}"):
+        getattr(cumem.found, call)(("weights",))
+
+
+def test_a_later_engine_without_the_package_has_vllms_own_allocator(cumem: Any) -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    stand_in(None)
+    assert CuMemAllocator.instance is None
+    theirs = CuMemAllocator.instance = object()
+    stand_in(None)
+    assert CuMemAllocator.instance is theirs
+    CuMemAllocator.instance = None

@@ -232,6 +232,8 @@ def refuse_resume(refusal: RLMemoryError | None) -> None:
 
 @on_enabled()
 def _native_release_kv_cache(controller: Controller, original: Any, core: Any) -> Any:
+    if not core.is_scheduler_paused():
+        raise StateConflictError("release_kv_cache_memory() requires a completed pause first")
     return _obey(controller, operations.sleep(1, [Tag.KV_CACHE.value], PauseMode.KEEP.value))
 
 

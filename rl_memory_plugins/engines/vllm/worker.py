@@ -16,6 +16,7 @@ from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, p
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
+from rl_memory_plugins.engines.vllm.native_allocator import NativeAllocator, stand_in
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.engines.vllm.update_session import (
     BACKEND,
@@ -68,6 +69,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
+        stand_in(None)  # the allocator of an engine that this process had before
         if config is not None:
             # NCCL shares captured buffers with other ranks, and a sleep would release that memory under them.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -121,6 +123,7 @@ class VllmWorker:
         worker = self._worker
         worker.rl_memory = self
         worker._maybe_get_memory_pool_context = self.pool
+        stand_in(NativeAllocator(lambda: self.manager, self.pool))
         for name in ("sleep", "wake_up", "discard"):
             setattr(worker, name, self._refuse_native(name))
         if hasattr(worker, "reset_weights"):  # new in 0.32, for tests of updates
