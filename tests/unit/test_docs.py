@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ from rl_memory_plugins.transition import STEPS
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
+NATIVE_STATES = ("mended", "partly mended", "still there", "does not concern", "not looked at")
+STATES = ("mended", "prevented", "refused", "not affected", "same as native", "not looked at")
 ERRORS = {name: error for name, error in vars(errors).items() if name.endswith("Error")}
 
 
@@ -96,6 +99,28 @@ def test_files_that_the_pages_name_exist():
     for row in rows(DOCS / "architecture.md"):
         for name in re.findall(r"`(\w+\.py)`", row[-1]):
             assert (package / name).exists(), name
+
+
+def defined_in(path: Path) -> set[str]:
+    """The names of the functions of a file; empty if the file does not exist."""
+    tree = ast.parse(path.read_text() if path.exists() else "")
+    return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def test_tests_that_the_pages_name_exist():
+    named = {found for page in DOCS.glob("*.md") for found in re.findall(r"(tests/[^`\s]*)::(\w*)", page.read_text())}
+    assert named
+    for file, name in sorted(named):
+        assert name in defined_in(REPOSITORY / file), f"{file}::{name}"
+
+
+def test_each_known_bug_has_a_state_with_the_package_and_a_test():
+    bugs = [row for row in rows(DOCS / "known-bugs.md") if len(row) == 5 and row[0] not in ("report", "---")]
+    assert bugs
+    for report, _, native, ours, shown in bugs:
+        assert native.startswith(NATIVE_STATES), report
+        assert ours.startswith(STATES), report
+        assert shown == "no test" or re.fullmatch(r"(`tests/[\w/]+\.py::test_\w+`(, |$))+", shown), report
 
 
 def test_json_examples_are_json():

@@ -13,7 +13,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.core import _native_collective_rpc
-from rl_memory_plugins.engines.vllm.core_hooks import VllmEngine
+from rl_memory_plugins.engines.vllm.core_hooks import VllmEngine, reset_caches
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.tags import PauseMode
 
@@ -130,3 +130,21 @@ def test_what_a_core_can_do_is_known_before_it_is_whole(core: type, can_wait: bo
     """The controller is made when the KV cache is: most attributes of the core are set after that."""
     found = capabilities_of(object.__new__(core))
     assert (PauseMode.WAIT in found.modes, found.steps_with_peers) == (can_wait, steps_with_peers)
+
+
+def test_a_reset_drops_what_was_computed_from_the_weights() -> None:
+    """Keys and values, and embeddings of images. Stock: an update drops neither."""
+    dropped: list[str] = []
+
+    def prefix_cache(**options: bool) -> bool:
+        dropped.append("prefix")
+        return options == {"reset_running_requests": True, "reset_connector": True}
+
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(requests={}, has_requests=lambda: False),
+        reset_prefix_cache=prefix_cache,
+        reset_encoder_cache=lambda: dropped.append("embeddings"),
+        reset_mm_cache=lambda: pytest.fail("clients hold the other half of it"),
+    )
+    reset_caches(core)
+    assert dropped == ["prefix", "embeddings"]

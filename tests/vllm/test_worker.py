@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
@@ -162,3 +163,12 @@ def test_a_later_engine_without_the_package_has_vllms_own_allocator(cumem: Any) 
     stand_in(None)
     assert CuMemAllocator.instance is theirs
     CuMemAllocator.instance = None
+
+
+def test_caches_are_found_at_any_depth() -> None:
+    """Hybrid models have several state tensors for a layer, and pipeline stages nest them once more."""
+    tensors = [torch.zeros(size) for size in (1, 2, 3, 4)]
+    caches = {"attention": tensors[0], "mamba": [tensors[1], (tensors[2],)], "stages": [[{"inner": [tensors[3]]}], []]}
+    worker = VllmWorker(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=caches)), RLMemoryConfig())
+    found = {(block.address, block.nbytes) for block in worker._discardable(Tag.KV_CACHE)}
+    assert found == {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors}

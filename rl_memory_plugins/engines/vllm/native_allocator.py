@@ -1,4 +1,4 @@
-"""What vLLM gets on a GPU where it asks for its own sleep-mode allocator (`CuMemAllocator`): the regions of this worker.
+"""What vLLM gets on a GPU where it asks for its own sleep-mode allocator (`CuMemAllocator`): the worker's regions.
 
 vLLM and the code of its users ask for that allocator in places that no hook covers: the memory of LoRA slots, the pool
 of graphs, the bytes in use. Without a stand-in they would get an allocator that holds nothing, or would fill it beside
@@ -29,7 +29,7 @@ class NativeAllocator:
     """
 
     default_tag = "default"
-    allocator_and_pools: Mapping[str, Any] = {}  # noqa: RUF012 - never written to
+    allocator_and_pools: Mapping[str, Any] = {}
 
     def __init__(
         self, manager: Callable[[], MemoryManager], region: Callable[[str], AbstractContextManager[None]]
