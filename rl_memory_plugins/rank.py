@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,7 +13,7 @@ from rl_memory_plugins.commands import encode_reply, error_reply
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.records import Reply
-from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
 
 if TYPE_CHECKING:
     from rl_memory_plugins.weights.receiver import WeightReceiver
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _MANAGER_METHODS = frozenset({"abort_sleep", "abort_wake", "status", "account"})
 _AGENT_METHODS = frozenset(
     {"prepare_sleep", "commit_sleep", "prepare_wake", "commit_wake"}
-    | {"receive_weights", "finish_update", "checksums", "content", "capabilities"}
+    | {"receive_weights", "finish_update", "checksums", "content", "capabilities", "identity", "loaded"}
 )
 
 
@@ -50,6 +51,7 @@ class RankAgent:
         self._woken: set[Tag] = set()  # tags whose `after_wake` has not succeeded yet: the next wake repeats it
         self._before_update = before_update
         self._resident_graphs = resident_graphs
+        self._loaded: tuple[str, str] | None = None  # of a load that `loaded` has not told: source, identity before
 
     def handle(self, payload: bytes) -> bytes:
         """Decode a call, run it, and encode its reply. Never raises: an exception would break the engine's RPC."""
@@ -98,6 +100,37 @@ class RankAgent:
     def content(self) -> tuple[str, int]:
         """The content of the weights and its epoch."""
         return self.manager.content.value, self.manager.epoch
+
+    @contextmanager
+    def loading(self, source: str) -> Iterator[None]:
+        """The body is a call of the engine that replaces the weights by those of a source, e.g. a path."""
+        self._loaded = None
+        before = self.identity() if self.manager.content is Content.VALID else ""
+        try:
+            yield
+        finally:
+            self._loaded = (source, before)
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a load has ended since the last `loaded`."""
+        return self._loaded is not None
+
+    def forget_load(self) -> None:
+        """The latest load has changed nothing."""
+        self._loaded = None
+
+    def loaded(self) -> dict[str, Any] | None:
+        """The latest load; see `loaded_versions.Loaded`. `None` if there was none since the last call."""
+        if self._loaded is None:
+            return None
+        (source, before), self._loaded = self._loaded, None
+        return {"source": source, "content": self.manager.content, "before": before, "after": self.identity()}
+
+    def identity(self) -> str:
+        """See `identity.identity`. Empty while the weights sleep."""
+        is_resident = self.manager.state(Tag.WEIGHTS) is TagState.RESIDENT
+        return self.receiver.identity() if is_resident else ""
 
     def capabilities(self) -> Capabilities:
         return Capabilities(resident_graphs=self._resident_graphs).merged([self.receiver.capabilities()])

@@ -62,7 +62,11 @@ class EngineUpdates:
         Raises:
             StateConflictError: the weights are asleep.
         """
-        self.prepare()
+        try:
+            self.prepare()
+        except BaseException:
+            self._undo()  # the caller may have changed layers for the load that is refused
+            raise
         self._detector = WriteDetector()
         try:
             with self._detector.detecting():

@@ -13,6 +13,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.cuda_ipc import Mappings
+from rl_memory_plugins.weights.identity import identity
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.session import Session
@@ -122,3 +123,9 @@ class WeightReceiver:
             "layout": "engine",
             "parameters": {name: checksums.tensor_checksum(tensor) for name, tensor in expected.items()},
         }
+
+    def identity(self) -> str:
+        """See `identity.identity`."""
+        parameters = self._model.parameters().values()
+        self._manager.device.synchronize()
+        return identity(parameters, self._manager.device)

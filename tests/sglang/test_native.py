@@ -21,8 +21,9 @@ import torch
 import torch.multiprocessing
 
 from integration.engines.base import Server
+from integration.models import SHAPES, write_model
 from integration.waiting import wait_until
-from tests.sglang.conftest import PROMPT, WATCHDOG_S
+from tests.sglang.conftest import OTHER_SEED, PROMPT, WATCHDOG_S
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 UPDATE = "/update_weights_from_tensor"
@@ -263,6 +264,27 @@ def test_an_update_while_requests_are_kept_over_a_sleep(
         if mode == "in_place":
             assert post(server, "/continue_generation").status_code == 200
     assert len(server.kind.tokens(request.answer())) == LONG
+
+
+def test_a_version_of_weights_from_disk(server: Server, model_folder: Path, tmp_path: Path) -> None:
+    """Stock: without a name the former version goes on to name other weights."""
+    folder = write_model(tmp_path / "other", SHAPES["tiny"], seed=OTHER_SEED)
+
+    def load(path: Path, **body: Any) -> str:
+        answer = post(server, "/update_weights_from_disk", model_path=str(path), **body).json()
+        assert answer["success"] is True
+        version = server.control.weight_version()
+        assert server.post(PROMPT).json()["meta_info"]["weight_version"] == version
+        assert answer["message"].endswith(f"Weight version updated to {version}.")
+        return version
+
+    assert load(folder, weight_version="mine") == "mine"
+    assert load(model_folder) != "mine"
+    assert load(folder) == "mine"
+    assert load(folder, weight_version="again") == "again"
+    again = post(server, "/update_weights_from_disk", model_path=str(folder)).json()
+    assert "version" not in again["message"]  # equal weights
+    assert server.control.weight_version() == "again"
 
 
 def test_two_updates_from_disk_at_once_while_closed(server: Server, model_folder: Path) -> None:

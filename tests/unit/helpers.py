@@ -44,6 +44,9 @@ class ScriptedReceiver:
     def checksums(self) -> dict[str, Any]:
         return {}
 
+    def identity(self) -> str:
+        return f"{self.manager.device.fingerprint(list(self.manager._discardable(Tag.WEIGHTS))):032x}"
+
     def capabilities(self) -> Capabilities:
         return self.declared
 

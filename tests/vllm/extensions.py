@@ -50,18 +50,6 @@ class TrainerExtension:
         """vLLM's transfer engines need GPUs."""
         self.weight_transfer_engine = Transfer(self)
 
-    def connect_past_the_loader(self) -> None:
-        """As vLLM's `nccl_m2n`, which needs GPUs."""
-        from vllm.config.weight_transfer import WeightTransferConfig
-
-        self.vllm_config.weight_transfer_config = WeightTransferConfig(backend="nccl_m2n")
-        self.weight_transfer_engine = PastTheLoader(self)
-
-    def remember(self) -> None:
-        """Keep the weights as they are, for `PastTheLoader`."""
-        model = self.model_runner.model
-        self.remembered = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-
     def _load(self, tensors: list[tuple[str, Any]]) -> int:
         self.model_runner.model.load_weights(iter(tensors))
         return len(tensors)
@@ -106,22 +94,4 @@ class Transfer:
         finalize_layerwise_reload(*self._target)
 
     def shutdown(self) -> None:
-        pass
-
-
-class PastTheLoader(Transfer):
-    """A transfer engine that writes parameters in place, where no operator of torch is run: what was remembered."""
-
-    def start_weight_update(self) -> None:
-        pass
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        parameters = dict(self._worker.model_runner.model.named_parameters())
-        names = list(parameters)
-        for name in names[: len(names) // 2] if info.get("fail") else names:
-            parameters[name].detach().numpy()[...] = self._worker.remembered[name].numpy()
-        if info.get("fail"):
-            raise ConnectionError("the trainer is gone")
-
-    def finish_weight_update(self) -> None:
         pass

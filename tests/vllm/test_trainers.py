@@ -342,34 +342,3 @@ def test_an_update_that_fails_before_it_writes_changes_nothing(
     llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]
 ) -> None:
     llm(fails_before_it_writes, str(model_folder), first_tokens, other_tokens)
-
-
-def past_the_loader(llm: Any, folder: str, level: int, other: list[int]) -> None:
-    push(llm, new_model(Path(folder), OTHER_SEED), receivers=2)
-    call(llm, "remember")
-    restore(llm, Path(folder))
-    call(llm, "connect_past_the_loader")
-    llm.sleep(level)
-    llm.wake_up()
-    before = content(llm)
-    call(llm, "start_weight_update")
-    call(llm, "finish_weight_update")
-    assert content(llm) == before  # nothing came
-    call(llm, "start_weight_update")
-    with pytest.raises(Exception, match="the trainer is gone"):
-        call(llm, "update_weights", {"fail": True})
-    assert refused(lambda: generate(llm)) == "failed"
-    call(llm, "start_weight_update")
-    call(llm, "update_weights", {})
-    assert refused(lambda: generate(llm)) == "updating"
-    call(llm, "finish_weight_update")
-    assert content(llm) == "valid"
-    assert generate(llm) == other
-
-
-@pytest.mark.parametrize("level", [0, 2], ids=["valid", "stale"])
-def test_an_update_whose_writes_nobody_sees(
-    llm: Child, model_folder: Path, other_tokens: list[int], level: int
-) -> None:
-    """vLLM's own backends that write parameters by NCCL or in threads of their own."""
-    llm(past_the_loader, str(model_folder), level, other_tokens)

@@ -14,7 +14,7 @@ from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.engines.enabled import engine_method, on_enabled, state_of
-from rl_memory_plugins.engines.sglang.native_calls import WRITES, native_level
+from rl_memory_plugins.engines.sglang.native_calls import FROM_DISK, WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
 from rl_memory_plugins.errors import EngineAsleepError, StateConflictError
@@ -34,7 +34,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
     hooks.wrap(f"{TOKENIZER}.resume_memory_occupation", _native_resume)
     for name in WRITES:
-        hooks.wrap(f"{TOKENIZER}.{name}", _beside_kept_requests)
+        hooks.wrap(f"{TOKENIZER}.{name}", _from_disk if name == FROM_DISK else _beside_kept_requests)
     if hasattr(hooks.require(TOKENIZER), SESSION):
         hooks.wrap(f"{TOKENIZER}.{SESSION}", _beside_kept_requests)
     engine = hooks.require(ENGINE)
@@ -218,6 +218,20 @@ async def _beside_kept_requests(
         return await original(tokenizer, *args, **kwargs)
     async with api.native_updates:
         return await original(_Paused(tokenizer), *args, **kwargs)
+
+
+@on_enabled()
+async def _from_disk(
+    api: SglangApi, original: Callable[..., Any], tokenizer: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Show the version of loaded weights that the caller has not named, as SGLang shows one that the caller names."""
+    former = await api.run(api.weight_version())
+    success, message, *others = await _beside_kept_requests(original)(tokenizer, obj, *args, **kwargs)
+    version = await api.run(api.weight_version())
+    if success and obj.weight_version is None and version != former:
+        tokenizer._update_weight_version_if_provided(version)
+        message += f" Weight version updated to {version}."
+    return success, message, *others
 
 
 # -- hooks on Engine ----------------------------------------------------------------------------------------

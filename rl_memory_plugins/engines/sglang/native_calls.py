@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rl_memory_plugins import operations
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
+FROM_DISK = "update_weights_from_disk"
 #: Handlers that write weights. The value tells whether the handler ends in a barrier of the tensor-parallel ranks.
 WRITES = {
     "update_weights_from_disk": False,
@@ -135,6 +136,8 @@ def _guarded(name: str, handle: Callable[[Any, Any, Any, Callable[[], Any]], Any
 
 
 def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
+    from_disk = name == FROM_DISK
+
     def update(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         asleep = added.controller.status.asleep_tags()
         if getattr(recv_req, "recapture_cuda_graph", False) and asleep:  # a capture runs the model
@@ -146,7 +149,9 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
 
         def call() -> Any:
             forget_embeddings()  # SGLang computes nothing before the handler returns
-            with added.updates.record():
+            agent = added.worker.agent
+            loading = agent.loading(f"{name} from {recv_req.model_path}") if from_disk else nullcontext()
+            with loading, added.updates.record():
                 return original()
 
         with _implicit_session(updater, name, recv_req, added) as session:
@@ -162,6 +167,8 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
             # The models' loaders log unknown names and go on.
             output = _output(name, success=False, message="no tensor has the name of a parameter: nothing was written")
         version = getattr(recv_req, "weight_version", None)
+        if from_disk and wrote and output.success:
+            version = added.versions.after_load(version) or version
         added.controller.note_foreign_changes(version if output.success else None)
         return output
 

@@ -22,6 +22,7 @@ from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, Sglang
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.loaded_versions import LoadedVersions
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class SglangScheduler:
         named = given_version(scheduler.server_args)
         if named is not None:
             self.controller.note_foreign_changes(named)
+        self.versions = LoadedVersions(self.ranks, self.controller)
 
     def handle(self, request: Any) -> None:
         """Obey a command. Rank 0 sends the reply for all ranks when the operation has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_memory_plugins import admission, commands, operations
@@ -26,6 +27,7 @@ from rl_memory_plugins.engines.vllm.core_hooks import (
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
+from rl_memory_plugins.loaded_versions import LoadedVersions
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, PauseMode, Tag
 
@@ -78,14 +80,16 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
             board = StatusBoard()
             atexit.register(board.close)
             capabilities = capabilities_of(self)
+            ranks = _ranks(self)
             self.rl_memory = Controller(
-                _ranks(self),
+                ranks,
                 VllmEngine(self, capabilities.modes),
                 board,
                 vllm_config.parallel_config.data_parallel_index,
                 update_timeout_s=config.update_timeout_s,
                 capabilities=capabilities,
             )
+            self.rl_memory_versions = LoadedVersions(ranks, self.rl_memory)
         return result
 
     return _initialize_kv_caches
@@ -118,11 +122,25 @@ def notice_loads(core: Any, weight_version: str | None = None) -> None:
     controller = state_of(core)
     if controller is None or controller.status.busy:  # an operation looks by itself, at its end
         return
-    if worker_here(core) is not None and _was_changed(core, controller):
+    worker = worker_here(core)
+    if worker is not None and _was_changed(core, controller):
         reset_caches(core)
-        controller.note_foreign_changes(paused=core.is_scheduler_paused())
+        _note_loads(core, controller, reloaded=worker.agent.has_loaded)
     if weight_version is not None and controller.status.content is Content.VALID:
         controller.note_foreign_changes(weight_version, paused=core.is_scheduler_paused())
+
+
+def _note_loads(
+    core: Any, controller: Controller, *, reloaded: bool, contents: Sequence[tuple[str, int]] | None = None
+) -> None:
+    """Publish loads by vLLM's own calls.
+
+    Args:
+        reloaded: One of the calls is `reload_weights`, so the weights may have another version.
+        contents: See `Controller.note_foreign_changes`.
+    """
+    version = core.rl_memory_versions.after_load() if reloaded else None
+    controller.note_foreign_changes(version, paused=core.is_scheduler_paused(), contents=contents)
 
 
 def _was_changed(core: Any, controller: Controller, contents: Sequence[tuple[str, int]] = ()) -> bool:
@@ -275,14 +293,16 @@ def _native_collective_rpc(
     if method in ON_WEIGHTS:
         _require_weights(controller, method)
     epochs = [rank.content_epoch for rank in controller.status.ranks]
-    contents: list[tuple[str, int]] = []
+    after = _After()
+    worker = worker_here(core)
     try:
-        if worker_here(core) is not None:
+        if worker is not None:
             return original(core, method, timeout, args, kwargs)
-        return _guarded_rpc(core, original, method, timeout, args, kwargs, contents)
+        return _guarded_rpc(core, original, method, timeout, args, kwargs, after)
     finally:
-        if controller.status.busy or _was_changed(core, controller, contents):
-            controller.note_foreign_changes(paused=core.is_scheduler_paused(), contents=contents or None)
+        if controller.status.busy or _was_changed(core, controller, after.contents):
+            reloaded = after.reloaded if worker is None else worker.agent.has_loaded
+            _note_loads(core, controller, reloaded=reloaded, contents=after.contents or None)
         if [rank.content_epoch for rank in controller.status.ranks] != epochs:
             reset_caches(core)
 
@@ -305,6 +325,14 @@ def _then(outcome: Future[Any], result: Any) -> Future[Any]:
     return answer
 
 
+@dataclass
+class _After:
+    """What the ranks tell after a call: the content of their weights and its epoch, and whether a rank has reloaded."""
+
+    contents: list[tuple[str, int]] = field(default_factory=list)
+    reloaded: bool = False
+
+
 def _guarded_rpc(
     core: Any,
     rpc: Callable[..., Any],
@@ -312,9 +340,9 @@ def _guarded_rpc(
     timeout: Any,
     args: Any,
     kwargs: Any,
-    contents: list[tuple[str, int]],
+    after: _After,
 ) -> list[Any]:
-    """Call a method that may fail on many ranks, and add the content of each rank's weights to `contents`.
+    """Call a method that may fail on many ranks, and fill `after`.
 
     vLLM stops at the first rank that raises, and leaves the replies of the other ranks in their queues, where later
     calls take them for their own. So every rank answers, and this function raises the first failure.
@@ -326,13 +354,14 @@ def _guarded_rpc(
 
         method = cloudpickle.dumps(method)
     replies = rpc(core, call_guarded, timeout, (method, tuple(args or ()), kwargs or {}), None)
-    contents.extend((content, epoch) for _, _, (content, epoch) in replies)
-    for failed, reply, _ in replies:
+    after.contents = [(content, epoch) for _, _, (content, epoch), _ in replies]
+    after.reloaded = any(reloaded for *_, reloaded in replies)
+    for failed, reply, *_ in replies:
         if failed:
             raise RuntimeError(
                 f"Worker failed with error '{reply}', please check the stack trace above for the root cause"
             )
-    return [reply for _, reply, _ in replies]
+    return [reply for _, reply, *_ in replies]
 
 
 @on_enabled()

@@ -205,15 +205,15 @@ class _SavedLayers:
             layer: (dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
             for layer in self._names
         }
-        self._owner: dict[int, torch.nn.Module] = {}  # by the id of a parameter: the first layer that has it
+        self._owner: dict[Any, torch.nn.Module] = {}  # by the memory of a parameter: the first layer that has it
         for layer in self._names:
             for parameter in layer._parameters.values():
-                self._owner.setdefault(id(parameter), layer)
+                self._owner.setdefault(_memory(parameter), layer)
 
     def tied(self, layer: torch.nn.Module) -> set[str]:
         """The names of a layer's parameters that an earlier layer has too, and which are loaded with that layer."""
         parameters = self._tables[layer][0]
-        return {name for name, parameter in parameters.items() if self._owner[id(parameter)] is not layer}
+        return {name for name, parameter in parameters.items() if self._owner[_memory(parameter)] is not layer}
 
     def restore(self) -> None:
         """Restore the layers, but not the values in their tensors."""
@@ -254,6 +254,13 @@ class _SavedLayers:
         if not condition:
             where = f"{self._names[layer]}.{name}"
             raise WeightUpdateError(f"vLLM's reload changed {where}, which must not change", name=where)
+
+
+def _memory(parameter: torch.Tensor | None) -> Any:
+    """Equal for parameters that are the same elements in memory, also if they are two objects."""
+    if parameter is None or parameter.is_meta or not parameter.numel():
+        return id(parameter)
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _without_memory(meta: torch.Tensor) -> torch.Tensor:

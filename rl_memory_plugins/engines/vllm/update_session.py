@@ -7,6 +7,7 @@ finish, and a trainer that dies before the finish must not leave the model in th
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from rl_memory_plugins.weights.write_detector import leaving_early
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 UPDATE_METHODS = ("start_weight_update", "update_weights", "finish_weight_update")
 
@@ -91,6 +94,16 @@ class UpdateSession:
         if self._loads().is_open:
             self._worker._weight_update_active = False
             self._worker.weight_transfer_engine.reset_weight_update_target()
+        self._break_off()
+
+    def _break_off(self) -> None:
+        """End the content's update, once nothing writes any more."""
+        engine = self._worker.weight_transfer_engine
+        if self._loads().is_open and getattr(engine, "defers_processing", False):
+            try:
+                engine.drain_pending()
+            except Exception:
+                logger.exception("the writes that the weight transfer had deferred have failed")
         self._loads().break_off()
 
     @property
@@ -138,7 +151,7 @@ class UpdateSession:
                 original(*args, **kwargs)
             except BaseException:
                 if self._loads().is_open and not self._worker._weight_update_active:  # vLLM counts the update as over
-                    self._loads().break_off()
+                    self._break_off()
                 raise
 
         return update_weights

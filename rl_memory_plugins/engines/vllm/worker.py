@@ -88,10 +88,11 @@ _guarded = False  # the current call of this worker may raise; see `call_guarded
 
 def call_guarded(
     worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any, tuple[str, int]]:
+) -> tuple[bool, Any, tuple[str, int], bool]:
     """Run a method of the worker by its name, or a pickled function of the worker.
 
-    Returns: whether the call failed; its result or the message of its error; the content of the weights and its epoch.
+    Returns: whether the call failed; its result or the message of its error; the content of the weights and its epoch;
+        whether the worker has reloaded its weights.
     """
     global _guarded
     from vllm.v1.serial_utils import run_method
@@ -104,7 +105,8 @@ def call_guarded(
         failed, result = True, str(error)
     finally:
         _guarded = False
-    return failed, result, worker.rl_memory.agent.content()
+    agent = worker.rl_memory.agent
+    return failed, result, agent.content(), agent.has_loaded
 
 
 class VllmWorker:
@@ -128,6 +130,7 @@ class VllmWorker:
             setattr(worker, name, self._refuse_native(name))
         if hasattr(worker, "reset_weights"):  # new in 0.32, for tests of updates
             worker.reset_weights = self._tear_then(worker.reset_weights)
+        worker.reload_weights = self._identified(worker.reload_weights)
         self._session = UpdateSession(worker, lambda: self._loads)
 
     def pool(self, tag: str) -> AbstractContextManager[None]:
@@ -266,6 +269,27 @@ class VllmWorker:
             reset()
 
         return reset_weights
+
+    def _identified(self, reload: Callable[..., None]) -> Callable[..., None]:
+        """Note a reload, whose weights may have another version."""
+
+        def reload_weights(
+            weights_iterator: Any = None, weights_path: str | None = None, *args: Any, **kwargs: Any
+        ) -> None:
+            path = self._worker.model_config.model if weights_path is None else weights_path
+            source = "reload_weights" if weights_iterator is not None else f"reload_weights from {path}"
+            in_place = not (args[0] if args else kwargs.get("is_checkpoint_format", True))
+            epoch = self.manager.epoch
+            try:
+                # Weights in the format of the kernels are copied past the model's `load_weights`.
+                watching = self._loads.watch() if in_place else contextlib.nullcontext()
+                with self.agent.loading(source), watching:
+                    reload(weights_iterator, weights_path, *args, **kwargs)
+            finally:
+                if self.manager.epoch == epoch:  # nothing was loaded
+                    self.agent.forget_load()
+
+        return reload_weights
 
     def _refuse_native(self, name: str) -> Callable[..., None]:
         """Refuse a memory method of the worker, which would bypass the other ranks and the scheduler.

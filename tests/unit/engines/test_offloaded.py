@@ -1,0 +1,100 @@
+"""Parameters that the engine keeps in host memory of its own, as vLLM's `--cpu-offload-gb` does.
+
+That offloader points the `data` of a parameter at pinned host memory. A GPU reads it there. No sleep touches it, and
+updates write it there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks
+from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.host import HostAllocator
+from rl_memory_plugins.rank import RankAgent
+from rl_memory_plugins.tags import Content, Level, Tag
+from rl_memory_plugins.weights.engine_updates import EngineUpdates
+
+NUMEL = 4 << 10
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.resident = torch.nn.Parameter(torch.full((NUMEL,), 1.0), requires_grad=False)
+        self.offloaded = torch.nn.Parameter(torch.full((NUMEL,), 2.0), requires_grad=False)
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, tensor in weights.items():
+            self.get_parameter(name).copy_(tensor)
+
+
+class Rank:
+    def __init__(self) -> None:
+        allocator = HostAllocator()
+        with allocator.region(Tag.WEIGHTS):
+            self.model = Model()
+        self.model.offloaded.data = self.model.offloaded.data.clone()  # outside of the region
+        config = RLMemoryConfig(poison=True)
+        self.manager = build_manager(
+            config, 0, (allocator, PagedArena(1 << 20)), lambda tag: parameter_blocks(self.model)
+        )
+        self.agent: RankAgent = build_agent(
+            config,
+            self.manager,
+            lambda: self.model,
+            load_weights=self.model.load_weights,
+            reload=lambda: None,
+            model_config=lambda: None,
+        )
+        self.updates = EngineUpdates(self.manager, self.model.parameters)
+
+    def sleep(self, level: Level) -> None:
+        self.agent.prepare_sleep(int(level), ["weights"])
+        self.agent.commit_sleep()
+
+    def wake(self) -> None:
+        self.agent.prepare_wake(["weights"])
+        self.agent.commit_wake()
+
+    def load(self, name: str, value: float) -> None:
+        with self.updates.watch():
+            self.model.load_weights({name: torch.full((NUMEL,), value)})
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+@pytest.mark.parametrize("level", [Level.PRESERVE, Level.DISCARD])
+def test_a_sleep_leaves_an_offloaded_parameter_where_it_is(rank: Rank, level: Level) -> None:
+    address = rank.model.offloaded.data_ptr()
+    rank.sleep(level)
+    assert rank.model.offloaded.eq(2).all()
+    rank.wake()
+    assert rank.model.offloaded.eq(2).all()
+    assert rank.model.offloaded.data_ptr() == address
+    assert rank.model.resident.eq(1).all() == (level is Level.PRESERVE)
+
+
+def test_a_complete_update_writes_it_where_it_is(rank: Rank) -> None:
+    rank.sleep(Level.DISCARD)
+    rank.wake()
+    rank.load("resident", 3.0)
+    assert rank.manager.content is Content.STALE  # the offloaded half is of the former weights
+    rank.load("offloaded", 4.0)
+    assert rank.manager.content is Content.VALID
+    rank.sleep(Level.PRESERVE)
+    rank.wake()
+    assert rank.model.resident.eq(3).all() and rank.model.offloaded.eq(4).all()
+
+
+def test_it_counts_for_the_identity_of_the_weights(rank: Rank) -> None:
+    before = rank.agent.identity()
+    rank.load("offloaded", 4.0)
+    assert rank.agent.identity() != before
+    rank.load("offloaded", 2.0)
+    assert rank.agent.identity() == before
