@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from integration.upstream import comparison, hub, sources
-from integration.upstream.run import SUBJECTS, Outcomes, run
+from integration.upstream.environment import environment
+from integration.upstream.run import SUBJECTS, Outcomes, Setting, run
 from tests.run_report import ENGINES, commit, gpus, version_of
 
 DEFAULT_FOLDER = Path(".upstream")
@@ -22,16 +23,19 @@ def main() -> int:
     arguments = _parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests that run are killed too
     folder = arguments.folder.resolve()
-    root = arguments.source or sources.vllm_tests(folder)
+    root = (arguments.source or sources.vllm_tests(folder)).resolve()
     find = sources.vllm_files if arguments.engine == "vllm" else sources.sglang_files
-    files = [file for file in find(root.resolve()) if any(part in file.path for part in arguments.only)]
-    models = hub.make(folder / "models")
+    files = [file for file in find(root) if any(part in file.path for part in arguments.only)]
+    on_gpu = bool(gpus())
+    variables = environment(arguments.engine, on_gpu=on_gpu, defaults=arguments.defaults, root=root)
+    variables["HF_HOME"] = str(hub.make(folder / f"models-{'gpu' if on_gpu else 'cpu'}", small=not on_gpu))
+    setting = Setting(root, folder / "logs", variables, arguments.file_seconds)
     found: dict[str, Outcomes] = {subject: {} for subject in SUBJECTS}
     tests: list[comparison.Test] = []
     for file in files:
         for subject in arguments.subjects:
             print(f"{subject}: {file.path}", flush=True)
-            found[subject] |= run(subject, root.resolve(), file, models, folder / "logs", arguments.file_seconds)
+            found[subject] |= run(subject, file, setting)
         # After each file, so that a run that is killed leaves the comparison of the files before.
         tests = comparison.compare(arguments.engine, found["native"], found["plugin"])
         if arguments.out:
@@ -62,6 +66,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="tests, models and logs")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the paths of the files to run")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--defaults", type=json.loads, default={}, help="JSON: other defaults of SGLang's arguments")
     parser.add_argument("--file-seconds", type=float, default=1800, help="kill a file of tests after so long")
     parser.add_argument("--out", type=Path, help="where the record is written")
     arguments = parser.parse_args()

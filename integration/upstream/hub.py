@@ -119,9 +119,16 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def make(folder: Path, only: str = "") -> Path:
-    """Make the models that are not there yet, and return `folder`, which is for `HF_HOME`."""
+def make(folder: Path, only: str = "", *, small: bool = False) -> Path:
+    """Make the models that are not there yet, and return `folder`, which is for `HF_HOME`.
+
+    Args:
+        only: Part of the names of the models to make.
+        small: Make no model that is large for a CPU. Tests that write tensors of fixed shapes need the large ones.
+    """
     for name, recipe in RECIPES.items():
+        if small and recipe.config is _LLAMA_1B:
+            recipe = recipe._replace(config=_llama())
         home = folder / "hub" / f"models--{name.replace('/', '--')}"
         if only not in name or (home / "refs/main").exists():
             continue

@@ -2,7 +2,8 @@ import textwrap
 
 import psutil
 
-from integration.upstream.run import run
+from integration.upstream.environment import environment
+from integration.upstream.run import Setting, run
 from integration.upstream.sources import TestedFile
 
 TESTS = """
@@ -30,7 +31,8 @@ TESTS = """
 def outcomes(tmp_path, subject, text=TESTS, seconds=120):
     (tmp_path / "tests").mkdir(exist_ok=True)
     (tmp_path / "tests/test_some.py").write_text(textwrap.dedent(text))
-    found = run(subject, tmp_path, TestedFile("tests/test_some.py", ""), tmp_path, tmp_path / "logs", seconds)
+    variables = environment("vllm", on_gpu=False, defaults={}, root=tmp_path)
+    found = run(subject, TestedFile("tests/test_some.py", ""), Setting(tmp_path, tmp_path / "logs", variables, seconds))
     return {test.split("::")[-1]: outcome for test, (outcome, _reason) in found.items()}
 
 
