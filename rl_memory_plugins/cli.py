@@ -144,12 +144,13 @@ def sleep(
     level: Annotated[str, typer.Option(help="0 pauses, 1 preserves the weights, 2 discards them.")] = "1",
     tags: Tags = None,
     mode: Annotated[str, typer.Option(help="Running requests: abort, wait or keep.")] = "abort",
+    keep: Annotated[list[str] | None, typer.Option(help="A weight, or a glob, that level 2 preserves.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
     """Close admission and release memory."""
-    body = {"level": level, "tags": tags, "mode": mode}
+    body = {"level": level, "tags": tags, "mode": mode, **({"keep": keep} if keep else {})}
     _control("POST", url, "/sleep", api_key, as_json, _print_transition, body)
 
 

@@ -64,9 +64,14 @@ class EngineClient:
     def close(self) -> None:
         self._http.close()
 
-    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort") -> dict[str, Any]:
-        """Close admission and release memory. `report` of the answer holds the report."""
-        return self.call("POST", "/sleep", {"level": level, "tags": tags, "mode": mode})
+    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> dict[str, Any]:
+        """Close admission and release memory. `report` of the answer holds the report.
+
+        Args:
+            keep: Names of weights, or globs, that level 2 preserves.
+        """
+        body = {"level": level, "tags": tags, "mode": mode}
+        return self.call("POST", "/sleep", body if keep is None else {**body, "keep": keep})
 
     def wake_up(self, tags: Any = None) -> dict[str, Any]:
         """Take memory back. `status` of the answer is `awake` if no tag sleeps any more."""

@@ -25,6 +25,7 @@ class Sleep(Command, frozen=True):
     level: Level = Level.PRESERVE
     tags: tuple[Tag, ...] = PUBLIC_TAGS
     mode: PauseMode = PauseMode.ABORT
+    keep: tuple[str, ...] | None = None  # globs of weights that level 2 preserves; `None`: the engine's default
     hold: str = ""  # a ticket: stop after the first phase, and wait for the `Decide` with this ticket
     call: str = ""  # the name for `CancelDrain`
 

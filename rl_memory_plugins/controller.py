@@ -24,6 +24,7 @@ from rl_memory_plugins.commands import AnyCommand, done, encode_reply, error_rep
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import DrainTimeoutError, InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.keep import require_matches
 from rl_memory_plugins.records import LONGEST_VERSION, UNKNOWN, EngineStatus, RankStatus, Reply
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
 from rl_memory_plugins.transition import PendingTransition
@@ -41,6 +42,7 @@ class Controller:
         engine_rank: The data-parallel rank of this engine.
         update_timeout_s: The longest silence of a trainer, for updates whose command has no `timeout_s`.
         capabilities: The abilities of the engine. The ranks add theirs.
+        keep: The globs of weights that a level-2 sleep preserves if its caller names none.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Controller:
         *,
         update_timeout_s: float,
         capabilities: Capabilities = EVERYTHING,
+        keep: Sequence[str] = (),
     ) -> None:
         self._ranks = ranks
         self._engine = engine
         self._board = board
         self._update_timeout_s = update_timeout_s
+        self._keep = tuple(keep)
         self._updates = 0
         self._draining: list[PendingTransition] = []
         self._drained: dict[str, str] = {}  # ticket to name: the transitions for which this engine stays drained
@@ -181,13 +185,17 @@ class Controller:
         self.require_free()
         if command.mode is PauseMode.KEEP:
             self._require_none_waiting(command.hold)
+        keep = command.keep or ()
+        if command.keep is None and level is Level.DISCARD and Tag.WEIGHTS in tags:
+            keep = self._keep
+        require_matches(self._ranks, keep)
         operation = PendingTransition(command.name, command.hold, command.call)
 
         def act() -> Any:
             self.require_free()
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
                 self._engine.reset_caches()
-            prepare(self._ranks, "sleep", level=level, tags=tags)
+            prepare(self._ranks, "sleep", level=level, tags=tags, keep=keep)
             return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:

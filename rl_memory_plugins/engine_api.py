@@ -64,9 +64,9 @@ class EngineApi(ABC):
             return self._boards.read(busy=UpdateWeights.name if update else self._transitions[-1])
         return [] if self._boards.outdated else self._boards.read()
 
-    def sleep(self, level: object = 1, tags: object = None, mode: object = "abort") -> Operation:
+    def sleep(self, level: object = 1, tags: object = None, mode: object = "abort", keep: object = None) -> Operation:
         """Release memory; see the contract."""
-        return (yield from self.transition(operations.sleep(level, tags, mode)))
+        return (yield from self.transition(operations.sleep(level, tags, mode, keep)))
 
     def wake_up(self, tags: object = None) -> Operation:
         """Take memory back; see the contract."""

@@ -23,6 +23,7 @@ from rl_memory_plugins import commands
 from rl_memory_plugins.commands import AnyCommand
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
+from rl_memory_plugins.keep import parse_keep
 from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, Report
 from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
@@ -33,13 +34,14 @@ Operation = Generator[AnyCommand, list[Reply[Any]], Any]
 Transition = commands.Sleep | commands.WakeUp | commands.UpdateWeights
 
 
-def sleep(level: object = 1, tags: object = None, mode: object = "abort") -> commands.Sleep:
+def sleep(level: object = 1, tags: object = None, mode: object = "abort", keep: object = None) -> commands.Sleep:
     """Build the command from a caller's values.
 
     Raises:
         InvalidRequestError: a value is not allowed; the details name the field and list what is allowed.
     """
-    return commands.Sleep(parse_level(level), parse_tags(tags), parse_mode(mode))  # type: ignore[arg-type]
+    checked = parse_level(level), parse_tags(tags), parse_mode(mode), parse_keep(keep)  # type: ignore[arg-type]
+    return commands.Sleep(*checked)
 
 
 def wake_up(tags: object = None) -> commands.WakeUp:

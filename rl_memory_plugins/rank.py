@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ from rl_memory_plugins.records import Reply
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
 
 if TYPE_CHECKING:
+    from rl_memory_plugins.weights.names import NamedWeights
     from rl_memory_plugins.weights.receiver import WeightReceiver
 
 #: The methods of the manager that the controller calls without conversion, and those of the agent.
 _MANAGER_METHODS = frozenset({"abort_sleep", "abort_wake", "status", "account"})
 _AGENT_METHODS = frozenset(
     {"prepare_sleep", "commit_sleep", "prepare_wake", "commit_wake"}
-    | {"receive_weights", "finish_update", "checksums", "content", "capabilities", "identity", "loaded"}
+    | {"receive_weights", "finish_update", "checksums", "content", "capabilities", "unmatched", "identity", "loaded"}
 )
 
 
@@ -32,6 +33,7 @@ class RankAgent:
     Args:
         manager: The state machine of the rank.
         receiver: Takes weight updates.
+        weights: The weights by name, for the globs of a sleep.
         after_wake: The engine's own work after tags have become resident again; called with these tags.
         before_update: The engine's own work before an update: it ends an open update by the engine's own calls.
         resident_graphs: The reason why this rank's CUDA graphs stay on the device; empty if they can be released.
@@ -41,12 +43,14 @@ class RankAgent:
         self,
         manager: MemoryManager,
         receiver: WeightReceiver,
+        weights: NamedWeights,
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
         before_update: Callable[[], None] = lambda: None,
         resident_graphs: str = "",
     ) -> None:
         self.manager = manager
         self.receiver = receiver
+        self._weights = weights
         self._after_wake = after_wake
         self._woken: set[Tag] = set()  # tags whose `after_wake` has not succeeded yet: the next wake repeats it
         self._before_update = before_update
@@ -67,8 +71,12 @@ class RankAgent:
         except Exception as error:
             return error_reply(self.manager.rank, error)
 
-    def prepare_sleep(self, level: int, tags: list[str]) -> None:
-        self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags])
+    def unmatched(self, globs: Sequence[str]) -> dict[str, list[str]]:
+        return self._weights.unmatched(globs)
+
+    def prepare_sleep(self, level: int, tags: list[str], keep: Sequence[str] = ()) -> None:
+        kept = self._weights.chosen(keep) if keep else {}
+        self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags], kept)
 
     def commit_sleep(self) -> dict[str, Any]:
         changes = self.manager.commit_sleep()

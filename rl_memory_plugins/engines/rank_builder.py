@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
@@ -12,28 +12,13 @@ from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
-from rl_memory_plugins.weights.coverage import canonical
 from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
+from rl_memory_plugins.weights.names import NamedWeights
 from rl_memory_plugins.weights.plan import Loader
 from rl_memory_plugins.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     import torch
-
-
-def parameter_blocks(model: torch.nn.Module) -> Iterator[Block]:
-    """The memory of a model's parameters, which a complete update writes again.
-
-    The block of a parameter is its whole storage, with padding. If the storage also holds a buffer, which no update
-    writes, the block is the parameter's own bytes; a parameter with gaps then has no block.
-    """
-    with_buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-    for parameter in model.parameters():
-        storage = parameter.untyped_storage()
-        if storage.data_ptr() not in with_buffers:
-            yield Block(storage.data_ptr(), storage.nbytes())
-        elif canonical(parameter.shape, parameter.stride())[1] in ((), (1,)):
-            yield Block(parameter.data_ptr(), parameter.nbytes)
 
 
 def resident_graphs(allocator: Allocator, *, registered: bool, remedy: str) -> str:
@@ -80,6 +65,7 @@ def build_agent(
     load_weights: Loader,
     reload: Callable[[], Reload | None],
     model_config: Callable[[], Any],
+    draft: Callable[[], torch.nn.Module | None] = lambda: None,
     **own: Any,
 ) -> RankAgent:
     """The agent of a rank, with a receiver of weights. Begins the preparations of its first sleep and update.
@@ -89,6 +75,7 @@ def build_agent(
         load_weights: The loader of the model.
         reload: See `ModelLoader`.
         model_config: Gives the configuration of the model, which says whether the output layer is the embedding.
+        draft: Gives the draft model, if there is one.
         **own: Arguments of `RankAgent` that only one engine has.
     """
     loader = ModelLoader(
@@ -101,7 +88,7 @@ def build_agent(
         allow_cast=config.allow_cast,
     )
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
-    agent = RankAgent(manager, receiver, **own)
+    agent = RankAgent(manager, receiver, NamedWeights(model, draft), **own)
     manager.warm_up()
     receiver.warm_up()
     return agent

@@ -216,7 +216,7 @@ class _Engine:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort") -> Any:
+    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> Any:
         raise NotImplementedError  # OpenRLHF's controller does
 
     def wake_up(self, tags: Any = None) -> Any:

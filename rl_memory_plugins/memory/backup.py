@@ -317,6 +317,11 @@ class Backup:
         device.copy_from_host(pairs)
         return _nbytes(pairs)
 
+    @property
+    def fingerprint(self) -> int | None:
+        """The fingerprint of `identified` in the copy; `None` if it is not known."""
+        return self._fingerprint
+
     def is_clean(self, device: Device, blocks: Sequence[Block], epoch: int) -> bool:
         """Whether the backup matches the present content of these resident blocks, in all fingerprinted parts."""
         return (

@@ -7,16 +7,17 @@ obtains all resources and changes no state; then `commit_*` acts, or `abort_*` u
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from types import MappingProxyType
 
 from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
-from rl_memory_plugins.memory.ranges import intersect, subtract
+from rl_memory_plugins.memory.ranges import intersect, merge, subtract
 from rl_memory_plugins.memory.reclaim import Reclaim
-from rl_memory_plugins.memory.weights_content import PreparedSleep, WeightsContent
+from rl_memory_plugins.memory.weights_content import KeptWeights, PreparedSleep, WeightsContent
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
 from rl_memory_plugins.timing import timed
@@ -125,14 +126,20 @@ class MemoryManager(WeightsContent):
 
     # -- sleep --------------------------------------------------------------------------------------------
 
-    def prepare_sleep(self, level: Level, tags: Sequence[Tag]) -> None:
+    def prepare_sleep(
+        self, level: Level, tags: Sequence[Tag], keep: Mapping[str, Block] = MappingProxyType({})
+    ) -> None:
         """Obtain host memory for the content of resident `tags` that `level` preserves. Releases nothing.
+
+        Args:
+            keep: The memory of parameters that a discarding sleep preserves too, by name. Of undefined weights it can
+                keep only those that the last sleep has kept.
 
         Raises:
             HostMemoryError: too little host memory for the copies; nothing was changed.
         """
         self._begin_transition()
-        prepared = PreparedSleep(level)
+        prepared = PreparedSleep(level, self.epoch, keep)
         if level is Level.PAUSE:
             tags = ()
         try:
@@ -156,21 +163,33 @@ class MemoryManager(WeightsContent):
 
     def _prepare_tag(self, prepared: PreparedSleep, tag: Tag) -> None:
         blocks, discardable = self.allocator.blocks(tag), list(self._discardable(tag))
+        epoch = self.epoch
+        existing = self._backups.get(tag)
         if preserves(prepared.level, tag):
             prepared.states[tag] = TagState.PRESERVED
             kept, identified = blocks, intersect(blocks, discardable)
         else:
-            prepared.states[tag] = TagState.DISCARDED
-            kept, identified = subtract(blocks, discardable), []
+            identified = intersect(blocks, self._keep(prepared)) if tag is Tag.WEIGHTS else []
+            lost = subtract(intersect(blocks, discardable), identified)
+            prepared.states[tag] = TagState.DISCARDED if lost or not identified else TagState.PRESERVED
+            kept = subtract(blocks, lost)
+            if existing is not None:  # an update of the other weights leaves these: the fingerprint alone decides
+                epoch = existing.epoch
         if not kept:
             return
-        existing = self._backups.get(tag)
-        if existing is not None and existing.is_clean(self.device, kept, self.epoch):
+        if existing is not None and existing.is_clean(self.device, kept, epoch):
             prepared.backups[tag] = existing
             return
         if existing is not None:  # out of date: the new copy reuses its memory
             self._backups.pop(tag).free()
         prepared.backups[tag] = Backup(self.arena, kept, identified)
+
+    def _keep(self, prepared: PreparedSleep) -> list[Block]:
+        """The memory of the parameters that a discarding sleep of the weights keeps."""
+        if prepared.keep and self.content is not Content.VALID:
+            still = self.kept
+            prepared.keep = {name: block for name, block in prepared.keep.items() if name in still}
+        return merge(prepared.keep.values())
 
     def commit_sleep(self) -> list[TagChange]:
         """Copy and release the tags that `prepare_sleep` prepared. Each tag's state changes with its memory.
@@ -213,7 +232,7 @@ class MemoryManager(WeightsContent):
         # torch counts a graph's temporaries as unused, but replays need them.
         unused = self.allocator.unused(tag) if tag is not Tag.CUDA_GRAPH else []
         clean = backup is self._backups.get(tag)
-        if clean and backup.epoch != self.epoch:  # the weights were written after `prepare_sleep`
+        if clean and prepared.epoch != self.epoch:  # the weights were written after `prepare_sleep`
             del self._backups[tag]
             clean = False
         return backup.begin_save(self.device, self.epoch, gone, unused, clean=clean)
@@ -244,9 +263,13 @@ class MemoryManager(WeightsContent):
             former.free()
         if backup is not None:
             self._backups[tag] = backup
-        if tag is Tag.WEIGHTS and state is TagState.DISCARDED:
-            self.content = Content.STALE
-            self.epoch += 1
+        if tag is Tag.WEIGHTS:
+            if not preserves(prepared.level, tag):
+                identified, fingerprint = (backup.identified, backup.fingerprint) if backup is not None else ([], None)
+                self._kept = KeptWeights(frozenset(prepared.keep), identified, fingerprint) if prepared.keep else None
+            if state is TagState.DISCARDED:
+                self.content = Content.STALE
+                self.epoch += 1
             if backup is not None:
                 backup.epoch = self.epoch  # the backup holds only parts that were not discarded
         self._reclaimed = False

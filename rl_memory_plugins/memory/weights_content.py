@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.eager import EagerBackup
+from rl_memory_plugins.memory.ranges import subtract
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class KeptWeights:
+    """Parameters that a discarding sleep has kept.
+
+    Attributes:
+        names: Their names, as the engine names them.
+        blocks: Their memory.
+        fingerprint: Of the blocks; `None` if it is not known.
+    """
+
+    names: frozenset[str]
+    blocks: list[Block] = field(default_factory=list)
+    fingerprint: int | None = None
+
+
 @dataclass
 class PreparedSleep:
     level: Level
+    epoch: int  # of the weights, when the sleep was prepared
+    keep: Mapping[str, Block] = field(default_factory=dict)  # of parameters that a discarding sleep keeps
     backups: dict[Tag, Backup] = field(default_factory=dict)  # of a tag with a clean backup, that backup
     states: dict[Tag, TagState] = field(default_factory=dict)  # after the sleep
 
@@ -50,11 +68,35 @@ class WeightsContent:
         self._eager: EagerBackup | None = None
         self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
         self._backups: dict[Tag, Backup] = {}
+        self._kept: KeptWeights | None = None
         self._prepared_sleep: PreparedSleep | None = None
         self._prepared_wake: dict[Tag, Reservation] | None = None
 
     def state(self, tag: Tag) -> TagState:
         return self._states[tag]
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The parameters that the last discarding sleep has kept, by the engine's name, until a complete update.
+
+        They hold their values, so a complete update may leave them out. After an update that broke off they count only
+        if their bytes are those of the sleep. The weights must be resident.
+        """
+        is_undefined = self.content in (Content.UPDATING, Content.FAILED)
+        if self._kept is not None and is_undefined and not self._is_unchanged(self._kept):
+            self._kept = None
+        return frozenset() if self._kept is None else self._kept.names
+
+    def _is_unchanged(self, kept: KeptWeights) -> bool:
+        if not kept.blocks:
+            return True
+        if kept.fingerprint is None or subtract(kept.blocks, self.allocator.blocks(Tag.WEIGHTS)):  # freed since
+            return False
+        self.device.synchronize()
+        try:
+            return self.device.fingerprint(kept.blocks) == kept.fingerprint
+        except DeviceMemoryError:
+            return False
 
     def require_writable(self) -> None:
         """Check that an update may write: the weights are resident, and no prepared transition relies on their content.
@@ -94,6 +136,8 @@ class WeightsContent:
         if self.content is Content.UPDATING:
             self.content = Content.VALID if complete else Content.FAILED
             self.epoch += 1
+            if complete:
+                self._kept = None
             self._start_eager_backup()
 
     def mark_failed(self) -> None:
@@ -115,6 +159,7 @@ class WeightsContent:
         self._cancel_eager_backup()
         if complete:
             self.content = Content.VALID
+            self._kept = None
             self._start_eager_backup()
 
     # -- copying in advance -----------------------------------------------------------------------------------

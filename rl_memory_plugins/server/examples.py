@@ -26,6 +26,7 @@ _DEFAULTS = "the defaults, or the parameters of the query"
 SLEEP: Json = {
     _DEFAULTS: {},
     "before an update of all weights": {"level": 2},
+    "before an update of all weights but the embedding": {"level": 2, "keep": ["*.embed_tokens.*"]},
     "only the KV cache, without ending requests": {"level": 1, "tags": ["kv_cache"], "mode": "keep"},
 }
 WAKE: Json = {_DEFAULTS: {}, "the weights first": {"tags": ["weights"]}}

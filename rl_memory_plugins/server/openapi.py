@@ -57,10 +57,16 @@ _TAGS_OF_BODY: Json = {
         {"type": "null"},
     ],
 }
+_GLOBS: Json = {"type": "array", "items": {"type": "string", "minLength": 1}}
 _SLEEP: Json = {
     "level": _LEVEL,
     "tags": _TAGS_OF_BODY,
     "mode": {**_MODES, "default": PauseMode.ABORT.value, "description": _RUNNING},
+    "keep": {
+        "description": "Names of weights, or globs, that level 2 preserves, and that the next update may leave out. "
+        "A list, or names with commas between them; the engine's default if it is left out or null.",
+        "anyOf": [_GLOBS, {"type": "string", "examples": ["*.embed_tokens.*"]}, {"type": "null"}],
+    },
 }
 _WAKE: Json = {"tags": _TAGS_OF_BODY}
 _UPDATE: Json = {
@@ -114,7 +120,10 @@ class _Route(msgspec.Struct, frozen=True):
     @property
     def query(self) -> Json:
         """The parameters that the query may hold. A body with required parameters holds a token: no place in a URL."""
-        return {} if self.required or not self.body else {**self.body, "tags": _TAGS}
+        if self.required:
+            return {}
+        lists = {"tags": _TAGS, "keep": _GLOBS}
+        return {name: lists.get(name, schema) for name, schema in self.body.items()}
 
 
 def _routes() -> list[_Route]:

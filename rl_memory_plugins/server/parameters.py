@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 MAX_BODY_BYTES = 1 << 20
+#: Parameters that the query may repeat, each value with commas.
+LISTS = ("tags", "keep")
 
 
 async def read_arguments(request: Request, allowed: Collection[str]) -> dict[str, Any]:
@@ -25,8 +27,8 @@ async def read_arguments(request: Request, allowed: Collection[str]) -> dict[str
     query: dict[str, Any] = {}
     for name in request.query_params:
         values = request.query_params.getlist(name)
-        if name == "tags":
-            query[name] = [tag for value in values for tag in value.split(",")]
+        if name in LISTS:
+            query[name] = [item for value in values for item in value.split(",")]
         elif len(values) == 1:
             query[name] = values[0]
         else:

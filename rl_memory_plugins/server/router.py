@@ -53,7 +53,7 @@ def build_router(
     """
 
     async def sleep(request: Request) -> Slept:
-        command = operations.sleep(**await read_arguments(request, {"level", "tags", "mode"}))
+        command = operations.sleep(**await read_arguments(request, {"level", "tags", "mode", "keep"}))
         api = engine()
         return Slept("sleeping", command.level, command.tags, await api.run(api.transition(command)))
 

@@ -16,7 +16,8 @@ from rl_memory_plugins.memory.threads import on_this_gpu
 class EngineHandle(Protocol):
     """The calls that a trainer makes to an engine. `client.EngineClient` and `EngineObject` implement them."""
 
-    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort") -> Any: ...
+    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> Any:
+        """`keep` is left out where no weights are to be kept."""
 
     def wake_up(self, tags: Any = None) -> Any: ...
 
@@ -42,8 +43,9 @@ class EngineObject:
         self._engine = engine
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort") -> Any:
-        return self._result(self._engine.sleep(level=level, tags=tags, mode=mode))
+    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> Any:
+        given = {} if keep is None else {"keep": keep}
+        return self._result(self._engine.sleep(level=level, tags=tags, mode=mode, **given))
 
     def wake_up(self, tags: Any = None) -> Any:
         return self._result(self._engine.wake_up(tags=tags))

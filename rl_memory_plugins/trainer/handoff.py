@@ -98,6 +98,7 @@ class RolloutHandoff:
             never holds both. `source` must read offloaded tensors, as all sources of this package do.
         level: The sleep level of the engines; 1 keeps a copy of their weights, which partial updates need.
         mode: The treatment of running requests at the sleep: `abort`, `wait` or `keep`.
+        keep: Names of the engines' weights, or globs, that level 2 preserves; `source` may leave these out.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
         group: The process group of the trainer; see `Peers`.
@@ -118,6 +119,7 @@ class RolloutHandoff:
         from_host: bool = False,
         level: int = 2,
         mode: str = "abort",
+        keep: Sequence[str] | None = None,
         memory_fraction: float = 1.0,
         group: Any = None,
         **update: Any,
@@ -135,8 +137,7 @@ class RolloutHandoff:
         modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
         self._others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
         self._from_host = from_host
-        self._level = level
-        self._mode = mode
+        self._sleep = {"level": level, "mode": mode, **({} if keep is None else {"keep": keep})}
         self._memory_fraction = memory_fraction
         self._peers = Peers(group)
         self._update = update
@@ -164,7 +165,7 @@ class RolloutHandoff:
         """The first half: put the engines to sleep, and load the trainer."""
         report = HandoffReport()
         with self._lock:
-            self._on_engines(report, "sleep", lambda engine: engine.sleep(level=self._level, mode=self._mode))
+            self._on_engines(report, "sleep", lambda engine: engine.sleep(**self._sleep))
             self._limit(self._memory_fraction)
             self._move(report, "load", [*self._weights, *self._others])
         return report

@@ -32,14 +32,15 @@ class EngineUpdates:
 
     Args:
         manager: The manager of the rank.
-        parameters: Gives the parameters that a complete update must cover.
+        parameters: Gives the parameters and their names, as `NamedWeights` names them. A complete update must cover
+            those that the last sleep has not kept.
         undo: Restores the layers that the engine has changed for a load that failed.
     """
 
     def __init__(
         self,
         manager: MemoryManager,
-        parameters: Callable[[], Iterable[torch.Tensor]],
+        parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.manager = manager
@@ -108,7 +109,7 @@ class EngineUpdates:
         return self._detector.found_any
 
     def _find_storages(self) -> None:
-        self._storages = {one.untyped_storage().data_ptr() for one in self._parameters() if not one.is_meta}
+        self._storages = {one.untyped_storage().data_ptr() for _, one in self._parameters() if not one.is_meta}
 
     def prepare(self) -> None:
         """Mark weights of undefined content, before a call may write them or take the model apart.
@@ -118,7 +119,8 @@ class EngineUpdates:
         """
         self.manager.require_writable()
         if self.needs_marks:
-            self._marks = UnwrittenMarks(self._parameters)
+            kept = self.manager.kept
+            self._marks = UnwrittenMarks(lambda: [one for name, one in self._parameters() if name not in kept])
             self._epoch = self.manager.epoch
 
     @property

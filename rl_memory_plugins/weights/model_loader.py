@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest
-from rl_memory_plugins.weights.plan import Loader, LoadPlan, signature, trace
+from rl_memory_plugins.weights.plan import Loader, LoadPlan, layer_of, signature, trace
 from rl_memory_plugins.weights.replay import Replays
 from rl_memory_plugins.weights.write_recorder import recording
 
@@ -29,6 +29,12 @@ def is_ignorable(name: str, *, tied: bool = False) -> bool:
     """
     computed = name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
     return computed or (tied and name.startswith("lm_head."))
+
+
+def _of_kept_layers(names: Iterable[str], expected: Iterable[str], kept: frozenset[str]) -> frozenset[str]:
+    """The names in layers of which every expected parameter is kept. A reload writes whole layers."""
+    layers = {layer_of(name) for name in kept} - {layer_of(name) for name in expected if name not in kept}
+    return frozenset(name for name in names if layer_of(name) in layers)
 
 
 class Reload(Protocol):
@@ -89,30 +95,37 @@ class ModelLoader:
     _plans: dict[str, LoadPlan] = field(default_factory=dict, init=False)
     _signature: tuple[Any, ...] = field(default=(), init=False)
 
-    def plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
+    def plan(
+        self, manifest: Manifest, expected: Mapping[str, torch.Tensor], kept: frozenset[str] = frozenset()
+    ) -> LoadPlan:
         """The plan for a manifest, from the cache or from a new trace. Writes no weights.
 
         Args:
             expected: The result of `drop_outdated` in this session.
+            kept: The parameters that a complete update may leave out, by the engine's name.
 
         Raises:
             ManifestError: the tensors do not fit the model.
             UnsupportedError: the engine has transformed weights and cannot repeat that.
         """
         digest = manifest.digest()
-        if digest in self._plans:
-            return self._plans[digest]
+        known = self._plans.get(digest)
+        if known is not None and known.omitted <= kept:
+            return known
         reload = self.reload()
         with nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
             plan = trace(
                 self.load_weights,
                 manifest,
                 expected=layout,
+                kept=kept if reload is None else _of_kept_layers(layout, expected, kept),
                 ignorable=self.ignorable,
                 owned=[*expected.values(), *self.buffers().values()],
                 allow_cast=self.allow_cast,
                 whole_layers="" if reload is None else reload.why,
             )
+        if reload is not None and plan.omitted:
+            plan.omitted = _of_kept_layers(expected, expected, kept)  # their names after the transformation
         while len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         self._plans[digest] = plan
@@ -129,7 +142,7 @@ class ModelLoader:
             return
         reload = self.reload()
         if reload is not None:
-            reload.load(weights, partial=plan.partial)
+            reload.load(weights, partial=plan.partial or bool(plan.omitted))
             return
         load = self.load_opaque or self.load_weights
         if not plan.unproven:

@@ -55,6 +55,7 @@ class LoadPlan:
         unproven: Parameters that the trace has not seen covered because it could not follow the loader, with their
             addresses. Only the real load shows whether a complete update writes them.
         traced: If parameters are unproven, the memory that the trace has seen written.
+        omitted: The kept parameters that a complete update leaves out. The plan is complete only while these are kept.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class LoadPlan:
     ) -> None:
         self.unproven: dict[str, int] = {}
         self.traced = Coverage()
+        self.omitted: frozenset[str] = frozenset()
         self.digest = manifest.digest()
         self.partial = manifest.partial
         self.specs = {spec.name: spec for spec in manifest.tensors}
@@ -195,6 +197,7 @@ def trace(
     manifest: Manifest,
     *,
     expected: Mapping[str, torch.Tensor] | None = None,
+    kept: frozenset[str] = frozenset(),
     ignorable: Callable[[str], bool] = lambda name: False,
     owned: Iterable[torch.Tensor] | None = None,
     allow_cast: bool = False,
@@ -206,6 +209,7 @@ def trace(
         load_weights: The model's loader.
         manifest: The manifest of the update.
         expected: The parameters that a complete update must cover, by the engine's name.
+        kept: Those that a complete update may leave out, each as a whole.
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
         owned: The model's parameters and buffers. The caller drops the plan if their memory is replaced. A name whose
             loading writes other memory is opaque.
@@ -230,20 +234,25 @@ def trace(
         problems.append(Mismatch("loader", untried[0], reason))
     used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys() | set(untried)
     unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
-    if not manifest.partial and not tracer.unseen_writes:
-        problems += _missing(tracer, expected)
-    elif whole_layers:
-        problems += _missing(tracer, expected, whole_layers=True)
+    counted = expected if whole_layers or not manifest.partial else {}
+    written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}
+    any_may_lack = manifest.partial or (tracer.unseen_writes and whole_layers)
+    missing = _missing(written, frozenset(written) if any_may_lack else kept, whole_layers=bool(whole_layers))
+    if whole_layers or not tracer.unseen_writes:
+        problems += missing
     if problems:
         raise manifest_error(problems, unused)
     if tracer.derives:
         whole_layers = whole_layers or f"the loader runs {tracer.derives} on the model's memory"
     if whole_layers:
-        return LoadPlan(manifest, {}, {spec.name: whole_layers for spec in manifest.tensors}, unused)
-    plan = LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
-    if not manifest.partial and tracer.unseen_writes:
-        plan.traced = tracer.written
-        plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in _missing(tracer, expected)}
+        plan = LoadPlan(manifest, {}, {spec.name: whole_layers for spec in manifest.tensors}, unused)
+    else:
+        plan = LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
+        if not manifest.partial and tracer.unseen_writes:
+            plan.traced = tracer.written
+            plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
+    if not manifest.partial:
+        plan.omitted = frozenset(name for name in kept & written.keys() if not written[name])
     return plan
 
 
@@ -315,16 +324,27 @@ def _mismatch(name: str, error: Exception) -> Mismatch:
     return Mismatch("loader", name, text)
 
 
-def _missing(tracer: Tracer, expected: Mapping[str, torch.Tensor], *, whole_layers: bool = False) -> list[Mismatch]:
-    """The parameters that the manifest does not cover; with `whole_layers` only those of layers that it touches."""
-    fractions = {name: tracer.written.fraction(parameter) for name, parameter in expected.items()}
-    touched = {name.rpartition(".")[0] for name, fraction in fractions.items() if fraction}
-    reason = ", but the engine reloads whole layers" if whole_layers else ""
-    return [
-        Mismatch("missing", name, f"the manifest covers {fraction:.1%} of this parameter{reason}")
-        for name, fraction in fractions.items()
-        if fraction < 1 and (not whole_layers or name.rpartition(".")[0] in touched)
-    ]
+def _missing(written: Mapping[str, float], may_omit: frozenset[str], *, whole_layers: bool) -> list[Mismatch]:
+    """The parameters that the manifest does not cover.
+
+    Args:
+        written: The fraction of each parameter that the manifest covers.
+        may_omit: Parameters that the manifest may leave out.
+        whole_layers: The manifest must cover a layer completely or not at all.
+    """
+    touched = {layer_of(name) for name, fraction in written.items() if fraction}
+    missing = []
+    for name, fraction in written.items():
+        if fraction >= 1 or (name in may_omit and not (layer_of(name) in touched if whole_layers else fraction)):
+            continue
+        reason = ", but the engine reloads whole layers" if whole_layers and name in may_omit else ""
+        missing.append(Mismatch("missing", name, f"the manifest covers {fraction:.1%} of this parameter{reason}"))
+    return missing
+
+
+def layer_of(name: str) -> str:
+    """The name of the layer that has this parameter."""
+    return name.rpartition(".")[0]
 
 
 def warm_up() -> None:

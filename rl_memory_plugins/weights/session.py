@@ -123,7 +123,7 @@ class Session:
             )
         try:
             with timed(self.seconds, "validate"):
-                plan = self.model.plan(manifest, expected)
+                plan = self.model.plan(manifest, expected, self.manager.kept)
         except ManifestError as error:
             error.details["rank"] = self.manager.rank
             mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]

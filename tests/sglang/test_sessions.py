@@ -41,7 +41,7 @@ class Updater(types.SimpleNamespace):
             ),
             ranks=types.SimpleNamespace(gather=lambda mine: [mine, *others]),
             worker=worker,
-            updates=EngineUpdates(worker.manager, model.parameters),
+            updates=EngineUpdates(worker.manager, model.named_parameters),
         )
         super().__init__(scheduler=types.SimpleNamespace(rl_memory=added), _session=session)
 

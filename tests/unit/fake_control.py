@@ -34,6 +34,7 @@ class FakeControl(AsyncioApi):
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.failure: Exception | None = None
+        self.kept: tuple[str, ...] | None = None  # the globs of the latest sleep
         self.asleep: set[Tag] = set()
         self.engines: list[EngineStatus] | None = None
         self.may_finish: asyncio.Event | None = None
@@ -57,6 +58,7 @@ class FakeControl(AsyncioApi):
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         match command:
             case Sleep():
+                self.kept = command.keep
                 await self._run("sleep", (command.level, [*command.tags], command.mode))
                 self.asleep |= {*command.tags}
                 result: Any = self._report(command.tags, TagState.PRESERVED)

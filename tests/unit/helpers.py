@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,24 @@ class ScriptedReceiver:
         return self.declared
 
 
+class FakeNames:
+    """A `NamedWeights` of two parameters: the halves of the memory that an update writes."""
+
+    def __init__(self, parameter: Block) -> None:
+        half = parameter.nbytes // 2
+        self.blocks = {
+            "model.frozen": Block(parameter.address, half),
+            "model.trained": Block(parameter.address + half, half),
+        }
+
+    def chosen(self, globs: Sequence[str]) -> dict[str, Block]:
+        names = {name for glob in globs for name in fnmatch.filter(self.blocks, glob)}
+        return {name: self.blocks[name] for name in names}
+
+    def unmatched(self, globs: Sequence[str]) -> dict[str, list[str]]:
+        return {glob: list(self.blocks) for glob in globs if not fnmatch.filter(self.blocks, glob)}
+
+
 class FakeRank:
     """One rank in fake memory: a parameter and a buffer, a KV cache and its scales, and a graph."""
 
@@ -68,7 +87,8 @@ class FakeRank:
         self.arena = PagedArena(options.pop("arena_bytes", 0))
         self.manager = MemoryManager(rank, self.allocator, self.arena, self._discardable, **options)
         self.receiver = ScriptedReceiver(self.manager)
-        self.agent = RankAgent(self.manager, self.receiver)
+        self.names = FakeNames(self.parameter)
+        self.agent = RankAgent(self.manager, self.receiver, self.names)  # type: ignore[arg-type]
         for index, block in enumerate(self._blocks().values()):
             self.allocator.write(block, bytes([index + 1 + 16 * rank]) * block.nbytes)
 
@@ -92,8 +112,10 @@ class FakeRank:
         return sum(tag.bytes for tag in self.manager.status().tags.values() if tag.state == "resident")
 
 
-def sleep(rank: FakeRank, level: Level = Level.PRESERVE, tags: Sequence[Tag] = PUBLIC_TAGS) -> dict[str, TagChange]:
-    rank.manager.prepare_sleep(level, tags)
+def sleep(
+    rank: FakeRank, level: Level = Level.PRESERVE, tags: Sequence[Tag] = PUBLIC_TAGS, keep: Sequence[str] = ()
+) -> dict[str, TagChange]:
+    rank.manager.prepare_sleep(level, tags, rank.names.chosen(keep))
     changes = rank.manager.commit_sleep()
     rank.manager.check_integrity()
     return {change.tag: change for change in changes}

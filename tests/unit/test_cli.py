@@ -233,6 +233,13 @@ def test_sleep_and_wake_up(url, control):
     assert control.calls.pop() == ("wake_up", ["kv_cache", "weights", "cuda_graph"])
 
 
+def test_sleep_takes_globs_of_weights_to_keep(url, control):
+    assert run("sleep", "--url", url, "--level", "2", "--keep", "*.embed.*", "--keep", "norm").exit_code == 0
+    assert control.kept == ("*.embed.*", "norm")
+    assert run("sleep", "--url", url).exit_code == 0
+    assert control.kept is None
+
+
 def test_the_status_says_what_is_under_way(url, control):
     control.engines = [
         EngineStatus([rank_status()], busy="sleep"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -57,14 +58,14 @@ class Engine:
 
 
 class World:
-    def __init__(self, *declared: Capabilities) -> None:
+    def __init__(self, *declared: Capabilities, keep: Sequence[str] = ()) -> None:
         self.ranks = [FakeRank(0), FakeRank(1)]
         for rank, capabilities in zip(self.ranks, declared, strict=False):
             rank.receiver.declared = capabilities
         self.engine = Engine()
         self.board = StatusBoard()
         ranks = LocalRanks([rank.agent for rank in self.ranks])
-        self.controller = Controller(ranks, self.engine, self.board, update_timeout_s=7.5)
+        self.controller = Controller(ranks, self.engine, self.board, update_timeout_s=7.5, keep=keep)
         self.reader = BoardReader(self.board.path)
 
     def run(self, command: commands.AnyCommand) -> Any:
@@ -570,3 +571,79 @@ def test_the_status_declares_what_the_engine_can_do(fixed_world: World) -> None:
     shown = fixed_world.reader.read().capabilities
     assert (shown.ranks, shown.fixed_weights) == (2, "layer 3 is packed")
     assert shown.modes == tuple(PauseMode)
+
+
+# -- weights that stay ------------------------------------------------------------------------------------------
+
+
+def kept_bytes(world: World) -> set[int]:
+    """Of each rank, the bytes of the weights in host memory."""
+    return {rank.manager.status().tags["weights"].host_bytes for rank in world.ranks}
+
+
+def test_level_2_keeps_what_its_caller_names(world: World) -> None:
+    rank = world.ranks[0]
+    world.run(operations.sleep(2, keep=["*.frozen"]))
+    assert kept_bytes(world) == {rank.parameter.nbytes // 2 + rank.buffer.nbytes}
+    world.run(commands.WakeUp())
+    assert world.controller.status.content is Content.STALE
+    world.run(operations.sleep(2, keep=[]))
+    assert kept_bytes(world) == {rank.buffer.nbytes}
+
+
+def test_level_2_that_keeps_all_weights_opens_at_the_wake(world: World) -> None:
+    world.run(operations.sleep(2, keep="model.*"))
+    world.run(commands.WakeUp())
+    assert world.controller.refusal() is None
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_glob_that_matches_nothing_is_refused_before_requests_end(world: World, level: int) -> None:
+    with pytest.raises(InvalidRequestError, match="model.frozen") as caught:
+        world.run(operations.sleep(level, keep=["model.*", "frozen"]))
+    names = ["model.frozen", "model.trained"]
+    assert caught.value.details == {"field": "keep", "got": ["frozen"], "nearest": {"frozen": names}}
+    assert world.engine.calls == []
+
+
+def test_a_glob_may_match_on_one_rank_alone(world: World) -> None:
+    """A rank of a pipeline holds only some layers."""
+    del world.ranks[0].names.blocks["model.frozen"]
+    world.run(operations.sleep(2, keep=["model.frozen"]))
+    assert len(kept_bytes(world)) == 2
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_levels_that_keep_all_weights_take_globs_too(world: World, level: int) -> None:
+    before = world.ranks[0].contents()["parameter"]
+    world.run(operations.sleep(level, keep=["model.frozen"]))
+    world.run(commands.WakeUp())
+    assert world.ranks[0].contents()["parameter"] == before
+    assert world.controller.refusal() is None
+
+
+def test_the_engine_has_a_default_for_level_2() -> None:
+    world = World(keep=["model.frozen"])
+    try:
+        rank = world.ranks[0]
+        world.run(operations.sleep(2))
+        assert kept_bytes(world) == {rank.parameter.nbytes // 2 + rank.buffer.nbytes}
+        world.run(commands.WakeUp())
+        world.run(operations.sleep(2, keep=[]))
+        assert kept_bytes(world) == {rank.buffer.nbytes}
+    finally:
+        world.board.close()
+
+
+def test_a_default_that_matches_nothing_is_refused_only_where_it_counts() -> None:
+    world = World(keep=["model.unknown"])
+    try:
+        world.run(operations.sleep(1))
+        world.run(commands.WakeUp())
+        world.run(operations.sleep(2, ["kv_cache"]))
+        world.run(commands.WakeUp())
+        with pytest.raises(InvalidRequestError, match="model.unknown"):
+            world.run(operations.sleep(2))
+        assert world.controller.refusal() is None
+    finally:
+        world.board.close()

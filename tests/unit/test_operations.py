@@ -248,3 +248,23 @@ def test_an_update_without_a_time_leaves_it_to_the_engine() -> None:
 def test_a_wrong_update_is_refused_before_anything_is_sent(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
         operations.update_weights(**{"endpoints": {"*": "/s"}, "token": "t", **wrong})
+
+
+@pytest.mark.parametrize(
+    "given, globs",
+    [
+        (None, None),
+        ([], ()),
+        (["*.embed.*", " norm ", "norm"], ("*.embed.*", "norm")),
+        ("*.embed.*,norm", ("*.embed.*", "norm")),
+    ],
+)
+def test_globs_of_weights_to_keep(given: object, globs: object) -> None:
+    assert operations.sleep(2, keep=given).keep == globs
+
+
+@pytest.mark.parametrize("given", ["", ["norm", ""], [1], 5, {"norm": True}, ["\ud800"]])
+def test_what_is_no_glob_is_refused(given: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        operations.sleep(2, keep=given)
+    assert caught.value.details["field"] == "keep"

@@ -91,7 +91,6 @@ def test_what_is_named_natively_is_not_lost(rl_memory: Any, named: Any) -> None:
         ("--load-format ipc_cache", {"load_format": "ipc_cache"}),
         ("--offload-group-size", {"offload_group_size": 2}),
         ("--offload-group-size", {"offload_backend": "prefetch", "offload_group_size": 2}),
-        ("--sleep-preserve-parameter-names", {"sleep_preserve_parameter_names": ["*.embed_tokens.*"]}),
         ("--enable-nccl-comm-suspend", {"enable_nccl_comm_suspend": True}),
         ("--sleep-mode-offload-cudagraph", {"sleep_mode_offload_cudagraph": True}),
         ("VLLM_USE_RUST_FRONTEND", {}),

@@ -61,7 +61,7 @@ class SglangScheduler:
         self.worker = SglangWorker(model, memory, config, distributed.get_rank(group))
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
-        self.updates = EngineUpdates(self.worker.manager, model.parameters)
+        self.updates = EngineUpdates(self.worker.manager, model.named_parameters)
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
             atexit.register(board.close)

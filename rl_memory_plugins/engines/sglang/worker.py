@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks, resident_graphs
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -20,6 +20,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.names import parameter_blocks
 
 if TYPE_CHECKING:
     import torch

@@ -81,9 +81,11 @@ class VllmApi(EngineApi):
         """As vLLM's `wake_up`, but wakes only the named tags and returns the report."""
         return (yield from super().wake_up(without_scheduling(tags, (yield from self.status()))))
 
-    def native_sleep(self, level: object = 1, mode: object = "abort", tags: object = None) -> Operation:
+    def native_sleep(
+        self, level: object = 1, mode: object = "abort", tags: object = None, keep: object = None
+    ) -> Operation:
         """Release memory; see the contract. `mode` stands second, as in vLLM's own `sleep`."""
-        return (yield from self.sleep(level, tags, mode))
+        return (yield from self.sleep(level, tags, mode, keep))
 
     def native_wake_up(self, tags: object = None) -> Operation:
         """Take memory back. Returns whether nothing sleeps any more, as vLLM's own `wake_up` does."""

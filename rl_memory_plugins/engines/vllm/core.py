@@ -88,6 +88,7 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
                 vllm_config.parallel_config.data_parallel_index,
                 update_timeout_s=config.update_timeout_s,
                 capabilities=capabilities,
+                keep=getattr(vllm_config.model_config, "sleep_preserve_parameter_names", ()),  # not in every version
             )
             self.rl_memory_versions = LoadedVersions(ranks, self.rl_memory)
         return result

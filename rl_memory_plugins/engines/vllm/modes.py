@@ -16,7 +16,6 @@ _CONNECTORS = (
 )
 #: Options of vLLM's own sleep, and the effect that they would have.
 _NATIVE_SLEEP = {
-    "sleep_preserve_parameter_names": "the parameters would be discarded at level 2 like all others",
     "enable_nccl_comm_suspend": "the communicators would keep their memory",
     "sleep_mode_offload_cudagraph": "without the flag, this package releases the memory of CUDA graphs under the tag "
     "cuda_graph",

@@ -43,7 +43,7 @@ class WatchedLoads(EngineUpdates):
     """
 
     def __init__(self, manager: MemoryManager, model: torch.nn.Module, undo: Callable[[], None]) -> None:
-        super().__init__(manager, model.parameters, undo)
+        super().__init__(manager, model.named_parameters, undo)
         self._modules = model.modules
         _all.add(self)
         self.original: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = model.load_weights

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
 from rl_memory_plugins.engines.vllm import reload
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
@@ -33,6 +33,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.names import parameter_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -200,6 +201,7 @@ class VllmWorker:
                 load_weights=self._load_weights,
                 reload=self._reload,
                 model_config=lambda: self._worker.model_config.hf_config,
+                draft=self._draft,
                 after_wake=self._after_wake,
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
@@ -211,9 +213,11 @@ class VllmWorker:
         assert self._watched_loads is not None
         return self._watched_loads
 
+    def _draft(self) -> torch.nn.Module | None:
+        return getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
+
     def _restore_layers(self) -> None:
-        draft = getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
-        for model in (self.model, draft):
+        for model in (self.model, self._draft()):
             if model is not None:
                 reload.restore_layers(model)
 

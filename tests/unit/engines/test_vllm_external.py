@@ -23,7 +23,7 @@ RANKS = range(2, 4)  # the second engine of a world of four
 class Rank:
     def __init__(self, store: Any, number: int) -> None:
         self.manager = MemoryManager(number, HostAllocator(), PagedArena(), lambda tag: [])
-        agent = RankAgent(self.manager, None)  # type: ignore[arg-type]
+        agent = RankAgent(self.manager, None, None)  # type: ignore[arg-type]
         self.ranks = ExternalRanks(agent, store, number, RANKS)
 
     def call(self, method: str, **arguments: Any) -> list[Any]:

@@ -75,6 +75,82 @@ def test_level_2_preserves_what_an_update_does_not_write(rank):
     assert rank.contents()["parameter"] != before["parameter"]
 
 
+def halves(rank):
+    content = rank.contents()["parameter"]
+    return content[: len(content) // 2], content[len(content) // 2 :]
+
+
+def test_level_2_keeps_the_parameters_that_its_caller_names(rank):
+    before = halves(rank)
+    changes = sleep(rank, Level.DISCARD, keep=["model.frozen"])
+    assert changes["weights"].bytes_copied == rank.parameter.nbytes // 2 + rank.buffer.nbytes
+    assert changes["weights"].state is DISCARDED
+    wake(rank)
+    assert halves(rank)[0] == before[0]
+    assert halves(rank)[1] != before[1]
+    assert rank.manager.content is Content.STALE
+    assert rank.manager.kept == {"model.frozen"}
+    rank.manager.begin_writing()
+    rank.manager.finish_writing(complete=True)
+    assert rank.manager.kept == frozenset()
+
+
+def test_level_2_that_keeps_all_parameters_leaves_them_valid(rank):
+    before, epoch = rank.contents(), rank.manager.epoch
+    assert sleep(rank, Level.DISCARD, keep=["*"])["weights"].state is PRESERVED
+    wake(rank)
+    assert rank.manager.content is Content.VALID
+    assert rank.manager.epoch == epoch
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_what_is_kept_is_not_copied_again_while_it_does_not_change(rank):
+    """An update of the other weights has come in between."""
+    for copied in (rank.parameter.nbytes // 2, 0, 0):
+        changes = sleep(rank, Level.DISCARD, [Tag.WEIGHTS], ["model.frozen"])
+        assert changes["weights"].bytes_copied == copied + rank.buffer.nbytes
+        wake(rank)
+        rank.manager.begin_writing()
+        rank.allocator.write(rank.names.blocks["model.trained"], b"\5" * 100)
+        rank.manager.finish_writing(complete=True)
+    rank.allocator.write(rank.names.blocks["model.frozen"], b"\6" * 100)
+    before = halves(rank)
+    assert sleep(rank, Level.DISCARD, [Tag.WEIGHTS], ["model.frozen"])["weights"].bytes_copied > rank.buffer.nbytes
+    wake(rank)
+    assert halves(rank)[0] == before[0]
+
+
+def test_undefined_weights_cannot_be_kept(rank):
+    before = halves(rank)
+    for keep in (["model.frozen"], ["*"]):
+        sleep(rank, Level.DISCARD, keep=keep)
+        wake(rank)
+        assert rank.manager.kept == {"model.frozen"}
+        assert rank.manager.content is Content.STALE
+        assert halves(rank)[0] == before[0]
+    sleep(rank, Level.DISCARD)
+    wake(rank)
+    assert rank.manager.kept == frozenset()
+
+
+@pytest.mark.parametrize("written", ["model.frozen", "model.trained"])
+def test_after_an_update_that_broke_off_only_unchanged_weights_are_kept(rank, written):
+    sleep(rank, Level.DISCARD, keep=["model.frozen"])
+    wake(rank)
+    rank.manager.begin_writing()
+    rank.allocator.write(rank.names.blocks[written], b"\5" * 100)
+    rank.manager.finish_writing(complete=False)
+    assert rank.manager.kept == ({"model.frozen"} if written == "model.trained" else set())
+
+
+def test_kept_weights_need_host_memory():
+    rank = FakeRank(arena_bytes=6000)
+    with pytest.raises(HostMemoryError):
+        sleep(rank, Level.DISCARD, [Tag.WEIGHTS], ["*"])
+    assert rank.manager.content is Content.VALID
+    sleep(rank, Level.DISCARD, [Tag.WEIGHTS])
+
+
 @pytest.mark.parametrize("level", [Level.PRESERVE, Level.DISCARD])
 def test_what_lies_beside_the_kv_cache_is_preserved(rank, level):
     before = rank.contents()

@@ -42,18 +42,23 @@ class Model:
         self.states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
         self.content = Content.VALID
         self.bytes: dict[str, bytes | None] = {name: contents[name] for name in LIES_IN}
+        self.frozen: bytes | None = None  # of the half that the last discarding sleep has kept
 
-    def sleep(self, level: Level, tags: list[Tag]) -> None:
+    def sleep(self, level: Level, tags: list[Tag], keep: bool) -> None:
         for tag in tags if level is not Level.PAUSE else []:
             if self.states[tag] is TagState.RESIDENT:
                 self.states[tag] = TagState.PRESERVED if preserves(level, tag) else TagState.DISCARDED
                 if self.states[tag] is TagState.DISCARDED and tag is Tag.WEIGHTS:
-                    self.discard_weights()
+                    self.discard_weights(keep)
 
     def wake(self, tags: list[Tag]) -> None:
         self.states.update(dict.fromkeys(tags, TagState.RESIDENT))
 
-    def discard_weights(self) -> None:
+    def discard_weights(self, keep: bool) -> None:
+        known = self.bytes["parameter"]
+        if known is not None:
+            self.frozen = known[: len(known) // 2]
+        self.frozen = self.frozen if keep else None
         self.content, self.bytes["parameter"] = Content.STALE, None
 
 
@@ -83,7 +88,7 @@ class TwoRanks(RuleBasedStateMachine):
             for number, model in enumerate(self.models):
                 if number != failure[0]:
                     succeed(model)
-            self.note_what_changed(self.models[failure[0]], error)
+            self.note_what_changed(self.models[failure[0]], error, bool(arguments.get("keep")))
         else:
             for model in self.models:
                 succeed(model)
@@ -91,15 +96,18 @@ class TwoRanks(RuleBasedStateMachine):
             for rank in self.ranks:
                 rank.device.clear_failures()
 
-    def note_what_changed(self, model: Model, error: RLMemoryError) -> None:
+    def note_what_changed(self, model: Model, error: RLMemoryError, keep: bool) -> None:
         model.states.update({Tag(tag): TagState(state) for tag, state in error.details["changed"].items()})
         if error.details["content"] != model.content:
             assert error.details["content"] == Content.STALE
-            model.discard_weights()
+            model.discard_weights(keep)
 
-    @rule(level=st.sampled_from(Level), tags=tags, failure=failures)
-    def sleep(self, level, tags, failure):
-        self.transition("sleep", failure, lambda model: model.sleep(level, tags), level=int(level), tags=tags)
+    @rule(level=st.sampled_from(Level), tags=tags, failure=failures, keep=st.booleans())
+    def sleep(self, level, tags, failure, keep):
+        globs = ["model.frozen"] if keep else []
+        self.transition(
+            "sleep", failure, lambda model: model.sleep(level, tags, keep), level=int(level), tags=tags, keep=globs
+        )
 
     @rule(tags=tags, failure=failures)
     def wake(self, tags, failure):
@@ -131,6 +139,7 @@ class TwoRanks(RuleBasedStateMachine):
             if model.states[Tag.WEIGHTS] is TagState.RESIDENT:
                 model.content = Content.VALID if complete else Content.FAILED
                 model.bytes["parameter"] = data if complete else None
+                model.frozen = None
 
     def writes(self, rank, data, breaks):
         def script(manager):
@@ -173,6 +182,13 @@ class TwoRanks(RuleBasedStateMachine):
             for name, tag in LIES_IN.items():
                 if model.states[tag] is TagState.RESIDENT and model.bytes[name] is not None:
                     assert contents[name] == model.bytes[name], name
+
+    @invariant()
+    def what_was_kept_has_its_content(self):
+        for rank, model in zip(self.ranks, self.models, strict=True):
+            if model.states[Tag.WEIGHTS] is TagState.RESIDENT:
+                assert rank.manager.kept == ({"model.frozen"} if model.frozen is not None else set())
+                assert model.frozen is None or rank.contents()["parameter"].startswith(model.frozen)
 
     @invariant()
     def requests_are_admitted_exactly_while_they_can_be_answered(self):

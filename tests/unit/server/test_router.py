@@ -66,6 +66,30 @@ def test_sleep(client, control, prefix, query, body, called):
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(
+    "query, body, kept",
+    [
+        ("", None, None),
+        ("?keep=*.embed.*&keep=norm", None, ("*.embed.*", "norm")),
+        ("?keep=*.embed.*,norm", None, ("*.embed.*", "norm")),
+        ("", '{"keep": ["*.embed.*", "norm"]}', ("*.embed.*", "norm")),
+        ("", '{"keep": "*.embed.*"}', ("*.embed.*",)),
+        ("", '{"keep": []}', ()),
+        ("", '{"keep": null}', None),
+    ],
+)
+def test_weights_to_keep(client, control, prefix, query, body, kept):
+    assert client.post(f"{prefix}/sleep{query}", content=body).status_code == 200
+    assert control.kept == kept
+
+
+@pytest.mark.parametrize("body", [{"keep": 5}, {"keep": [""]}, {"keep": [["norm"]]}, {"keep": {"norm": True}}])
+def test_what_is_no_glob_is_refused(client, control, body):
+    assert error_of(client.post("/sleep", json=body), 422)["details"]["field"] == "keep"
+    assert control.calls == []
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
 def test_wake_up_tells_whether_everything_is_awake(client, prefix):
     client.post(f"{prefix}/sleep")
     part = client.post(f"{prefix}/wake_up?tags=weights&tags=cuda_graph").json()
@@ -190,6 +214,7 @@ def test_checksums(client, prefix):
         ("tags=runtime", "tags"),
         ("tags=weights,,kv_cache", "tags"),
         ("tags=weights&tags=nope", "tags"),
+        ("keep=", "keep"),
     ],
 )
 def test_bad_queries(client, control, query, field):

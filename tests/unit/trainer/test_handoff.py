@@ -260,6 +260,12 @@ def test_level_and_mode_are_the_callers():
     assert setup.log[0] == ("sleep", 1, "keep")
 
 
+def test_weights_that_stay_are_the_callers():
+    setup = Setup(keep=["*.embed.*"])
+    setup.handoff.release()
+    assert setup.log[0] == ("sleep", 2, "abort", ["*.embed.*"])
+
+
 def test_a_body_that_fails_leaves_the_engine_asleep():
     setup = Setup()
     with pytest.raises(ZeroDivisionError), setup.handoff.training():

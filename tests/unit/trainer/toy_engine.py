@@ -29,8 +29,8 @@ class ToyEngine:
     def open(self):
         return self.valid and self.awake == {"weights", "kv_cache"}
 
-    def sleep(self, level=1, tags=None, mode="abort"):
-        self._call("sleep", level, mode)
+    def sleep(self, level=1, tags=None, mode="abort", **keep):
+        self._call("sleep", level, mode, *keep.values())
         self.awake.clear()
         self.valid = self.valid and level < 2
 

@@ -13,6 +13,7 @@ from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.memory.weights_content import KeptWeights
 from rl_memory_plugins.tags import Content, Level, Tag
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
 from rl_memory_plugins.weights.write_detector import leaving_early
@@ -26,7 +27,7 @@ class Rank:
         self.other = torch.zeros(8)
         self.manager = MemoryManager(0, HostAllocator(), PagedArena(), lambda tag: [])
         self.undone = 0
-        self.updates = EngineUpdates(self.manager, lambda: self.parameters.values(), self.undo)
+        self.updates = EngineUpdates(self.manager, lambda: self.parameters.items(), self.undo)
 
     def undo(self) -> None:
         self.undone += 1
@@ -82,6 +83,16 @@ def test_a_call_that_failed_on_another_rank_counts_for_nothing(rank: Rank, befor
     rank.call("a")
     rank.call("b")
     assert rank.content is Content.VALID
+
+
+@pytest.mark.parametrize("before", [Content.STALE, Content.FAILED])
+def test_kept_weights_are_neither_marked_nor_waited_for(rank: Rank, before: Content) -> None:
+    rank.manager.content = before
+    rank.manager._kept = KeptWeights(frozenset({"a"}))
+    rank.call("b")
+    assert rank.content is Content.VALID
+    assert torch.equal(rank.parameters["a"], torch.zeros(8))
+    assert rank.manager.kept == frozenset()
 
 
 def test_only_parameters_count_as_written(rank: Rank) -> None:

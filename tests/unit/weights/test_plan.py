@@ -403,3 +403,18 @@ def test_copies_that_one_kernel_cannot_do_are_done_one_by_one(monkeypatch):
     Batch(zip(targets, sources, strict=True), group=True).run()
     assert {source.dtype for source in together} == {torch.bfloat16, torch.float8_e4m3fn} and len(together) == 2
     assert all(torch.equal(target.float(), torch.ones(4)) for target in targets)
+
+
+def test_a_complete_manifest_may_leave_out_what_is_kept_but_no_half_of_it():
+    tensors = checkpoint(opaque=False)
+    del tensors["norm.weight"], tensors["q.weight"], tensors["k.weight"], tensors["v.weight"]
+    model = ToyModel(opaque=False)
+    plan = plan_for(model, tensors, kept=frozenset({"norm", "qkv", "o"}))
+    assert plan.omitted == {"norm", "qkv"}
+    with pytest.raises(ManifestError) as error:
+        plan_for(model, tensors, kept=frozenset({"norm"}))
+    assert mismatches(error) == {("missing", "qkv")}
+    tensors["q.weight"] = checkpoint()["q.weight"]
+    with pytest.raises(ManifestError) as error:
+        plan_for(model, tensors, kept=frozenset({"norm", "qkv"}))
+    assert mismatches(error) == {("missing", "qkv")}

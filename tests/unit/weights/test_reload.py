@@ -7,6 +7,7 @@ import torch
 from toys import Rank, checkpoint, update
 
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.memory.weights_content import KeptWeights
 from rl_memory_plugins.tags import Content
 
 
@@ -156,3 +157,25 @@ def test_a_transformation_that_is_seen_later_voids_the_plans(engine):
     _, (receiving,) = update([rank], sent)
     assert (receiving.report["opaque"], receiving.report["replayed"]) == (4, 0)
     assert_holds(engine, sent)
+
+
+def test_an_update_may_leave_out_layers_that_are_kept_as_a_whole(engine):
+    rank = rank_of(engine)
+    update([rank], tensors(1))
+    sent = tensors(2, ("two.weight", "two.bias"))
+
+    def push(*kept):
+        rank.manager.content = Content.STALE
+        rank.manager._kept = KeptWeights(frozenset(kept))
+        return update([rank], sent)[0]
+
+    error = push("one.weight")
+    assert isinstance(error, ManifestError)
+    assert {m["name"] for m in error.details["mismatches"]} == {"one.weight", "one.bias"}
+    for _ in range(2):
+        assert push("one.weight", "one.bias")["tensors"] == 2
+        assert engine.calls[-1] is True
+        assert_holds(engine, {**tensors(1), **sent})
+    assert isinstance(push("one.bias"), ManifestError)
+    sent = tensors(2, ("one.bias", "two.weight", "two.bias"))
+    assert isinstance(push("one.weight", "one.bias"), ManifestError)

@@ -23,6 +23,7 @@ from rl_memory_plugins.errors import (
     StateConflictError,
     WeightUpdateError,
 )
+from rl_memory_plugins.memory.weights_content import KeptWeights
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource, push_weights
 from rl_memory_plugins.weights import wire
@@ -738,3 +739,26 @@ def test_a_large_manifest_is_sent_in_reasonable_time():
     assert torch.equal(model.experts, values)
     assert time.perf_counter() - start < 30
     assert count > EXPERTS
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_an_update_of_all_but_the_kept_weights_is_complete(opaque):
+    """The same manifest is not complete once nothing is kept any more."""
+    rank = Rank(ToyModel(opaque=opaque))
+    tensors = checkpoint(opaque=opaque)
+    update([rank], tensors)
+    before = rank.model.snapshot()
+    others = checkpoint(1, opaque=opaque)
+    del others["norm.weight"], others["embed.weight"]
+    for _ in range(2):
+        rank.manager.content = Content.STALE
+        rank.manager._kept = KeptWeights(frozenset({"norm", "embed"}))
+        _, (receiving,) = update([rank], others)
+        assert receiving.error is None
+        assert rank.manager.content is Content.VALID
+    assert torch.equal(rank.model.norm, before["norm"])
+    assert torch.equal(rank.model.embed, before["embed"])
+    assert torch.equal(rank.model.o, others["o.weight"])
+    outcome, (receiving,) = update([rank], others)
+    assert isinstance(outcome, ManifestError)
+    assert {m["name"] for m in outcome.details["mismatches"]} == {"norm", "embed"}

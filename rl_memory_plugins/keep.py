@@ -1,0 +1,59 @@
+"""The globs of `sleep(keep=…)`: weights that a discarding sleep preserves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rl_memory_plugins.coordination import RankGroup, raise_failures
+from rl_memory_plugins.errors import InvalidRequestError
+
+
+def parse_keep(keep: Iterable[object] | str | None) -> tuple[str, ...] | None:
+    """Check the globs of a caller. A string is split at its commas.
+
+    Returns: `None` if the caller gives none: then the default of the engine holds. An empty list keeps nothing.
+
+    Raises:
+        InvalidRequestError: not a list of texts, or an empty or invalid text among them.
+    """
+    if keep is None:
+        return None
+    if isinstance(keep, str):
+        keep = keep.split(",")
+    if isinstance(keep, Mapping) or not isinstance(keep, Iterable):  # as a JSON body can hold
+        raise _invalid(f"keep must be a list of names or globs, not {type(keep).__name__}", keep)
+    globs = []
+    for glob in keep:
+        if not isinstance(glob, str) or not glob.strip():
+            raise _invalid(f"keep: {glob!r} is neither a name nor a glob", glob)
+        try:
+            glob.encode()
+        except UnicodeEncodeError as error:
+            raise _invalid(f"keep: {error}", repr(glob)) from None
+        globs.append(glob.strip())
+    return tuple(dict.fromkeys(globs))
+
+
+def _invalid(message: str, got: object) -> InvalidRequestError:
+    return InvalidRequestError(message, field="keep", got=got if isinstance(got, (int, str)) else str(got))
+
+
+def require_matches(ranks: RankGroup, globs: Sequence[str]) -> None:
+    """Check that each glob matches a name on some rank. A rank of a pipeline holds only some layers.
+
+    Raises:
+        InvalidRequestError: a glob matches nothing; the details list the nearest names.
+    """
+    if not globs:
+        return
+    unmatched, *others = (reply.result for reply in raise_failures(ranks.call("unmatched", globs=globs)))
+    for other in others:
+        unmatched = {glob: [*nearest, *other[glob]] for glob, nearest in unmatched.items() if glob in other}
+    if not unmatched:
+        return
+    nearest = {glob: list(dict.fromkeys(names)) for glob, names in unmatched.items()}
+    first, names = next(iter(nearest.items()))
+    hint = f"the nearest are {', '.join(names)}" if names else "the engine's own names count, not the checkpoint's"
+    raise InvalidRequestError(
+        f"keep: {first!r} matches no weight of this model; {hint}", field="keep", got=list(nearest), nearest=nearest
+    )

@@ -1,0 +1,64 @@
+"""Which memory of a model a level-2 sleep may lose, and which of it a caller names."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.weights.names import NamedWeights, parameter_blocks
+
+
+class Shared(torch.nn.Module):
+    """Parameters and a buffer in one storage, and a padded parameter in a storage of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage = torch.arange(64, dtype=torch.float32)
+        self.weight = torch.nn.Parameter(self.storage[:16].view(4, 4).t())
+        self.sparse = torch.nn.Parameter(self.storage[32:64:2])
+        self.register_buffer("scales", self.storage[16:32])
+        self.padding = torch.zeros(4, 8)
+        self.padded = torch.nn.Parameter(self.padding[:, :4])
+
+
+def test_a_buffer_in_the_storage_of_a_parameter_is_not_lost() -> None:
+    model = Shared()
+    assert list(parameter_blocks(model)) == [
+        Block(model.weight.data_ptr(), 64),
+        Block(model.padding.data_ptr(), 128),
+    ]
+
+
+class Tied(torch.nn.Module):
+    """Two layers, an output layer that is the embedding, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(8, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.lm_head = torch.nn.Linear(4, 8, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("inv_freq", torch.zeros(4))
+
+
+def test_globs_choose_parameters_by_any_of_their_names() -> None:
+    model = Tied()
+    names = NamedWeights(lambda: model)
+    embedding = Block(model.embed_tokens.weight.data_ptr(), 128)
+    assert names.chosen(["lm_head.*"]) == names.chosen(["embed_tokens.weight"]) == {"embed_tokens.weight": embedding}
+    assert set(names.chosen(["layers.*.weight", "*.1.*"])) == {"layers.0.weight", "layers.1.weight", "layers.1.bias"}
+    assert names.chosen(["inv_freq"]) == {}
+
+
+def test_a_parameter_among_buffers_is_chosen_with_its_storage() -> None:
+    model = Shared()
+    assert NamedWeights(lambda: model).chosen(["sparse"]) == {"sparse": Block(model.storage.data_ptr(), 256)}
+
+
+def test_a_glob_that_matches_nothing_comes_with_the_nearest_names() -> None:
+    names = NamedWeights(Tied, draft=Shared)
+    assert names.unmatched(["lm_head.weight", "inv_*", "*.bias", "draft.padded", "draft.*"]) == {}
+    unmatched = names.unmatched(["layers.0.wieght", "LAYERS.0.weight", "draft.layers.*"])
+    assert set(unmatched) == {"layers.0.wieght", "LAYERS.0.weight", "draft.layers.*"}
+    assert unmatched["layers.0.wieght"][0] == "layers.*.weight"
+    assert NamedWeights(Tied).unmatched(["draft.*"]) == {}  # as in vLLM: an engine without a draft has none to keep
