@@ -13,7 +13,7 @@ from typing import Any
 
 from integration.upstream import comparison, hub, sources
 from integration.upstream.environment import environment
-from integration.upstream.run import SUBJECTS, Outcomes, Setting, run
+from integration.upstream.run import SUBJECTS, Outcomes, Setting, former, run
 from tests.run_report import ENGINES, commit, gpus, version_of
 
 DEFAULT_FOLDER = Path(".upstream")
@@ -33,9 +33,12 @@ def main() -> int:
     found: dict[str, Outcomes] = {subject: {} for subject in SUBJECTS}
     tests: list[comparison.Test] = []
     for file in files:
-        for subject in arguments.subjects:
-            print(f"{subject}: {file.path}", flush=True)
-            found[subject] |= run(subject, file, setting)
+        for subject in SUBJECTS:
+            outcomes = former(subject, file, setting) if subject in arguments.reuse else {}
+            if not outcomes:
+                print(f"{subject}: {file.path}", flush=True)
+                outcomes = run(subject, file, setting)
+            found[subject] |= outcomes
         # After each file, so that a run that is killed leaves the comparison of the files before.
         tests = comparison.compare(arguments.engine, found["native"], found["plugin"])
         if arguments.out:
@@ -65,7 +68,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--source", type=Path, help="a checkout of the engine; vLLM's tests are downloaded without it")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="tests, models and logs")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the paths of the files to run")
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument(
+        "--reuse", nargs="+", choices=SUBJECTS, default=[], help="take the outcomes of an earlier run with this folder"
+    )
     parser.add_argument("--defaults", type=json.loads, default={}, help="JSON: other defaults of SGLang's arguments")
     parser.add_argument("--file-seconds", type=float, default=1800, help="kill a file of tests after so long")
     parser.add_argument("--out", type=Path, help="where the record is written")

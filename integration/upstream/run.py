@@ -37,12 +37,21 @@ class Setting(NamedTuple):
     seconds: float
 
 
+def former(subject: str, file: TestedFile, setting: Setting) -> Outcomes:
+    """The outcomes of an earlier run of this file with the same folder."""
+    return outcomes.read(_stem(subject, file, setting).with_suffix(".jsonl"))
+
+
+def _stem(subject: str, file: TestedFile, setting: Setting) -> Path:
+    return setting.logs / f"{subject}-{file.path.replace('/', '.')}"
+
+
 def run(subject: str, file: TestedFile, setting: Setting) -> Outcomes:
     """Run the tests of one file, for one of the `SUBJECTS`.
 
     Returns: The outcome and the reason of each test, by its id.
     """
-    stem = setting.logs / f"{subject}-{file.path.replace('/', '.')}"
+    stem = _stem(subject, file, setting)
     setting.logs.mkdir(parents=True, exist_ok=True)
     written = stem.with_suffix(".jsonl")
     written.unlink(missing_ok=True)

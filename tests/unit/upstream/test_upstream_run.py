@@ -3,7 +3,7 @@ import textwrap
 import psutil
 
 from integration.upstream.environment import environment
-from integration.upstream.run import Setting, run
+from integration.upstream.run import Setting, former, run
 from integration.upstream.sources import TestedFile
 
 TESTS = """
@@ -49,6 +49,15 @@ def test_each_test_has_its_outcome_also_where_the_process_dies(tmp_path, monkeyp
         "test_dies": "error",
     }
     assert not _runs(int((tmp_path / "child").read_text()))
+
+
+def test_the_outcomes_of_an_earlier_run_are_there(tmp_path):
+    ran = outcomes(tmp_path, "native", "def test_passes(): pass")
+    file = TestedFile("tests/test_some.py", "")
+    setting = Setting(tmp_path, tmp_path / "logs", {}, 1)
+
+    assert {test.split("::")[-1]: outcome for test, (outcome, _) in former("native", file, setting).items()} == ran
+    assert former("plugin", file, setting) == {}
 
 
 def test_natively_the_package_is_off(tmp_path, monkeypatch):
