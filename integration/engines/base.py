@@ -105,6 +105,17 @@ class EngineKind(ABC):
         """The log-probability of each generated token, in an answer to a request with `logprobs`."""
 
     @abstractmethod
+    def cached_tokens(self, answer: dict[str, Any]) -> int:
+        """How many tokens of the prompt the engine found in its prefix cache, by its own count."""
+
+    @abstractmethod
+    def recomputations(self, http: httpx.Client, answer: dict[str, Any]) -> int:
+        """A counter of the engine that grows when a request loses its KV cache and is computed again.
+
+        It counts the times of this answer's request, or those of all requests since the start.
+        """
+
+    @abstractmethod
     def was_aborted(self, answer: dict[str, Any]) -> bool: ...
 
     @abstractmethod

@@ -70,6 +70,12 @@ class Sglang(EngineKind):
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
         return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
 
+    def cached_tokens(self, answer: dict[str, Any]) -> int:
+        return int(answer["meta_info"]["cached_tokens"])
+
+    def recomputations(self, http: httpx.Client, answer: dict[str, Any]) -> int:
+        return int(answer["meta_info"]["num_retractions"])
+
     def was_aborted(self, answer: dict[str, Any]) -> bool:
         return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
 

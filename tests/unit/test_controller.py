@@ -47,8 +47,8 @@ class Engine:
     def resume(self, *, lift_pause: bool) -> None:
         self.calls.append("resume")
 
-    def reset_caches(self) -> None:
-        self.calls.append("reset_caches")
+    def reset_caches(self, *, frozen: bool = False) -> None:
+        self.calls.append("reset_caches:frozen" if frozen else "reset_caches")
 
     def call_after_reply(self, act: Any) -> None:
         self.later.append(act)

@@ -79,7 +79,7 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             board = StatusBoard()
             atexit.register(board.close)
-            capabilities = capabilities_of(self)
+            capabilities = capabilities_of(self, vllm_config)
             ranks = _ranks(self)
             self.rl_memory = Controller(
                 ranks,
