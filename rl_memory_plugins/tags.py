@@ -36,7 +36,7 @@ class Level(IntEnum):
 
 
 class PauseMode(StrEnum):
-    """Running requests end at once, finish first, or continue: with a recomputed KV cache, or with the one they have."""
+    """Running requests end at once, finish first, continue with a recomputed KV cache, or continue with their own."""
 
     ABORT = "abort"
     WAIT = "wait"

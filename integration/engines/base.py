@@ -40,6 +40,7 @@ class Launch:
     dummy_weights: bool = False  # the engine makes random weights: the model folder has none
     kv_bytes: int = 128 << 20
     max_running: int = 4
+    context: int = 2048  # the most tokens of a request, prompt and answer, on vLLM
     device: str = "cpu"  # or "cuda"
     forked: bool = False  # on the CPU: the engine's processes are forks of the server's, which start in seconds
     compiled: bool = True  # on a GPU; an engine without compilation captures graphs too, and starts sooner

@@ -21,7 +21,7 @@ BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
 _DEVICE_ARGUMENTS = {
     # Without `--sleep-on-idle` an idle scheduler takes a whole core.
     "cpu": ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"],
-    "cuda": ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "4"],
+    "cuda": ["--attention-backend", "triton", "--disable-prefill-cuda-graph"],
 }
 
 
@@ -32,6 +32,7 @@ class Sglang(EngineKind):
     def arguments(self, launch: Launch) -> list[str]:
         return [
             *("--device", launch.device, *_DEVICE_ARGUMENTS[launch.device]),
+            *(("--cuda-graph-max-bs-decode", str(launch.max_running)) if launch.device == "cuda" else ()),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
             *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),

@@ -16,7 +16,7 @@ FORKING = REPOSITORY / "tests" / "aids" / "vllm_fork"
 #: With `--kv-cache-memory-bytes` the share of a GPU's memory only says what must be free at the start.
 _DEVICE_ARGUMENTS = {
     "cpu": ["--enforce-eager"],
-    "cuda": ["--gpu-memory-utilization", "0.05", "--cudagraph-capture-sizes", "1", "2", "4"],
+    "cuda": ["--gpu-memory-utilization", "0.05"],
 }
 
 
@@ -36,12 +36,14 @@ class Vllm(EngineKind):
 
     def arguments(self, launch: Launch) -> list[str]:
         arguments = [
-            *("--max-model-len", "2048", "--max-num-seqs", str(launch.max_running), *_DEVICE_ARGUMENTS[launch.device]),
+            *("--max-model-len", str(launch.context), "--max-num-seqs", str(launch.max_running)),
+            *_DEVICE_ARGUMENTS[launch.device],
             *("--kv-cache-memory-bytes", str(launch.kv_bytes), "--tensor-parallel-size", str(launch.tp)),
             "--enable-prompt-tokens-details",
         ]
         if launch.device == "cuda":
-            arguments += _compilation(launch)
+            sizes = [1, 2, 4, *range(8, launch.max_running + 1, 8)]
+            arguments += ["--cudagraph-capture-sizes", *map(str, sizes), *_compilation(launch)]
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
         return arguments

@@ -238,7 +238,7 @@ def typed_errors(llm: Any, folder: Path, first: list[int]) -> None:
         (lambda: llm.sleep(3), [0, 1, 2]),
         (lambda: llm.sleep(1, tags=["optimizer"]), ["kv_cache", "weights", "cuda_graph"]),
         (lambda: llm.sleep(1, tags=[]), ["kv_cache", "weights", "cuda_graph"]),
-        (lambda: llm.sleep(1, mode="gently"), ["abort", "wait", "keep"]),
+        (lambda: llm.sleep(1, mode="gently"), ["abort", "wait", "keep", "freeze"]),
         (lambda: llm.wake_up(["everything"]), ["kv_cache", "weights", "cuda_graph"]),
     ):
         with pytest.raises(InvalidRequestError) as caught:

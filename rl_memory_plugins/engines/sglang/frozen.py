@@ -65,7 +65,7 @@ def pause_in_place(scheduler: Any) -> None:
 
     if not scheduler._engine_paused:
         hooks.table[f"{SCHEDULER}.pause_generation"](scheduler, PauseGenerationReqInput(mode="in_place"))
-    results = getattr(scheduler, "result_queue", ())
+    results: Any = getattr(scheduler, "result_queue", ())
     for number, (batch, result) in enumerate(results):
         if result is not _DONE:
             scheduler.process_batch_result(batch, result)

@@ -53,7 +53,7 @@ def _forget(pool: Any) -> None:
 
 
 def _separate(request: Any, managers: Sequence[Any], salt: bytes) -> None:
-    """Change the hashes of the blocks that a running request has not cached yet; a request without blocks keeps its own.
+    """Change the hashes of the blocks that a running request has not cached yet. Waiting requests keep theirs.
 
     vLLM derives the hash of each further block from that of the last. So at least the last hash changes. The hashes of
     cached blocks stay: the cache has forgotten these blocks, and a request computes them anew if it is preempted.
