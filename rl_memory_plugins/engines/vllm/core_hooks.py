@@ -137,6 +137,14 @@ class VllmEngine:
         else:
             reset_caches(self._core)
 
+    def reset_caches_after_load(self) -> None:
+        """Drop what was computed before weights were loaded by a call of vLLM.
+
+        vLLM's own pause with `clear_cache=False` leaves running requests their KV cache. With `clear_cache=True` it has
+        preempted them.
+        """
+        self.reset_caches(frozen=self._core.is_scheduler_paused() and not self._paused_here)
+
     def call_after_reply(self, act: Callable[[], None]) -> None:
         if _is_in_caller(self._core):
             act()

@@ -42,6 +42,8 @@ def _managers(core: Any) -> Sequence[Any] | None:
 
 def _forget(pool: Any) -> None:
     """Do what `BlockPool.reset_prefix_cache` does, also while requests hold blocks."""
+    if not len(pool.cached_block_hash_to_block):  # some trainers call for each tensor
+        return
     pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
     getattr(pool, "cached_block_hashes_by_block", {}).clear()
     for block in pool.blocks:
