@@ -8,13 +8,15 @@ process sends the requests and notes when each token arrives. A round starts the
 some tokens, updates the weights, waits until every request has another token, ends the requests, and updates the idle
 engine.
 
-    closed_*_s          how long the engine refuses requests, by polling its status: the controller's own seconds
+    closed_*_s          how long the engine refuses requests, by polling its status; running requests stop within
+    stopped_*_s         how long no step runs: the controller's own seconds without the drain, which ends the last step
     update_*_s          the trainer's whole call
-    gap_*_s             from the last token before the engine closes to the first token after, over all requests
-    all_back_*_s        from the last token before the engine closes until every request has another token
-    token_interval_s    the median time between two tokens of all requests without an update
-    closed_ratio_*      median of closed_*_s / median of closed_alone_s
-    gap_ratio_*         median of gap_*_s / median of closed_alone_s; the gap contains the step of the next token
+    gap_*_s             from the last token before the update to the first token after it, over all requests
+    lost_*_s            gap_*_s less token_interval_s: the time for which the requests stood still
+    all_back_*_s        from the last token before the update until every request has another token
+    token_interval_s    the median time between two tokens of a request without an update
+    *_ratio_MODE        closed, stopped, lost and gap: the median with this mode / closed_alone_s, stopped_alone_s for
+                        stopped. `alone` is an update of the idle engine
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -117,13 +120,14 @@ class Bench:
         }
 
     def run(self) -> None:
-        self._update("freeze")  # the first update traces the loader and opens memory
         for mode in MODES:
-            for number in range(self._arguments.repeats):
+            self._update(mode)  # the first update traces the loader and opens memory
+        for number in range(self._arguments.repeats):
+            for mode in MODES:
                 self._round(mode, number)
-        for mode in MODES:
-            for figure in ("closed", "gap"):
-                ratio = self._median(f"{figure}_{mode}_s") / self._median("closed_alone_s")
+        for figure, alone in {"closed": "closed", "stopped": "stopped", "lost": "closed", "gap": "closed"}.items():
+            for mode in MODES:
+                ratio = self._median(f"{figure}_{mode}_s") / self._median(f"{alone}_alone_s")
                 self._figures.add(f"{figure}_ratio_{mode}", [ratio], "of the update alone")
 
     def _round(self, mode: str, number: int) -> None:
@@ -141,10 +145,12 @@ class Bench:
         arrivals = self._clients.call("finish", opened_at=opened_at)
         last = max(at for times in arrivals for at in times if at <= opened_at)
         back = [min(at for at in times if at > opened_at) for times in arrivals]
-        self._add(f"gap_{mode}_s", min(back) - last)
-        self._add(f"all_back_{mode}_s", max(back) - last)
         pairs = [pair for times in arrivals for pair in itertools.pairwise(times)]
-        self._add("token_interval_s", statistics.median(later - at for at, later in pairs if later < started))
+        interval = statistics.median(later - at for at, later in pairs if later < started)
+        self._add("token_interval_s", interval)
+        self._add(f"gap_{mode}_s", min(back) - last)
+        self._add(f"lost_{mode}_s", min(back) - last - interval)
+        self._add(f"all_back_{mode}_s", max(back) - last)
         self._server.wait_held(0)
         self._update("keep", "alone")
 
@@ -152,16 +158,20 @@ class Bench:
         """Update the weights, and record the figures under this name. Returns when the engine opened again."""
         start = time.perf_counter()
         with self._watch:
-            self._server.control.update_weights(self._weights, mode=mode, keep_mapped=self._arguments.keep_mapped)
+            report = self._server.control.update_weights(
+                self._weights, mode=mode, keep_mapped=self._arguments.keep_mapped
+            )
         took = time.perf_counter() - start
+        seconds = report["engine"]["report"]["seconds"]
         if name:
             self._add(f"update_{name}_s", took)
             self._add(f"closed_{name}_s", self._watch.closed[-1])
+            self._add(f"stopped_{name}_s", seconds["total"] - seconds["drain"], steps=seconds)
         return self._watch.opened_at[-1]
 
-    def _add(self, metric: str, value: float) -> None:
+    def _add(self, metric: str, value: float, **details: Any) -> None:
         self._values.setdefault(metric, []).append(value)
-        self._figures.add(metric, [value], "s")
+        self._figures.add(metric, [value], "s", details)
 
     def _median(self, metric: str) -> float:
         return statistics.median(self._values[metric])
