@@ -417,7 +417,7 @@ def test_noise_is_answered(world: World) -> None:
 
 
 def test_new_weights_never_answer_from_an_old_cache(world: World) -> None:
-    def refuse() -> None:
+    def refuse(*, frozen: bool = False) -> None:
         raise RuntimeError("the cache is in use")
 
     world.engine.reset_caches = refuse  # type: ignore[method-assign]

@@ -543,9 +543,9 @@ async def session_in_between(engine: Any, folder: Path, act: str) -> list[str]:
     more = asyncio.Event()
 
     async def inputs() -> Any:
-        yield StreamingInput(prompt={"prompt_token_ids": PROMPT}, sampling_params=params)
+        yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)  # vLLM adds to the list
         await more.wait()
-        yield StreamingInput(prompt={"prompt_token_ids": PROMPT}, sampling_params=params)
+        yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)
 
     reasons: list[str] = []
     asking = asyncio.create_task(_reasons(engine.generate(inputs(), params, f"s{next(NUMBERS)}"), reasons))
@@ -570,9 +570,7 @@ async def _reasons(outputs: Any, reasons: list[str]) -> None:
         reasons.append(output.outputs[0].finish_reason)  # noqa: PERF401 - it is read meanwhile
 
 
-def test_a_session_that_is_frozen_takes_its_next_input(
-    engine: Child, model_folder: Path, first_tokens: list[int]
-) -> None:
+def test_a_frozen_session_takes_its_next_input(engine: Child, model_folder: Path, first_tokens: list[int]) -> None:
     assert engine(session_in_between, model_folder, "freeze")[-1] == "length"
     assert engine(ask) == first_tokens
 
