@@ -6,12 +6,12 @@ record, and the controller merges the records.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.tags import PauseMode
+from rl_memory_plugins.errors import StateConflictError, UnsupportedError
+from rl_memory_plugins.tags import PauseMode, Tag
 
 #: The most layers that a record names. A large model has thousands.
 MOST_LAYERS = 20
@@ -51,15 +51,26 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
             )
         return merged
 
-    def require_mode(self, mode: PauseMode) -> None:
+    def require_mode(self, mode: PauseMode, asleep: Sequence[str] = ()) -> None:
         """Check that the engine can freeze requests, if the mode asks for it.
+
+        Args:
+            asleep: The tags that are asleep.
 
         Raises:
             UnsupportedError: it cannot; `modes` in its details names the modes that the engine supports.
+            StateConflictError: the KV cache is asleep.
         """
-        if mode is PauseMode.FREEZE and self.no_freeze:
+        if mode is not PauseMode.FREEZE:
+            return
+        if self.no_freeze:
             raise UnsupportedError(
                 f"mode 'freeze' is refused: {self.no_freeze}. Use mode='keep'", modes=[one.value for one in self.modes]
+            )
+        if Tag.KV_CACHE.value in asleep:
+            raise StateConflictError(
+                "mode 'freeze' leaves running requests their KV cache, but the KV cache is asleep: use mode='keep'",
+                asleep=list(asleep),
             )
 
     def require_updatable(self, operation: str) -> None:

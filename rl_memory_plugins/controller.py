@@ -239,18 +239,12 @@ class Controller:
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
         self.capabilities.require_updatable("update_weights")
-        self.capabilities.require_mode(command.mode)
+        self.capabilities.require_mode(command.mode, self.status.asleep_tags())
         self.require_free()
         self._require_none_waiting(command.hold)
         if Tag.WEIGHTS.value in self.status.asleep_tags():
             raise StateConflictError(
                 "the weights are asleep: wake_up(tags=['weights']) before an update",
-                asleep=self.status.asleep_tags(),
-            )
-        frozen = command.mode is PauseMode.FREEZE
-        if frozen and Tag.KV_CACHE.value in self.status.asleep_tags():
-            raise StateConflictError(
-                "mode 'freeze' leaves running requests their KV cache, but the KV cache is asleep: use mode='keep'",
                 asleep=self.status.asleep_tags(),
             )
         operation = PendingTransition(command.name, command.hold, command.call)
@@ -275,7 +269,7 @@ class Controller:
             start = time.perf_counter()
             try:
                 if agreed:  # before the content is valid: caches hold results of the old weights
-                    self._engine.reset_caches(frozen=frozen)
+                    self._engine.reset_caches(frozen=command.mode is PauseMode.FREEZE)
             except BaseException:
                 self._ranks.call("finish_update", complete=False)
                 raise

@@ -59,9 +59,7 @@ class Engine:
 
 
 class World:
-    def __init__(
-        self, *declared: Capabilities, keep: Sequence[str] = (), engine: Capabilities = EVERYTHING
-    ) -> None:
+    def __init__(self, *declared: Capabilities, keep: Sequence[str] = (), engine: Capabilities = EVERYTHING) -> None:
         self.ranks = [FakeRank(0), FakeRank(1)]
         for rank, capabilities in zip(self.ranks, declared, strict=False):
             rank.receiver.declared = capabilities
