@@ -54,7 +54,12 @@ POLL_S = 0.0001
 
 
 class AdmissionWatch:
-    """Polls the status boards of the engines among this process's children, and notes how long they refuse requests."""
+    """Polls the status boards of the engines among this process's children, and notes how long they refuse requests.
+
+    Attributes:
+        closed: The seconds of each time that the engines refused requests.
+        opened_at: The end of each time, by `time.perf_counter`.
+    """
 
     def __init__(self) -> None:
         import psutil
@@ -68,6 +73,7 @@ class AdmissionWatch:
         self._over = threading.Event()
         self._since: float | None = None
         self.closed: list[float] = []
+        self.opened_at: list[float] = []
 
     def __enter__(self) -> None:
         self._over.clear()
@@ -92,6 +98,7 @@ class AdmissionWatch:
             self._since = now
         elif not refused and self._since is not None:
             self.closed.append(now - self._since)
+            self.opened_at.append(now)
             self._since = None
 
 

@@ -6,12 +6,12 @@ record, and the controller merges the records.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.tags import PauseMode
+from rl_memory_plugins.errors import StateConflictError, UnsupportedError
+from rl_memory_plugins.tags import PauseMode, Tag
 
 #: The most layers that a record names. A large model has thousands.
 MOST_LAYERS = 20
@@ -25,6 +25,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         steps_with_peers: The data-parallel engines of a model with experts run every step together. An engine that
             resumes alone waits for the others.
         modes: The modes that the engine supports.
+        no_freeze: The reason why the engine does not support the mode `freeze`; empty if it does.
         fixed_weights: The reason why no update can reach the weights; empty if updates can.
         fixed_layers: The layers that no update can reach, at most `MOST_LAYERS`: their names and quantisation methods.
         resident_graphs: The reason why CUDA graphs stay on the device; empty if they can be released.
@@ -33,6 +34,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     steps_with_peers: bool = False
     modes: tuple[PauseMode, ...] = tuple(PauseMode)
+    no_freeze: str = ""
     fixed_weights: str = ""
     fixed_layers: dict[str, str] = {}
     resident_graphs: str = ""
@@ -48,6 +50,28 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
                 resident_graphs=merged.resident_graphs or rank.resident_graphs,
             )
         return merged
+
+    def require_mode(self, mode: PauseMode, asleep: Sequence[str] = ()) -> None:
+        """Check that the engine can freeze requests, if the mode asks for it.
+
+        Args:
+            asleep: The tags that are asleep.
+
+        Raises:
+            UnsupportedError: it cannot; `modes` in its details names the modes that the engine supports.
+            StateConflictError: the KV cache is asleep.
+        """
+        if mode is not PauseMode.FREEZE:
+            return
+        if self.no_freeze:
+            raise UnsupportedError(
+                f"mode 'freeze' is refused: {self.no_freeze}. Use mode='keep'", modes=[one.value for one in self.modes]
+            )
+        if Tag.KV_CACHE.value in asleep:
+            raise StateConflictError(
+                "mode 'freeze' leaves running requests their KV cache, but the KV cache is asleep: use mode='keep'",
+                asleep=list(asleep),
+            )
 
     def require_updatable(self, operation: str) -> None:
         """Check that an update can bring the weights back.

@@ -143,7 +143,7 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False
 def sleep(
     level: Annotated[str, typer.Option(help="0 pauses, 1 preserves the weights, 2 discards them.")] = "1",
     tags: Tags = None,
-    mode: Annotated[str, typer.Option(help="Running requests: abort, wait or keep.")] = "abort",
+    mode: Annotated[str, typer.Option(help="Running requests: abort, wait, keep or freeze.")] = "abort",
     keep: Annotated[list[str] | None, typer.Option(help="A weight, or a glob, that level 2 preserves.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",

@@ -182,8 +182,9 @@ class Controller:
         level, tags = command.level, command.tags
         if level is Level.DISCARD and Tag.WEIGHTS in tags:
             self.capabilities.require_updatable("sleep(level=2) of the weights")
+        self.capabilities.require_mode(command.mode)
         self.require_free()
-        if command.mode is PauseMode.KEEP:
+        if command.mode in (PauseMode.KEEP, PauseMode.FREEZE):
             self._require_none_waiting(command.hold)
         keep = command.keep or ()
         if command.keep is None and level is Level.DISCARD and Tag.WEIGHTS in tags:
@@ -238,6 +239,7 @@ class Controller:
 
     def _update_weights(self, command: commands.UpdateWeights) -> Future[bytes]:
         self.capabilities.require_updatable("update_weights")
+        self.capabilities.require_mode(command.mode, self.status.asleep_tags())
         self.require_free()
         self._require_none_waiting(command.hold)
         if Tag.WEIGHTS.value in self.status.asleep_tags():
@@ -267,7 +269,7 @@ class Controller:
             start = time.perf_counter()
             try:
                 if agreed:  # before the content is valid: caches hold results of the old weights
-                    self._engine.reset_caches()
+                    self._engine.reset_caches(frozen=command.mode is PauseMode.FREEZE)
             except BaseException:
                 self._ranks.call("finish_update", complete=False)
                 raise

@@ -27,8 +27,13 @@ class EngineHooks(Protocol):
             lift_pause: Also lift a pause by the engine's own API, as the engine's own wake does.
         """
 
-    def reset_caches(self) -> None:
-        """Drop everything that was computed from the old weights or that lies in the KV cache."""
+    def reset_caches(self, *, frozen: bool = False) -> None:
+        """Drop everything that was computed from the old weights or that lies in the KV cache.
+
+        Args:
+            frozen: Running requests keep their KV cache. Requests that begin later must not find it: neither its
+                present content nor the content that running requests still add to it.
+        """
 
     def call_after_reply(self, act: Callable[[], None]) -> None:
         """Call `act` after the engine has sent the current reply. `act` must not raise, and nobody waits for it."""

@@ -25,7 +25,7 @@ from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
 from rl_memory_plugins.keep import parse_keep
 from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, Report
-from rl_memory_plugins.tags import PauseMode, parse_level, parse_mode, parse_tags
+from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
 
 _running: set[asyncio.Task[Any]] = set()  # strong references: the event loop holds its tasks only weakly
@@ -41,7 +41,17 @@ def sleep(level: object = 1, tags: object = None, mode: object = "abort", keep: 
         InvalidRequestError: a value is not allowed; the details name the field and list what is allowed.
     """
     checked = parse_level(level), parse_tags(tags), parse_mode(mode), parse_keep(keep)  # type: ignore[arg-type]
-    return commands.Sleep(*checked)
+    command = commands.Sleep(*checked)
+    releases_kv_cache = command.level is not Level.PAUSE and Tag.KV_CACHE in command.tags
+    if command.mode is PauseMode.FREEZE and releases_kv_cache:
+        raise InvalidRequestError(
+            "mode 'freeze' leaves running requests their KV cache, but this sleep releases the KV cache: "
+            "name other tags, or use mode='keep'",
+            field="mode",
+            got=command.mode.value,
+            allowed=[mode.value for mode in PauseMode if mode is not PauseMode.FREEZE],
+        )
+    return command
 
 
 def wake_up(tags: object = None) -> commands.WakeUp:

@@ -36,11 +36,12 @@ class Level(IntEnum):
 
 
 class PauseMode(StrEnum):
-    """Running requests end at once, finish first, or continue after the wake with a recomputed KV cache."""
+    """Running requests end at once, finish first, continue with a recomputed KV cache, or continue with their own."""
 
     ABORT = "abort"
     WAIT = "wait"
     KEEP = "keep"
+    FREEZE = "freeze"
 
 
 class TagState(StrEnum):

@@ -40,6 +40,7 @@ class Launch:
     dummy_weights: bool = False  # the engine makes random weights: the model folder has none
     kv_bytes: int = 128 << 20
     max_running: int = 4
+    context: int = 2048  # the most tokens of a request, prompt and answer, on vLLM
     device: str = "cpu"  # or "cuda"
     forked: bool = False  # on the CPU: the engine's processes are forks of the server's, which start in seconds
     compiled: bool = True  # on a GPU; an engine without compilation captures graphs too, and starts sooner
@@ -103,6 +104,17 @@ class EngineKind(ABC):
     @abstractmethod
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
         """The log-probability of each generated token, in an answer to a request with `logprobs`."""
+
+    @abstractmethod
+    def cached_tokens(self, answer: dict[str, Any]) -> int:
+        """How many tokens of the prompt the engine found in its prefix cache, by its own count."""
+
+    @abstractmethod
+    def recomputations(self, http: httpx.Client, answer: dict[str, Any]) -> int:
+        """A counter of the engine that grows when a request loses its KV cache and is computed again.
+
+        It counts the times of this answer's request, or those of all requests since the start.
+        """
 
     @abstractmethod
     def was_aborted(self, answer: dict[str, Any]) -> bool: ...

@@ -21,7 +21,7 @@ BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
 _DEVICE_ARGUMENTS = {
     # Without `--sleep-on-idle` an idle scheduler takes a whole core.
     "cpu": ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"],
-    "cuda": ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "4"],
+    "cuda": ["--attention-backend", "triton", "--disable-prefill-cuda-graph"],
 }
 
 
@@ -32,6 +32,7 @@ class Sglang(EngineKind):
     def arguments(self, launch: Launch) -> list[str]:
         return [
             *("--device", launch.device, *_DEVICE_ARGUMENTS[launch.device]),
+            *(("--cuda-graph-max-bs-decode", str(launch.max_running)) if launch.device == "cuda" else ()),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
             *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
@@ -69,6 +70,12 @@ class Sglang(EngineKind):
 
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
         return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+    def cached_tokens(self, answer: dict[str, Any]) -> int:
+        return int(answer["meta_info"]["cached_tokens"])
+
+    def recomputations(self, http: httpx.Client, answer: dict[str, Any]) -> int:
+        return int(answer["meta_info"]["num_retractions"])
 
     def was_aborted(self, answer: dict[str, Any]) -> bool:
         return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")

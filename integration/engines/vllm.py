@@ -16,7 +16,7 @@ FORKING = REPOSITORY / "tests" / "aids" / "vllm_fork"
 #: With `--kv-cache-memory-bytes` the share of a GPU's memory only says what must be free at the start.
 _DEVICE_ARGUMENTS = {
     "cpu": ["--enforce-eager"],
-    "cuda": ["--gpu-memory-utilization", "0.05", "--cudagraph-capture-sizes", "1", "2", "4"],
+    "cuda": ["--gpu-memory-utilization", "0.05"],
 }
 
 
@@ -36,11 +36,14 @@ class Vllm(EngineKind):
 
     def arguments(self, launch: Launch) -> list[str]:
         arguments = [
-            *("--max-model-len", "2048", "--max-num-seqs", str(launch.max_running), *_DEVICE_ARGUMENTS[launch.device]),
+            *("--max-model-len", str(launch.context), "--max-num-seqs", str(launch.max_running)),
+            *_DEVICE_ARGUMENTS[launch.device],
             *("--kv-cache-memory-bytes", str(launch.kv_bytes), "--tensor-parallel-size", str(launch.tp)),
+            "--enable-prompt-tokens-details",
         ]
         if launch.device == "cuda":
-            arguments += _compilation(launch)
+            sizes = [1, 2, 4, *range(8, launch.max_running + 1, 8)]
+            arguments += ["--cudagraph-capture-sizes", *map(str, sizes), *_compilation(launch)]
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
         return arguments
@@ -82,12 +85,22 @@ class Vllm(EngineKind):
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
         return list(answer["choices"][0]["logprobs"]["token_logprobs"])
 
+    def cached_tokens(self, answer: dict[str, Any]) -> int:
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return int(details.get("cached_tokens") or 0)
+
+    def recomputations(self, http: httpx.Client, answer: dict[str, Any]) -> int:
+        return _sum_of_metrics(http, {"vllm:num_preemptions_total"})
+
     def was_aborted(self, answer: dict[str, Any]) -> bool:
         return answer["choices"][0]["finish_reason"] == "abort"
 
     def requests_held(self, http: httpx.Client) -> int:
-        from prometheus_client.parser import text_string_to_metric_families  # comes with vLLM
+        return _sum_of_metrics(http, {"vllm:num_requests_running", "vllm:num_requests_waiting"})
 
-        held = {"vllm:num_requests_running", "vllm:num_requests_waiting"}
-        families = text_string_to_metric_families(http.get("/metrics").text)
-        return sum(int(sample.value) for family in families for sample in family.samples if sample.name in held)
+
+def _sum_of_metrics(http: httpx.Client, names: set[str]) -> int:
+    from prometheus_client.parser import text_string_to_metric_families  # comes with vLLM
+
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return sum(int(sample.value) for family in families for sample in family.samples if sample.name in names)

@@ -47,7 +47,10 @@ _LEVEL: Json = {
     "description": "0 pauses, 1 keeps the weights in host memory, 2 discards them.",
 }
 _MODES = {"type": "string", "enum": [mode.value for mode in PauseMode]}
-_RUNNING = "Running requests end now (abort), finish first (wait), or continue afterwards (keep)."
+_RUNNING = (
+    "Running requests end now (abort), finish first (wait), continue afterwards with a recomputed KV cache (keep), or "
+    "continue with the KV cache that they have (freeze), which needs a KV cache that stays."
+)
 _TAGS: Json = {"type": "array", "items": _TAG, "minItems": 1, "description": "All tags if it is left out."}
 _TAGS_OF_BODY: Json = {
     "description": "A list, or names with commas between them. All tags if it is left out or null.",

@@ -26,6 +26,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.tags import PauseMode, Tag
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
@@ -97,7 +98,8 @@ class RolloutHandoff:
         from_host: Offload the weights before the engines wake theirs, and send them from host memory. The device then
             never holds both. `source` must read offloaded tensors, as all sources of this package do.
         level: The sleep level of the engines; 1 keeps a copy of their weights, which partial updates need.
-        mode: The treatment of running requests at the sleep: `abort`, `wait` or `keep`.
+        mode: The treatment of running requests at the sleep: `abort`, `wait` or `keep`. With `freeze` the sleep leaves
+            the KV cache on the device, and running requests keep theirs over the update too.
         keep: Names of the engines' weights, or globs, that level 2 preserves; `source` may leave these out.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
@@ -137,7 +139,10 @@ class RolloutHandoff:
         modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
         self._others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
         self._from_host = from_host
-        self._sleep = {"level": level, "mode": mode, **({} if keep is None else {"keep": keep})}
+        self._sleep: dict[str, Any] = {"level": level, "mode": mode, **({} if keep is None else {"keep": keep})}
+        if mode == PauseMode.FREEZE:
+            self._sleep["tags"] = [Tag.WEIGHTS.value, Tag.CUDA_GRAPH.value]
+            update["mode"] = mode
         self._memory_fraction = memory_fraction
         self._peers = Peers(group)
         self._update = update

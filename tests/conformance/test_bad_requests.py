@@ -56,7 +56,7 @@ def test_allowed_values_are_listed(server: Server) -> None:
 
     assert allowed({"level": 7}) == [0, 1, 2]
     assert set(allowed({"tags": ["x"]})) == {"weights", "kv_cache", "cuda_graph"}
-    assert set(allowed({"mode": "x"})) == {"abort", "wait", "keep"}
+    assert set(allowed({"mode": "x"})) == {"abort", "wait", "keep", "freeze"}
 
 
 MALFORMED = {

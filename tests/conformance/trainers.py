@@ -44,8 +44,9 @@ class BreakingSource:
 class broken_update:
     """An update that breaks off in the middle; with `stall`, a context in which it hangs there."""
 
-    def __init__(self, server: Server, module: Any, stall: bool = False) -> None:
+    def __init__(self, server: Server, module: Any, stall: bool = False, mode: str = "keep") -> None:
         self._server = server
+        self._mode = mode
         self._release = threading.Event() if stall else None
         self._source = BreakingSource(module, after=30, release=self._release)
         self.error: RLMemoryError | None = None
@@ -61,6 +62,7 @@ class broken_update:
             self._server.control.update_weights(
                 self._source,
                 bucket_bytes=BUCKET_BYTES,
+                mode=self._mode,
                 timeout_s=None if self._release else 60,  # the engine's option decides how long it may hang
             )
         except RLMemoryError as error:

@@ -52,6 +52,7 @@ SYMBOLS: Symbols = {
     f"{SCHEDULER}.is_fully_idle": ("self", "for_health_check"),
     f"{SCHEDULER}.maybe_sleep_on_idle": ("self",),
     f"{SCHEDULER}.pause_generation": REQUEST,
+    f"{SCHEDULER}.process_batch_result": ("self", "batch", "result"),
     f"{SCHEDULER}.process_input_requests": ("self", "recv_reqs"),
     f"{SCHEDULER}.send_weights_to_remote_instance": REQUEST,
     f"{UPDATER}.check_weights": REQUEST,

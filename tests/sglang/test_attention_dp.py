@@ -70,13 +70,13 @@ def test_all_ranks_are_one_engine_that_sleeps_and_wakes(server: Server, first: l
         assert answers(server) == first
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep", "freeze"])
 def test_sleeping_while_both_ranks_have_requests(server: Server, first: list[list[int]], mode: str) -> None:
     with asked(server, LONG) as responses:
         time.sleep(1)  # SGLang counts what runs on one rank only
         assert not any(response.done() for response in responses)
-        server.control.sleep(1, mode=mode)
-        if mode == "keep":
+        server.control.sleep(1, ["weights"] if mode == "freeze" else None, mode=mode)
+        if mode in ("keep", "freeze"):
             assert not any(response.done() for response in responses)
         server.control.wake_up()
         ended = [response.result(60) for response in responses]
@@ -84,6 +84,22 @@ def test_sleeping_while_both_ranks_have_requests(server: Server, first: list[lis
     whole = [len(server.kind.tokens(response.json())) == LONG for response in ended]
     assert not any(whole) if mode == "abort" else all(whole)
     assert answers(server) == first
+
+
+def test_frozen_requests_of_both_ranks_go_on_under_new_weights(
+    server: Server, folders: list[Path], first: list[list[int]]
+) -> None:
+    with asked(server, LONG) as responses:
+        time.sleep(1)
+        server.control.update_weights(checkpoint(folders[1]), mode="freeze")
+        assert not any(response.done() for response in responses)
+        ended = [response.result(60).json() for response in responses]
+    assert {len(server.kind.tokens(answer)) for answer in ended} == {LONG}
+    assert {server.kind.recomputations(server.http, answer) for answer in ended} == {0}
+    other = answers(server)
+    renew(server, folders[1])
+    assert answers(server) == other != first
+    renew(server, folders[0])
 
 
 def test_an_update_reaches_all_ranks(server: Server, folders: list[Path], first: list[list[int]]) -> None:

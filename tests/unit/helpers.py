@@ -40,7 +40,7 @@ class ScriptedReceiver:
 
     def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
         self.script(self.manager)
-        return {"bytes": 0}
+        return {"bytes": 0, "seconds": {}}
 
     def checksums(self) -> dict[str, Any]:
         return {}

@@ -19,6 +19,15 @@ def test_an_engine_can_do_what_all_its_ranks_can():
     )
 
 
+def test_the_mode_freeze_is_required_by_its_reason():
+    Capabilities().require_mode(PauseMode.FREEZE)
+    unable = Capabilities(no_freeze="of its tree", modes=(PauseMode.KEEP,))
+    unable.require_mode(PauseMode.KEEP)
+    with pytest.raises(UnsupportedError, match="of its tree") as caught:
+        unable.require_mode(PauseMode.FREEZE)
+    assert caught.value.details == {"modes": ["keep"]}
+
+
 def test_the_first_rank_says_why():
     ranks = [Capabilities(fixed_weights="a", fixed_layers={"x": "A"}), Capabilities(fixed_weights="b")]
     merged = Capabilities().merged(ranks)

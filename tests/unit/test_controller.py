@@ -11,7 +11,7 @@ from helpers import FakeRank, LocalRanks
 
 from rl_memory_plugins import commands, operations
 from rl_memory_plugins.board import BoardReader, StatusBoard
-from rl_memory_plugins.capabilities import Capabilities
+from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import decode_reply, encode_command
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.errors import (
@@ -21,6 +21,7 @@ from rl_memory_plugins.errors import (
     InvalidRequestError,
     StateConflictError,
     UnsupportedError,
+    WeightUpdateError,
     from_record,
 )
 from rl_memory_plugins.tags import Content, PauseMode
@@ -47,8 +48,8 @@ class Engine:
     def resume(self, *, lift_pause: bool) -> None:
         self.calls.append("resume")
 
-    def reset_caches(self) -> None:
-        self.calls.append("reset_caches")
+    def reset_caches(self, *, frozen: bool = False) -> None:
+        self.calls.append("reset_caches:frozen" if frozen else "reset_caches")
 
     def call_after_reply(self, act: Any) -> None:
         self.later.append(act)
@@ -58,14 +59,16 @@ class Engine:
 
 
 class World:
-    def __init__(self, *declared: Capabilities, keep: Sequence[str] = ()) -> None:
+    def __init__(self, *declared: Capabilities, keep: Sequence[str] = (), engine: Capabilities = EVERYTHING) -> None:
         self.ranks = [FakeRank(0), FakeRank(1)]
         for rank, capabilities in zip(self.ranks, declared, strict=False):
             rank.receiver.declared = capabilities
         self.engine = Engine()
         self.board = StatusBoard()
         ranks = LocalRanks([rank.agent for rank in self.ranks])
-        self.controller = Controller(ranks, self.engine, self.board, update_timeout_s=7.5, keep=keep)
+        self.controller = Controller(
+            ranks, self.engine, self.board, update_timeout_s=7.5, keep=keep, capabilities=engine
+        )
         self.reader = BoardReader(self.board.path)
 
     def run(self, command: commands.AnyCommand) -> Any:
@@ -173,7 +176,15 @@ def test_admission_is_closed_while_a_sleep_waits(world: World) -> None:
 
 
 @pytest.mark.parametrize("waits", [commands.Sleep(mode="wait"), commands.Drain("sleep", "of a peer")])
-@pytest.mark.parametrize("comes", [commands.Sleep(mode="keep"), commands.UpdateWeights({"*": "/x"}, "token")])
+@pytest.mark.parametrize(
+    "comes",
+    [
+        commands.Sleep(mode="keep"),
+        commands.Sleep(level=0, mode="freeze"),
+        commands.UpdateWeights({"*": "/x"}, "token"),
+        commands.UpdateWeights({"*": "/x"}, "token", mode="freeze"),
+    ],
+)
 def test_nothing_stops_the_requests_that_a_sleep_waits_for(
     world: World, waits: commands.AnyCommand, comes: commands.AnyCommand
 ) -> None:
@@ -324,6 +335,63 @@ def test_an_update_of_sleeping_weights_is_refused_before_anything_happens(world:
     assert world.engine.calls == calls
 
 
+def update(mode: str) -> commands.UpdateWeights:
+    return commands.UpdateWeights({"*": "/x"}, "token", mode=PauseMode(mode))
+
+
+def test_a_frozen_update_leaves_running_requests_their_kv_cache(world: World) -> None:
+    world.run(update("freeze"))
+    assert world.engine.calls == ["drain:freeze", "reset_caches:frozen", "resume"]
+
+
+def test_a_frozen_sleep_of_the_weights_touches_no_cache(world: World) -> None:
+    world.run(commands.Sleep(level=2, tags=["weights"], mode="freeze"))
+    assert world.engine.calls == ["drain:freeze"]
+    world.run(commands.WakeUp())
+    assert world.engine.calls == ["drain:freeze"], "stale weights must not go on"
+
+
+def test_frozen_requests_stand_still_after_a_failed_update(world: World) -> None:
+    whole = world.ranks[1].receiver.script
+
+    def break_off(manager: Any) -> None:
+        whole(manager)
+        raise WeightUpdateError("the trainer is gone")
+
+    world.ranks[1].receiver.script = break_off
+    with pytest.raises(WeightUpdateError):
+        world.run(update("freeze"))
+    assert world.engine.calls == ["drain:freeze"]
+    assert world.controller.refusal().details["reason"] == "failed"
+    world.ranks[1].receiver.script = whole
+    world.run(update("freeze"))
+    assert world.engine.calls[1:] == ["drain:freeze", "reset_caches:frozen", "resume"]
+
+
+def test_an_update_cannot_freeze_while_the_kv_cache_sleeps(world: World) -> None:
+    world.run(commands.Sleep(level=1, tags=["kv_cache"]))
+    calls = list(world.engine.calls)
+    with pytest.raises(StateConflictError, match="use mode='keep'") as caught:
+        world.run(update("freeze"))
+    assert caught.value.details == {"asleep": ["kv_cache"]}
+    assert world.engine.calls == calls
+    world.run(update("keep"))
+
+
+def test_an_engine_that_cannot_freeze_says_why_before_anything_happens() -> None:
+    modes = (PauseMode.ABORT, PauseMode.KEEP)
+    world = World(engine=Capabilities(no_freeze="its tree keeps prefixes", modes=modes))
+    try:
+        for command in (update("freeze"), commands.Sleep(level=0, mode=PauseMode.FREEZE)):
+            with pytest.raises(UnsupportedError, match="its tree keeps prefixes") as caught:
+                world.run(command)
+            assert caught.value.details == {"modes": ["abort", "keep"]}
+        assert world.engine.calls == []
+        world.run(update("keep"))
+    finally:
+        world.board.close()
+
+
 @pytest.mark.parametrize(("named", "used"), [(None, 7.5), (2.0, 2.0)])
 def test_the_option_decides_how_long_a_trainer_may_be_silent_unless_the_update_does(
     world: World, monkeypatch: pytest.MonkeyPatch, named: float | None, used: float
@@ -347,7 +415,7 @@ def test_noise_is_answered(world: World) -> None:
 
 
 def test_new_weights_never_answer_from_an_old_cache(world: World) -> None:
-    def refuse() -> None:
+    def refuse(*, frozen: bool = False) -> None:
         raise RuntimeError("the cache is in use")
 
     world.engine.reset_caches = refuse  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ import pytest
 from rl_memory_plugins import commands, operations
 from rl_memory_plugins.errors import DrainTimeoutError, HostMemoryError, InvalidRequestError, StateConflictError
 from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.tags import PauseMode
 
 REPORT = {"changes": [], "seconds": {"total": 1.0}, "details": {}}
 
@@ -32,6 +33,23 @@ class Engines:
             error = answer.to_record() if isinstance(answer, Exception) else None
             replies.append(Reply(rank=rank, result=None if error else answer, error=error))
         return replies
+
+
+@pytest.mark.parametrize(("level", "tags"), [(0, None), (0, ["kv_cache"]), (1, ["weights"]), (2, "weights,cuda_graph")])
+def test_a_sleep_that_leaves_the_kv_cache_may_freeze(level: int, tags: object) -> None:
+    assert operations.sleep(level, tags, "freeze").mode is PauseMode.FREEZE
+
+
+@pytest.mark.parametrize(("level", "tags"), [(1, None), (2, ["kv_cache"]), (2, "kv_cache,weights")])
+def test_a_sleep_that_releases_the_kv_cache_may_not_freeze(level: int, tags: object) -> None:
+    with pytest.raises(InvalidRequestError, match="releases the KV cache") as caught:
+        operations.sleep(level, tags, "freeze")
+    assert caught.value.details == {"field": "mode", "got": "freeze", "allowed": ["abort", "wait", "keep"]}
+
+
+def test_no_call_freezes_by_default() -> None:
+    assert operations.sleep().mode is PauseMode.ABORT
+    assert operations.update_weights({"*": "/x"}, "t").mode is PauseMode.KEEP
 
 
 def test_one_engine_needs_one_round() -> None:

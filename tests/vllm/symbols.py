@@ -62,6 +62,10 @@ SYMBOLS: Symbols = {
     "vllm.v1.engine:FinishReason.ABORT": (),
     "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": ("self", "request_ids", "finished_status"),
     "vllm.v1.request:RequestStatus.FINISHED_ABORTED": (),
+    "vllm.v1.core.block_pool:BlockHashToBlockMap": (),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock.reset_hash": ("self",),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (),
+    "vllm.distributed.kv_events:AllBlocksCleared": (),
     "vllm.v1.request:RequestStatus.WAITING_FOR_STREAMING_REQ": (),
     "vllm.v1.executor.abstract:Executor.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
     # the client

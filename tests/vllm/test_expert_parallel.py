@@ -118,6 +118,19 @@ def test_a_sleep_while_one_of_them_runs_a_request(experts: Experts, mode: str) -
         experts.assert_answered(request, tokens, aborted=mode == "abort")
 
 
+def test_a_request_that_is_frozen_over_an_update(experts: Experts) -> None:
+    preemptions = experts.server.kind.recomputations(experts.server.http, {})
+    with experts.server.generating(PROMPT, LONG) as request:
+        push(experts.server, checkpoint(experts.other), mode="freeze")
+        request.assert_running()
+        experts.assert_answered(request, LONG, aborted=False)
+    assert experts.server.kind.recomputations(experts.server.http, {}) == preemptions
+    other = experts.generate()
+    renew(experts.server, experts.other)
+    assert experts.generate() == other != experts.tokens
+    push(experts.server, checkpoint(experts.first))
+
+
 def test_new_weights(experts: Experts) -> None:
     renew(experts.server, experts.other)
     assert experts.generate() != experts.tokens

@@ -247,6 +247,23 @@ def test_a_pause_outlives_an_update(server: Server, model_folder: Path, other_to
     assert server.generate(PROMPT) == other_tokens
 
 
+def test_requests_keep_their_kv_cache_over_an_update_in_vllms_own_pause(server: Server, other_folder: Path) -> None:
+    """Stock: new requests find the prefixes of the former weights too."""
+    prompt = list(range(5, 165))
+    before, preemptions = server.generate(prompt), server.kind.recomputations(server.http, {})
+    with server.generating(PROMPT, 400) as request:
+        assert server.http.post("/pause?mode=keep&clear_cache=false").status_code == 200
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(other_folder)}}
+        assert server.http.post("/collective_rpc", json=body).status_code == 200
+        request.assert_running()
+        assert server.http.post("/resume").status_code == 200
+        after = server.generate(prompt)
+        request.answer()
+    assert server.kind.recomputations(server.http, {}) == preemptions
+    server.http.post("/reset_prefix_cache")
+    assert server.generate(prompt) == after != before
+
+
 def test_a_pause_does_not_hide_a_sleep(server: Server, first_tokens: list[int]) -> None:
     server.http.post("/pause")
     server.http.post("/sleep")

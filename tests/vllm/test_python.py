@@ -181,6 +181,29 @@ def test_answers_name_their_weights(llm: Child, model_folder: Path) -> None:
     llm(answers_name_their_weights, model_folder)
 
 
+def freeze_a_running_request(llm: Any, folder: Path) -> None:
+    from vllm import SamplingParams
+
+    engine, before, final = llm.llm_engine, 0, None
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add_request(f"frozen-{next(NUMBERS)}", {"prompt_token_ids": PROMPT}, params)
+    while before < 5:
+        before = max([before, *(len(output.outputs[0].token_ids) for output in engine.step())])
+    push(llm, new_model(folder, OTHER_SEED), weight_version="frozen", mode="freeze")
+    while engine.has_unfinished_requests():
+        final = next(iter(engine.step()), final)
+    assert final is not None
+    spans = [(span.version, span.start, span.end) for span in final.outputs[0].weight_versions]
+    assert len(spans) == 2 and spans[0][1] == 0 and spans[0][2] >= before, spans
+    assert spans[1] == ("frozen", spans[0][2], 60)
+    restore(llm, folder)
+
+
+def test_a_frozen_request_names_both_weights(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    llm(freeze_a_running_request, model_folder)
+    assert llm(generate) == first_tokens
+
+
 def wake_without_update(llm: Any) -> None:
     llm.sleep(2)
     llm.wake_up()
@@ -238,7 +261,7 @@ def typed_errors(llm: Any, folder: Path, first: list[int]) -> None:
         (lambda: llm.sleep(3), [0, 1, 2]),
         (lambda: llm.sleep(1, tags=["optimizer"]), ["kv_cache", "weights", "cuda_graph"]),
         (lambda: llm.sleep(1, tags=[]), ["kv_cache", "weights", "cuda_graph"]),
-        (lambda: llm.sleep(1, mode="gently"), ["abort", "wait", "keep"]),
+        (lambda: llm.sleep(1, mode="gently"), ["abort", "wait", "keep", "freeze"]),
         (lambda: llm.wake_up(["everything"]), ["kv_cache", "weights", "cuda_graph"]),
     ):
         with pytest.raises(InvalidRequestError) as caught:
@@ -520,15 +543,19 @@ async def session_in_between(engine: Any, folder: Path, act: str) -> list[str]:
     more = asyncio.Event()
 
     async def inputs() -> Any:
-        yield StreamingInput(prompt={"prompt_token_ids": PROMPT}, sampling_params=params)
+        yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)  # vLLM adds to the list
         await more.wait()
-        yield StreamingInput(prompt={"prompt_token_ids": PROMPT}, sampling_params=params)
+        yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)
 
     reasons: list[str] = []
     asking = asyncio.create_task(_reasons(engine.generate(inputs(), params, f"s{next(NUMBERS)}"), reasons))
     while "length" not in reasons:
         await asyncio.sleep(0.05)
-    if act == "update":
+    if act == "freeze":
+        await push_async(engine, new_model(folder, SEED), mode="freeze")
+        reasons.clear()
+        more.set()
+    elif act == "update":
         await push_async(engine, new_model(folder, SEED))
     else:
         await engine.sleep(1, mode=act)
@@ -541,6 +568,11 @@ async def session_in_between(engine: Any, folder: Path, act: str) -> list[str]:
 async def _reasons(outputs: Any, reasons: list[str]) -> None:
     async for output in outputs:
         reasons.append(output.outputs[0].finish_reason)  # noqa: PERF401 - it is read meanwhile
+
+
+def test_a_frozen_session_takes_its_next_input(engine: Child, model_folder: Path, first_tokens: list[int]) -> None:
+    assert engine(session_in_between, model_folder, "freeze")[-1] == "length"
+    assert engine(ask) == first_tokens
 
 
 @pytest.mark.parametrize("act", ["update", "keep", "wait", "abort"])

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.enabled import on_enabled
-from rl_memory_plugins.engines.sglang import worker
+from rl_memory_plugins.engines.sglang import frozen, worker
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.options import config_of
@@ -23,6 +24,7 @@ from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.loaded_versions import LoadedVersions
+from rl_memory_plugins.tags import PauseMode
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
 
 logger = logging.getLogger(__name__)
@@ -38,12 +40,14 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{SCHEDULER}.maybe_sleep_on_idle", _stay_awake_while_draining)
     hooks.wrap(f"{SCHEDULER}.handle_generate_request", _refuse_while_closed)
     hooks.wrap(f"{SCHEDULER}.handle_embedding_request", _refuse_while_closed)
+    hooks.wrap(f"{SCHEDULER}._add_request_to_queue", _enter_namespace)
+    hooks.wrap(f"{SCHEDULER}.process_batch_result", _process_once)
     hooks.wrap(f"{SCHEDULER}.pause_generation", _native_pause)
     hooks.wrap(f"{SCHEDULER}.continue_generation", _native_continue)
     if hasattr(hooks.require(SCHEDULER), "handle_update_weight_version"):
         hooks.wrap(f"{SCHEDULER}.handle_update_weight_version", _native_weight_version)
     hooks.wrap(f"{SCHEDULER}.flush_cache", _flush_what_is_there)
-    for name in ("is_fully_idle", "abort_request", "_add_request_to_queue"):
+    for name in ("is_fully_idle", "abort_request"):
         hooks.require(f"{SCHEDULER}.{name}")
     hooks.require("sglang.srt.runtime_context:get_parallel")
 
@@ -66,7 +70,12 @@ class SglangScheduler:
         if board is not None:
             atexit.register(board.close)
         self.controller = Controller(
-            self.ranks, self.engine, board, _engine_rank(scheduler), update_timeout_s=config.update_timeout_s
+            self.ranks,
+            self.engine,
+            board,
+            _engine_rank(scheduler),
+            update_timeout_s=config.update_timeout_s,
+            capabilities=capabilities_of(scheduler.server_args),
         )
         named = given_version(scheduler.server_args)
         if named is not None:
@@ -130,6 +139,13 @@ class SglangScheduler:
 
     def _answer(self, output: Any, request: Any) -> None:
         self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+
+
+def capabilities_of(server_args: Any) -> Capabilities:
+    """The abilities of an engine that its arguments decide."""
+    no_freeze = frozen.why_not(server_args)
+    modes = tuple(mode for mode in PauseMode if mode is not PauseMode.FREEZE or not no_freeze)
+    return Capabilities(modes=modes, no_freeze=no_freeze)
 
 
 def given_version(server_args: Any) -> str | None:
@@ -243,6 +259,22 @@ def _flush_what_is_there(
 ) -> bool:
     """Skip a flush while the KV cache sleeps: it is empty, and some models' flush would write into released memory."""
     return added.engine.kv_cache_sleeps or original(scheduler, *args, **kwargs)
+
+
+@on_enabled()
+def _enter_namespace(
+    added: SglangScheduler, original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Keep a request that has no KV cache yet, or no longer, from finding that of frozen requests."""
+    added.engine.namespace.enter(req)
+    return original(scheduler, req, *args, **kwargs)
+
+
+@on_enabled()
+def _process_once(
+    added: SglangScheduler, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any
+) -> Any:
+    return None if frozen.is_done(result) else original(scheduler, batch, result, *args)
 
 
 @on_enabled()

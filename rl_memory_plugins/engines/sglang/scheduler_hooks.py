@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
+from rl_memory_plugins.engines.sglang import frozen as frozen_requests
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER, hooks
 from rl_memory_plugins.errors import EngineFaultError, StateConflictError
 from rl_memory_plugins.rank import RankAgent, encode_call
@@ -76,6 +77,8 @@ class SglangEngine:
         self._drains: list[tuple[PauseMode, Future[None]]] = []
         self._after_reply: list[Callable[[], None]] = []
         self._paused_here = False
+        self._retracted = False  # running requests have no KV cache; else they are frozen, if the engine is paused
+        self.namespace = frozen_requests.Namespace()
         self.paused_natively = False
         self._shown_version: str | None = None
 
@@ -105,7 +108,10 @@ class SglangEngine:
             self._settle_while_paused()
         while self._drains:
             mode, drained = self._drains[0]
-            if mode is PauseMode.KEEP and not self._paused_here:
+            if mode is PauseMode.FREEZE:
+                self._paused_here = True
+                frozen_requests.pause_in_place(self._scheduler)
+            elif mode is PauseMode.KEEP and not self._retracted:
                 # While SGLang compiles the grammar of a request, the request is in no queue that survives a flush.
                 if not self._ranks.all(not self._scheduler.grammar_manager.grammar_queue):
                     return
@@ -123,7 +129,7 @@ class SglangEngine:
         """Move running requests back into the queue. SGLang computes their KV cache again later."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._paused_here = True
+        self._paused_here = self._retracted = True
         with self._unlimited_queue():
             hooks.table[f"{SCHEDULER}.pause_generation"](self._scheduler, PauseGenerationReqInput(mode="retract"))
 
@@ -158,6 +164,7 @@ class SglangEngine:
         # SGLang's own resume does not lift a pause by pause_generation, so `lift_pause` has no effect.
         self._drains.clear()
         paused_here, self._paused_here = self._paused_here, False
+        self._retracted = False
         if paused_here and not self.paused_natively:
             from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
@@ -171,15 +178,20 @@ class SglangEngine:
     def kv_cache_sleeps(self) -> bool:
         return Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags
 
-    def reset_caches(self) -> None:
+    def reset_caches(self, *, frozen: bool = False) -> None:
         forget_embeddings()
         if self.kv_cache_sleeps:
             return  # the sleep has flushed the KV cache and released its memory
+        if frozen and not self._ranks.all(self._is_idle(PauseMode.KEEP)):
+            self.namespace.renew(self._scheduler.waiting_queue)
+            return
         # Emptying torch's cache takes longer than a weight update. A sleep empties it where that frees enough.
         if not self._ranks.all(self._without_queue(lambda: self._scheduler.flush_cache(empty_cache=False))):
             raise EngineFaultError("SGLang refused to flush its caches although no request is running")
 
     def _is_idle(self, mode: PauseMode) -> bool:
+        if mode is PauseMode.FREEZE:
+            return True
         if mode is PauseMode.KEEP:
             return self._without_queue(self._scheduler.is_fully_idle)
         return bool(self._scheduler.is_fully_idle())

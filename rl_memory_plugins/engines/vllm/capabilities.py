@@ -9,14 +9,27 @@ from rl_memory_plugins.engines import rank_builder
 from rl_memory_plugins.tags import PauseMode
 
 
-def capabilities_of(core: Any) -> Capabilities:
-    """The abilities of an engine core, by its class: vLLM makes the KV cache before the instance is complete."""
+def capabilities_of(core: Any, config: Any) -> Capabilities:
+    """The abilities of an engine core, by its class and vLLM's configuration.
+
+    vLLM makes the KV cache before the instance is complete.
+    """
     # A core can wait for requests if its loop steps meanwhile and reports when it is idle.
     can_wait = hasattr(core, "_notify_idle_state_callbacks")
+    no_freeze = _why_not_freeze(config)
+    unable = {PauseMode.WAIT: not can_wait, PauseMode.FREEZE: bool(no_freeze)}
     return Capabilities(
         steps_with_peers=hasattr(core, "_has_global_unfinished_reqs"),
-        modes=tuple(mode for mode in PauseMode if mode is not PauseMode.WAIT or can_wait),
+        modes=tuple(mode for mode in PauseMode if not unable.get(mode)),
+        no_freeze=no_freeze,
     )
+
+
+def _why_not_freeze(config: Any) -> str:
+    """The reason why this engine cannot freeze requests; empty if it can."""
+    if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
+        return "with HiSparse part of the prefix cache lies in host memory, which has not been tested"
+    return ""
 
 
 def resident_graphs(allocator: Any, parallel: Any) -> str:

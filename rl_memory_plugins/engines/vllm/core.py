@@ -20,7 +20,6 @@ from rl_memory_plugins.engines.vllm.core_hooks import (
     VllmEngine,
     VllmRanks,
     note_request,
-    reset_caches,
     settle,
     worker_here,
 )
@@ -79,11 +78,12 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             board = StatusBoard()
             atexit.register(board.close)
-            capabilities = capabilities_of(self)
+            capabilities = capabilities_of(self, vllm_config)
             ranks = _ranks(self)
+            self.rl_memory_engine = VllmEngine(self, capabilities.modes)
             self.rl_memory = Controller(
                 ranks,
-                VllmEngine(self, capabilities.modes),
+                self.rl_memory_engine,
                 board,
                 vllm_config.parallel_config.data_parallel_index,
                 update_timeout_s=config.update_timeout_s,
@@ -125,7 +125,7 @@ def notice_loads(core: Any, weight_version: str | None = None) -> None:
         return
     worker = worker_here(core)
     if worker is not None and _was_changed(core, controller):
-        reset_caches(core)
+        core.rl_memory_engine.reset_caches_after_load()
         _note_loads(core, controller, reloaded=worker.agent.has_loaded)
     if weight_version is not None and controller.status.content is Content.VALID:
         controller.note_foreign_changes(weight_version, paused=core.is_scheduler_paused())
@@ -305,7 +305,7 @@ def _native_collective_rpc(
             reloaded = after.reloaded if worker is None else worker.agent.has_loaded
             _note_loads(core, controller, reloaded=reloaded, contents=after.contents or None)
         if [rank.content_epoch for rank in controller.status.ranks] != epochs:
-            reset_caches(core)
+            core.rl_memory_engine.reset_caches_after_load()
 
 
 def _memory_rpc(core: Any, method: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply
+from rl_memory_plugins.engines.vllm.frozen import forget_prefixes, require_known_cache
 from rl_memory_plugins.errors import EngineFaultError, UnsupportedError
 from rl_memory_plugins.rank import encode_call
 from rl_memory_plugins.records import Reply
@@ -48,10 +49,19 @@ class VllmEngine:
                     f"this engine cannot {mode.value} for requests: use {' or '.join(able)}", modes=able
                 )
             mode = PauseMode.ABORT  # there is none to be aborted
+        if mode is PauseMode.FREEZE:
+            require_known_cache(self._core)
         if not self._paused_here:
             self._paused_natively = self._core.is_scheduler_paused()
         self._paused_here = True
-        return self._when_idle() if mode is PauseMode.WAIT else self._pause(mode)
+        if mode is PauseMode.WAIT:
+            return self._when_idle()
+        if mode is PauseMode.FREEZE:
+            paused = self._pause(PauseMode.KEEP)  # vLLM's own "keep" stops requests and preempts none
+            if _is_in_caller(self._core):
+                _finish_steps(self._core)
+            return paused
+        return self._pause(mode)
 
     def _pause(self, mode: PauseMode) -> Future[None]:
         untold: list[Any] = []  # of what the pause aborts; an engine core in its own process tells its clients
@@ -120,8 +130,20 @@ class VllmEngine:
                 self._core.resume_scheduler()
             _wake_loop(self._core)
 
-    def reset_caches(self) -> None:
-        reset_caches(self._core)
+    def reset_caches(self, *, frozen: bool = False) -> None:
+        if frozen and self._core.scheduler.requests:
+            forget_prefixes(self._core)
+            self._core.reset_encoder_cache()  # an image whose tokens are half computed is encoded again
+        else:
+            reset_caches(self._core)
+
+    def reset_caches_after_load(self) -> None:
+        """Drop what was computed before weights were loaded by a call of vLLM.
+
+        vLLM's own pause with `clear_cache=False` leaves running requests their KV cache. With `clear_cache=True` it has
+        preempted them.
+        """
+        self.reset_caches(frozen=self._core.is_scheduler_paused() and not self._paused_here)
 
     def call_after_reply(self, act: Callable[[], None]) -> None:
         if _is_in_caller(self._core):
@@ -168,14 +190,35 @@ def _hand_out_aborts(core: Any, requests: list[Any]) -> None:
         return
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    step = core.step_fn
+    ended = [EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT) for request in requests]
+    _hand_out(core, [{0: EngineCoreOutputs(outputs=ended)}])
+
+
+def _finish_steps(core: Any) -> None:
+    """Finish the steps in flight of a paused core in the caller's process, whose tokens come from the former weights.
+
+    A core in a process of its own does this by itself before a pause is complete.
+    """
+    outputs = []
+    while getattr(core, "batch_queue", None):
+        output, _ = core.step_fn()
+        if output:
+            outputs.append(output)
+    _hand_out(core, outputs)
+
+
+def _hand_out(core: Any, outputs: list[dict[int, Any]]) -> None:
+    """Return these outputs from the next steps of a core in the caller's process, before it steps again."""
+    step, left = core.step_fn, list(outputs)
 
     def hand_out() -> tuple[dict[int, Any], bool]:
-        core.step_fn = step
-        ended = [EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT) for request in requests]
-        return {0: EngineCoreOutputs(outputs=ended)}, False
+        output = left.pop(0)
+        if not left:
+            core.step_fn = step
+        return output, False
 
-    core.step_fn = hand_out
+    if left:
+        core.step_fn = hand_out
 
 
 def _end_idle_sessions(core: Any) -> None:
@@ -202,7 +245,8 @@ def reset_caches(core: Any) -> None:
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineFaultError("vLLM could not reset its prefix cache, e.g. that of a KV connector")
     core.reset_encoder_cache()
-    core.rl_memory_has_no_caches = not core.scheduler.has_requests()
+    # A paused scheduler with kept requests says that it has none.
+    core.rl_memory_has_no_caches = not core.scheduler.requests
 
 
 def note_request(core: Any) -> None:

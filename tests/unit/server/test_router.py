@@ -244,7 +244,7 @@ def test_bad_queries(client, control, query, field):
 def test_bad_values_in_bodies_list_what_is_allowed(client, control, body, field):
     error = error_of(client.post("/sleep", json=body), 422)
     assert error["details"]["field"] == field
-    allowed = {"level": [0, 1, 2], "tags": ALL, "mode": ["abort", "wait", "keep"]}
+    allowed = {"level": [0, 1, 2], "tags": ALL, "mode": ["abort", "wait", "keep", "freeze"]}
     assert error["details"]["allowed"] == allowed[field]
     assert control.calls == []
 

@@ -266,6 +266,17 @@ def test_weights_that_stay_are_the_callers():
     assert setup.log[0] == ("sleep", 2, "abort", ["*.embed.*"])
 
 
+def test_frozen_requests_keep_the_kv_cache_from_the_sleep_to_the_update(monkeypatch):
+    updates = []
+    monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: updates.append(options["mode"]) or {})
+    setup = Setup(mode="freeze")
+    setup.handoff.release()
+    assert setup.log[0] == ("sleep", 2, "freeze")
+    assert "kv_cache" in setup.engine.awake and "weights" not in setup.engine.awake
+    setup.handoff.sync()
+    assert updates == ["freeze"]
+
+
 def test_a_body_that_fails_leaves_the_engine_asleep():
     setup = Setup()
     with pytest.raises(ZeroDivisionError), setup.handoff.training():

@@ -31,7 +31,7 @@ class ToyEngine:
 
     def sleep(self, level=1, tags=None, mode="abort", **keep):
         self._call("sleep", level, mode, *keep.values())
-        self.awake.clear()
+        self.awake -= set(tags or ("weights", "kv_cache"))
         self.valid = self.valid and level < 2
 
     def wake_up(self, tags=None):
