@@ -24,7 +24,7 @@ from rl_memory_plugins.commands import AnyCommand, done, encode_reply, error_rep
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import DrainTimeoutError, InvalidRequestError, RLMemoryError, StateConflictError
-from rl_memory_plugins.keep import require_matches
+from rl_memory_plugins.keep import checked_globs
 from rl_memory_plugins.records import LONGEST_VERSION, UNKNOWN, EngineStatus, RankStatus, Reply
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
 from rl_memory_plugins.transition import PendingTransition
@@ -60,7 +60,7 @@ class Controller:
         self._engine = engine
         self._board = board
         self._update_timeout_s = update_timeout_s
-        self._keep = tuple(keep)
+        self._keep = keep
         self._updates = 0
         self._draining: list[PendingTransition] = []
         self._drained: dict[str, str] = {}  # ticket to name: the transitions for which this engine stays drained
@@ -186,10 +186,7 @@ class Controller:
         self.require_free()
         if command.mode in (PauseMode.KEEP, PauseMode.FREEZE):
             self._require_none_waiting(command.hold)
-        keep = command.keep or ()
-        if command.keep is None and level is Level.DISCARD and Tag.WEIGHTS in tags:
-            keep = self._keep
-        require_matches(self._ranks, keep)
+        keep = checked_globs(command, self._keep, self._ranks)
         operation = PendingTransition(command.name, command.hold, command.call)
 
         def act() -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rl_memory_plugins.commands import Sleep
 from rl_memory_plugins.coordination import RankGroup, raise_failures
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.tags import Level, Tag
 
 
 def parse_keep(keep: Iterable[object] | str | None) -> tuple[str, ...] | None:
@@ -38,19 +40,24 @@ def _invalid(message: str, got: object) -> InvalidRequestError:
     return InvalidRequestError(message, field="keep", got=got if isinstance(got, (int, str)) else str(got))
 
 
-def require_matches(ranks: RankGroup, globs: Sequence[str]) -> None:
-    """Check that each glob matches a name on some rank. A rank of a pipeline holds only some layers.
+def checked_globs(command: Sleep, default: Sequence[str], ranks: RankGroup) -> Sequence[str]:
+    """The globs of a sleep: its own, or the default of the engine if it discards weights and has none.
+
+    Each glob must match a name on some rank. A rank of a pipeline holds only some layers.
 
     Raises:
         InvalidRequestError: a glob matches nothing; the details list the nearest names.
     """
+    globs: Sequence[str] = command.keep or ()
+    if command.keep is None and command.level is Level.DISCARD and Tag.WEIGHTS in command.tags:
+        globs = default
     if not globs:
-        return
+        return ()
     unmatched, *others = (reply.result for reply in raise_failures(ranks.call("unmatched", globs=globs)))
     for other in others:
         unmatched = {glob: [*nearest, *other[glob]] for glob, nearest in unmatched.items() if glob in other}
     if not unmatched:
-        return
+        return globs
     nearest = {glob: list(dict.fromkeys(names)) for glob, names in unmatched.items()}
     first, names = next(iter(nearest.items()))
     hint = f"the nearest are {', '.join(names)}" if names else "the engine's own names count, not the checkpoint's"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,6 +38,7 @@ class RankAgent:
         after_wake: The engine's own work after tags have become resident again; called with these tags.
         before_update: The engine's own work before an update: it ends an open update by the engine's own calls.
         resident_graphs: The reason why this rank's CUDA graphs stay on the device; empty if they can be released.
+        calls: More methods that the controller of this engine calls, by name.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class RankAgent:
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
         before_update: Callable[[], None] = lambda: None,
         resident_graphs: str = "",
+        calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self.manager = manager
         self.receiver = receiver
@@ -56,6 +59,8 @@ class RankAgent:
         self._before_update = before_update
         self._resident_graphs = resident_graphs
         self._loaded: tuple[str, str] | None = None  # of a load that `loaded` has not told: source, identity before
+        own = {name: getattr(self, name) for name in _AGENT_METHODS}
+        self._methods = {**own, **{name: getattr(manager, name) for name in _MANAGER_METHODS}, **calls}
 
     def handle(self, payload: bytes) -> bytes:
         """Decode a call, run it, and encode its reply. Never raises: an exception would break the engine's RPC."""
@@ -64,9 +69,9 @@ class RankAgent:
     def reply(self, payload: bytes) -> Reply[Any]:
         try:
             method, arguments = msgspec.msgpack.decode(payload, type=tuple[str, dict[str, Any]])
-            if method not in _AGENT_METHODS | _MANAGER_METHODS:
+            if method not in self._methods:
                 raise EngineFaultError(f"this rank has no method {method!r}")
-            result = getattr(self if method in _AGENT_METHODS else self.manager, method)(**arguments)
+            result = self._methods[method](**arguments)
             return Reply(rank=self.manager.rank, result=msgspec.to_builtins(result))
         except Exception as error:
             return error_reply(self.manager.rank, error)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines.communicators import stage_captures
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -21,17 +22,18 @@ if TYPE_CHECKING:
     import torch
 
 
-def resident_graphs(allocator: Allocator, *, registered: bool, remedy: str) -> str:
+def resident_graphs(allocator: Allocator, *, custom_all_reduce: bool) -> str:
     """Why the CUDA graphs of a rank stay on the device; empty if they can be released.
 
     Args:
-        registered: Custom all-reduce lets other ranks read the memory of the graphs.
-        remedy: The options of the engine that prevent this.
+        custom_all_reduce: The ranks read each other's memory to reduce; from now on not the memory of graphs.
     """
     if not hasattr(allocator, "pool_id"):
         return f"the {allocator.name} allocator has no pool for graphs"
-    if registered:
-        return f"custom all-reduce registers the memory of graphs with other ranks; start with {remedy}"
+    if custom_all_reduce and not stage_captures():
+        return (
+            "custom all-reduce registers the memory of graphs with other ranks; start with --disable-custom-all-reduce"
+        )
     return ""
 
 

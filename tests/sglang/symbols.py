@@ -67,6 +67,8 @@ SYMBOLS: Symbols = {
     f"{UPDATER}.update_weights_from_tensor": REQUEST,
     # their workers
     "sglang.srt.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__": ("self",),
+    "sglang.srt.distributed.device_communicators.custom_all_reduce:CustomAllreduce.__init__": ("self",),
+    "sglang.srt.distributed.device_communicators.custom_all_reduce_v2:CustomAllReduceV2.__init__": ("self",),
     "sglang.srt.distributed.parallel_state:get_tp_group": (),
     "sglang.srt.model_loader.loader:_initialize_model": ("model_config", "load_config"),
     "sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create": ("enable",),

@@ -36,6 +36,8 @@ SYMBOLS: Symbols = {
     "vllm.model_executor.model_loader.weight_utils:default_weight_loader": ("param", "loaded_weight"),
     "vllm.model_executor.model_loader.utils:record_metadata_for_reloading": (),
     "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__": ("self",),
+    "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.__init__": ("self",),
+    "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.all_reduce": ("self", "registered"),
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod": (),
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
     "vllm.config:set_current_vllm_config": (),

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from integration.models import new_model
-from rl_memory_plugins import InvalidRequestError, ManifestError
+from rl_memory_plugins import EngineAsleepError, EngineFaultError, InvalidRequestError, ManifestError
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
 from tests.vllm.test_python import generate, push, restore
 
-OPTIONS = {"sleep_preserve_parameter_names": ["*.embed_tokens.*", "draft.*"]}
+OPTIONS = {
+    "sleep_preserve_parameter_names": ["*.embed_tokens.*", "draft.*"],
+    "enable_nccl_comm_suspend": True,
+    "sleep_mode_offload_cudagraph": True,
+}
 
 
 def make_llm(folder: Path) -> Any:
@@ -59,3 +63,49 @@ def keep_the_embedding(llm: Any, folder: Path) -> None:
 
 def test_preserved_parameters_are_kept_at_level_2(llm: Child, model_folder: Path) -> None:
     llm(keep_the_embedding, model_folder)
+
+
+def suspend_and_resume(llm: Any) -> None:
+    """vLLM's own functions are collective calls of NCCL. Here they note the worker's tags, and fail once."""
+    from unittest.mock import patch
+
+    from vllm.distributed import parallel_state
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    log: list[tuple[str, str]] = []
+    failures: list[Exception] = []
+
+    def note(name: str) -> Any:
+        def call() -> None:
+            log.append((name, worker.rl_memory.manager.status().tags["weights"].state.value))
+            if failures:
+                raise failures.pop()
+
+        return call
+
+    first = generate(llm)
+    with (
+        patch.object(parallel_state, "suspend_device_comms", note("suspend")),
+        patch.object(parallel_state, "resume_device_comms", note("resume")),
+    ):
+        llm.sleep(level=1)
+        llm.wake_up(tags=["weights"])
+        llm.wake_up()
+        assert log == [("suspend", "preserved"), ("resume", "preserved"), ("resume", "resident")]
+        assert generate(llm) == first
+        for call in (lambda: llm.sleep(level=1), llm.wake_up):
+            failures.append(RuntimeError("NCCL error: unhandled system error"))
+            with pytest.raises(EngineFaultError, match="NCCL error"):
+                call()
+            with pytest.raises(EngineAsleepError):
+                generate(llm)
+        assert llm.wake_up()
+        assert generate(llm) == first
+    for level in (1, 0):  # vLLM's own functions, which find no communicator on a CPU
+        llm.sleep(level=level)
+        llm.wake_up()
+        assert generate(llm) == first
+
+
+def test_communicators_are_suspended_with_the_memory(llm: Child) -> None:
+    llm(suspend_and_resume)

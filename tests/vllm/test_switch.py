@@ -12,7 +12,7 @@ import pytest
 
 from integration.models import SHAPES, write_model
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.vllm import options, switch
+from rl_memory_plugins.engines.vllm import modes, options, switch
 from rl_memory_plugins.errors import UnsupportedError
 
 
@@ -91,8 +91,6 @@ def test_what_is_named_natively_is_not_lost(rl_memory: Any, named: Any) -> None:
         ("--load-format ipc_cache", {"load_format": "ipc_cache"}),
         ("--offload-group-size", {"offload_group_size": 2}),
         ("--offload-group-size", {"offload_backend": "prefetch", "offload_group_size": 2}),
-        ("--enable-nccl-comm-suspend", {"enable_nccl_comm_suspend": True}),
-        ("--sleep-mode-offload-cudagraph", {"sleep_mode_offload_cudagraph": True}),
         ("VLLM_USE_RUST_FRONTEND", {}),
     ],
 )
@@ -114,6 +112,15 @@ def test_modes_that_break_a_promise_are_refused(
     plain = EngineArgs(model="none", **arguments)
     create(plain)
     assert started == [plain]
+
+
+def test_another_backend_of_vllms_sleep_is_refused() -> None:
+    from vllm import EngineArgs
+
+    asked = EngineArgs(model="none")
+    asked.sleep_mode_backend = "cuda_checkpoint"  # an argument since 0.33
+    with pytest.raises(UnsupportedError, match="--sleep-mode-backend: "):
+        modes.refuse_arguments(asked)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +191,7 @@ def test_vllm_s_own_sleep_mode_is_accepted_and_replaced(
     [
         ("tiny", {"kv_offloading_size": 1.0}, "--kv-offloading-size"),  # shows in the arguments
         ("tiny-moe", {"data_parallel_size": 2, "data_parallel_rank": 1}, "step together"),  # in the configuration
+        ("tiny-moe", {"data_parallel_size": 2, "enable_nccl_comm_suspend": True}, "connect the engines"),
     ],
 )
 def test_enabled_by_the_environment_alone_it_stays_out_of_engines_that_it_cannot_serve(

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines import communicators
+from rl_memory_plugins.engines.vllm import modes
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.native_allocator import NativeAllocator, stand_in
 from rl_memory_plugins.engines.vllm.worker import VllmWorker
-from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.errors import StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.tags import Tag
 
@@ -60,7 +62,7 @@ class Allocator:
     [
         (Allocator(), 1, False, ""),
         (Allocator(), 2, True, ""),
-        (Allocator(), 2, False, "--disable-custom-all-reduce"),
+        (Allocator(), 2, False, ""),
         (SimpleNamespace(name="tms"), 1, False, "the tms allocator"),
     ],
 )
@@ -74,6 +76,46 @@ def test_graphs_that_stay_say_why(
     assert why in found and bool(why) == bool(found)
 
 
+def test_graphs_stay_if_a_custom_all_reduce_cannot_leave_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "_all_reduces", [SimpleNamespace(disabled=False)])
+    parallel = SimpleNamespace(tensor_parallel_size=2, disable_custom_all_reduce=False)
+    assert "--disable-custom-all-reduce" in resident_graphs(Allocator(), parallel)
+
+
+@pytest.mark.parametrize("has_switch", [True, False])
+def test_vllms_all_reduce_copies_its_input_in_a_capture(monkeypatch: pytest.MonkeyPatch, has_switch: bool) -> None:
+    """vLLM's own class, without its start and its kernel. Releases before 0.32 have no switch for it."""
+    import torch
+    from vllm.distributed.device_communicators import custom_all_reduce
+
+    buffers: list[int] = []
+    monkeypatch.setattr(communicators, "_all_reduces", set())
+    monkeypatch.setattr(communicators, "_staging", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernel = SimpleNamespace(all_reduce=lambda ptr, inp, out, buffer, size: buffers.append(buffer), dispose=id)
+    monkeypatch.setattr(custom_all_reduce, "ops", kernel)
+
+    class AllReduce(custom_all_reduce.CustomAllreduce):
+        def __init__(self) -> None:
+            self.disabled, self._ptr, self._IS_CAPTURING = False, 0, True
+            self.rank, self.world_size, self.fully_connected = 0, 2, True
+            self.max_size, self.buffer_ptrs = 1 << 20, [4096]
+            if has_switch:
+                self._capture_registered = True
+
+        def custom_all_reduce(self, input: Any) -> Any:
+            registered = self._capture_registered if has_switch else True  # as before 0.32
+            return self.all_reduce(input, registered=registered)
+
+    all_reduce = communicators.note_custom_all_reduce(AllReduce.__init__)
+    instance = object.__new__(AllReduce)
+    all_reduce(instance)
+    instance.custom_all_reduce(torch.zeros(64))
+    assert communicators.stage_captures()
+    instance.custom_all_reduce(torch.zeros(64))
+    assert buffers == [0, 4096]  # the graph's own memory at first, then the buffer of the all-reduce
+
+
 def test_engines_that_come_later_capture_into_a_pool_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool for captures is the platform's, which all engines of a process share."""
     from vllm.platforms import current_platform
@@ -82,6 +124,7 @@ def test_engines_that_come_later_capture_into_a_pool_of_their_own(monkeypatch: p
     captured: list[Any] = []
     vllm_worker = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace()),
         compile_or_warm_up_model=lambda: captured.append(current_platform._global_graph_pool),
     )
     worker = VllmWorker(vllm_worker, RLMemoryConfig())
@@ -172,3 +215,31 @@ def test_caches_are_found_at_any_depth() -> None:
     worker = VllmWorker(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=caches)), RLMemoryConfig())
     found = {(block.address, block.nbytes) for block in worker._discardable(Tag.KV_CACHE)}
     assert found == {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors}
+
+
+@pytest.mark.parametrize(
+    ("asked", "why", "cudagraph_mode", "on_gpu", "is_refused"),
+    [
+        (True, "no pool", "FULL", True, True),
+        (True, "", "FULL", True, False),
+        (False, "no pool", "FULL", True, False),
+        (True, "no pool", "NONE", True, False),  # there are no graphs
+        (True, "no pool", "FULL", False, False),  # vLLM ignores the flag there
+    ],
+)
+def test_graphs_that_the_flag_asks_to_release_are_released_or_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, why: str, cudagraph_mode: str, on_gpu: bool, is_refused: bool
+) -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: on_gpu)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(sleep_mode_offload_cudagraph=asked),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[cudagraph_mode]),
+    )
+    if is_refused:
+        with pytest.raises(UnsupportedError, match=f"--sleep-mode-offload-cudagraph: .*{why}"):
+            modes.refuse_resident_graphs(config, why)
+    else:
+        modes.refuse_resident_graphs(config, why)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
-from rl_memory_plugins.engines.communicators import count_as_nccl
+from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.errors import UnsupportedError
@@ -33,7 +32,10 @@ _memory: Memory | None = None
 def install(hooks: Hooks) -> None:
     hooks.wrap("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create", _create)
     hooks.wrap("sglang.srt.model_loader.loader:_initialize_model", _initialize_model)
-    hooks.wrap("sglang.srt.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
+    communicators = "sglang.srt.distributed.device_communicators"
+    hooks.wrap(f"{communicators}.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
+    hooks.wrap(f"{communicators}.custom_all_reduce:CustomAllreduce.__init__", note_custom_all_reduce)
+    hooks.wrap(f"{communicators}.custom_all_reduce_v2:CustomAllReduceV2.__init__", note_custom_all_reduce)
 
 
 class Memory:
@@ -73,15 +75,9 @@ class Memory:
 
     def _capture_graphs_in_a_region(self) -> str:
         """Make SGLang capture its graphs into a pausable pool. Returns why that is not safe; empty if it is done."""
-        unregistered = self._server_args.disable_custom_all_reduce or os.environ.get(
-            "SGLANG_MEMORY_SAVER_CUDA_GRAPH", ""
-        ).lower() in ("1", "true")
         allocator: Any = self.allocator
-        why = resident_graphs(
-            allocator,
-            registered=self._server_args.tp_size > 1 and not unregistered,
-            remedy="--disable-custom-all-reduce, or with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1",
-        )
+        custom = self._server_args.tp_size > 1 and not self._server_args.disable_custom_all_reduce
+        why = resident_graphs(allocator, custom_all_reduce=custom)
         if why:
             return why
         try:

@@ -34,5 +34,5 @@ def _why_not_freeze(config: Any) -> str:
 
 def resident_graphs(allocator: Any, parallel: Any) -> str:
     """See `rank_builder.resident_graphs`; `parallel` is vLLM's parallel configuration."""
-    registered = parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce
-    return rank_builder.resident_graphs(allocator, registered=registered, remedy="--disable-custom-all-reduce")
+    custom = parallel.tensor_parallel_size > 1 and not parallel.disable_custom_all_reduce
+    return rank_builder.resident_graphs(allocator, custom_all_reduce=custom)

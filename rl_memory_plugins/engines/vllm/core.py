@@ -23,6 +23,7 @@ from rl_memory_plugins.engines.vllm.core_hooks import (
     settle,
     worker_here,
 )
+from rl_memory_plugins.engines.vllm.nccl_suspend import SuspendingRanks
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -98,9 +99,11 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ranks(core: Any) -> RankGroup:
     parallel = core.vllm_config.parallel_config
+    ranks: RankGroup = VllmRanks(core.model_executor)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        return external.ranks_of(core, worker_here(core).agent)
-    return VllmRanks(core.model_executor)
+        ranks = external.ranks_of(core, worker_here(core).agent)
+    suspends = getattr(core.vllm_config.model_config, "enable_nccl_comm_suspend", False)  # not in every version
+    return SuspendingRanks(ranks) if suspends else ranks
 
 
 def _call(self: Any, payload: bytes) -> Any:

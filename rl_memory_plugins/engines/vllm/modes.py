@@ -14,13 +14,6 @@ _CONNECTORS = (
     "most KV connectors keep keys and values over an update, and the engine would answer requests from those of the "
     "former weights; no connector has been tested"
 )
-#: Options of vLLM's own sleep, and the effect that they would have.
-_NATIVE_SLEEP = {
-    "enable_nccl_comm_suspend": "the communicators would keep their memory",
-    "sleep_mode_offload_cudagraph": "without the flag, this package releases the memory of CUDA graphs under the tag "
-    "cuda_graph",
-    "sleep_mode_backend": "the backend would never be called",
-}
 
 
 def refuse_arguments(args: Any) -> None:
@@ -49,13 +42,26 @@ def refuse_arguments(args: Any) -> None:
             "--offload-group-size",
             "layers share device buffers that vLLM fills from host copies, and an update does not reach these copies",
         )
-    for option, effect in _NATIVE_SLEEP.items():
-        value = getattr(args, option, None)
-        if value and value != "cumem":  # the default backend
-            why = f"it is an option of vLLM's own sleep, which this package replaces; {effect}"
-            raise unsupported(f"--{option.replace('_', '-')}", why)
+    if getattr(args, "sleep_mode_backend", "cumem") != "cumem":  # not in every version
+        raise unsupported("--sleep-mode-backend", "this package replaces vLLM's own sleep and would never call it")
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise unsupported("VLLM_USE_RUST_FRONTEND", "it has no Python server for the control routes and the gate")
+
+
+def refuse_resident_graphs(config: Any, why: str) -> None:
+    """Refuse `--sleep-mode-offload-cudagraph` where CUDA graphs cannot be released. Elsewhere a sleep releases them.
+
+    Args:
+        why: Why the graphs of this rank stay on the device; empty if they can be released.
+
+    Raises:
+        UnsupportedError: they stay, and vLLM's own sleep would release them.
+    """
+    from vllm.platforms import current_platform
+
+    asked = getattr(config.model_config, "sleep_mode_offload_cudagraph", False)  # not in every version
+    if asked and why and current_platform.is_cuda_alike() and str(config.compilation_config.cudagraph_mode) != "NONE":
+        raise unsupported("--sleep-mode-offload-cudagraph", f"CUDA graphs stay on the device: {why}")
 
 
 def refuse_configuration(config: Any) -> None:
@@ -67,6 +73,11 @@ def refuse_configuration(config: Any) -> None:
     parallel = config.parallel_config
     if parallel.data_parallel_size == 1 or not config.model_config.is_moe:
         return
+    if getattr(config.model_config, "enable_nccl_comm_suspend", False):  # not in every version
+        raise unsupported(
+            "--enable-nccl-comm-suspend for data-parallel engines of a model with experts",
+            "their communicators connect the engines, so an engine that fails to sleep would leave the others waiting",
+        )
     if parallel.distributed_executor_backend == "external_launcher":  # its ranks agree by themselves
         return
     # Only `VLLM_DP_RANK` sets the local rank: each rank is then a process with an engine of its own.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
-from rl_memory_plugins.engines.communicators import count_as_nccl
+from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
-from rl_memory_plugins.engines.vllm import reload
+from rl_memory_plugins.engines.vllm import modes, nccl_suspend, reload
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
 from rl_memory_plugins.engines.vllm.native_allocator import NativeAllocator, stand_in
@@ -59,7 +59,9 @@ def install(hooks: Hooks) -> None:
     hooks.wrap("vllm.model_executor.model_loader.reload.layerwise:restore_layer_on_meta", _put_aside)
     for symbol in reload.SYMBOLS:
         hooks.require(symbol)
-    hooks.wrap("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
+    communicators = "vllm.distributed.device_communicators"
+    hooks.wrap(f"{communicators}.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
+    hooks.wrap(f"{communicators}.custom_all_reduce:CustomAllreduce.__init__", note_custom_all_reduce)
     for name in ("_maybe_get_memory_pool_context", "compile_or_warm_up_model", *UPDATE_METHODS):
         hooks.require(f"vllm.v1.worker.gpu_worker:Worker.{name}")
     base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
@@ -154,6 +156,7 @@ class VllmWorker:
         """Have vLLM capture its graphs into a pausable pool, or declare why that is not safe."""
         allocator: Any = self.manager.allocator
         self._resident_graphs = resident_graphs(allocator, self._worker.parallel_config)
+        modes.refuse_resident_graphs(self._worker.vllm_config, self._resident_graphs)
         if not self._resident_graphs:
             self._lend_graph_pool(allocator.pool_id(Tag.CUDA_GRAPH))
         else:
@@ -205,6 +208,7 @@ class VllmWorker:
                 after_wake=self._after_wake,
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
+                calls=nccl_suspend.CALLS,
             )
         return self._agent
 

@@ -1,0 +1,104 @@
+"""When ranks suspend and resume their communicators: behind the phases of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import FakeRank, LocalRanks, ScriptedReceiver
+from test_controller import Engine
+
+from rl_memory_plugins import commands, operations
+from rl_memory_plugins.commands import decode_reply, encode_command
+from rl_memory_plugins.controller import Controller
+from rl_memory_plugins.engines.vllm.nccl_suspend import SuspendingRanks
+from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, from_record
+from rl_memory_plugins.rank import RankAgent
+
+
+class World:
+    """A controller over two ranks. `log` has each collective call of a rank, with the rank's mapped bytes."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int, int]] = []
+        self.failures: dict[tuple[str, int], Exception] = {}
+        self.ranks = [FakeRank(number) for number in range(2)]
+        agents = []
+        for rank in self.ranks:
+            calls = {f"{name}_communicators": self.collective(name, rank) for name in ("suspend", "resume")}
+            agents.append(RankAgent(rank.manager, ScriptedReceiver(rank.manager), rank.names, calls=calls))  # type: ignore[arg-type]
+        self.awake = self.ranks[0].device.used
+        self.controller = Controller(SuspendingRanks(LocalRanks(agents)), Engine(), None, update_timeout_s=1)
+
+    def collective(self, name: str, rank: FakeRank) -> Any:
+        def call() -> None:
+            self.log.append((name, rank.manager.rank, rank.mapped_bytes()))
+            failure = self.failures.pop((name, rank.manager.rank), None)
+            if failure is not None:
+                raise failure
+
+        return call
+
+    def run(self, command: commands.AnyCommand) -> Any:
+        reply = decode_reply(self.controller.execute(encode_command(command)).result(timeout=1))
+        if reply.error is not None:
+            raise from_record(reply.error)
+        return reply.result
+
+
+def test_suspended_after_the_release_and_resumed_before_the_memory_is_mapped() -> None:
+    world = World()
+    for _ in range(2):
+        world.run(operations.sleep(1))
+        assert world.log == [("suspend", 0, 0), ("suspend", 1, 0)]
+        world.log.clear()
+        world.run(operations.wake_up(["weights"]))
+        assert world.log == [("resume", 0, 0), ("resume", 1, 0)]
+        world.run(operations.wake_up())
+        world.log.clear()
+    assert world.controller.refusal() is None
+
+
+@pytest.mark.parametrize("command", [operations.sleep(0), operations.sleep(1, ["weights"])])
+def test_a_sleep_that_releases_nothing_suspends_nothing(command: commands.Sleep) -> None:
+    world = World()
+    world.run(operations.sleep(2, ["weights"]))
+    world.log.clear()
+    world.run(command)
+    assert world.log == []
+
+
+def test_no_rank_suspends_if_one_has_not_released() -> None:
+    world = World()
+    world.ranks[1].device.fail("release")
+    with pytest.raises(EngineFaultError):
+        world.run(operations.sleep(1))
+    assert world.log == []
+    world.run(operations.wake_up())
+    assert world.controller.refusal() is None
+
+
+def test_no_rank_resumes_if_one_has_no_memory() -> None:
+    world = World()
+    world.run(operations.sleep(1))
+    world.log.clear()
+    world.ranks[1].device.fail("reserve", error=DeviceMemoryError("full"))
+    with pytest.raises(DeviceMemoryError):
+        world.run(operations.wake_up())
+    assert world.log == []
+
+
+@pytest.mark.parametrize("phase", ["suspend", "resume"])
+def test_a_failure_closes_the_engine_and_the_next_wake_works(phase: str) -> None:
+    world = World()
+    before = [rank.contents()["parameter"] for rank in world.ranks]
+    world.failures[phase, 1] = EngineFaultError("NCCL error: unhandled system error")
+    with pytest.raises(EngineFaultError, match="NCCL error"):
+        world.run(operations.sleep(1))
+        world.run(operations.wake_up())
+    assert [rank.device.used for rank in world.ranks] == [0, 0]
+    refusal = world.controller.refusal()
+    assert refusal is not None and refusal.details["reason"] == "asleep"
+    world.run(operations.wake_up())
+    assert world.controller.refusal() is None
+    assert [rank.contents()["parameter"] for rank in world.ranks] == before
