@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, parameter_blocks
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Content, Level, Tag
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
+from rl_memory_plugins.weights.names import parameter_blocks
 
 NUMEL = 4 << 10
 
@@ -49,7 +50,7 @@ class Rank:
             reload=lambda: None,
             model_config=lambda: None,
         )
-        self.updates = EngineUpdates(self.manager, self.model.parameters)
+        self.updates = EngineUpdates(self.manager, self.model.named_parameters)
 
     def sleep(self, level: Level) -> None:
         self.agent.prepare_sleep(int(level), ["weights"])
