@@ -35,6 +35,8 @@ class RankAgent:
         manager: The state machine of the rank.
         receiver: Takes weight updates.
         weights: The weights by name, for the globs of a sleep.
+        settle_writes: Waits until the engine's own code, e.g. in a thread of its own, writes no weights any more.
+        before_sleep: The engine's own work before tags are released; called with these tags.
         after_wake: The engine's own work after tags have become resident again; called with these tags.
         before_update: The engine's own work before an update: it ends an open update by the engine's own calls.
         resident_graphs: The reason why this rank's CUDA graphs stay on the device; empty if they can be released.
@@ -46,6 +48,8 @@ class RankAgent:
         manager: MemoryManager,
         receiver: WeightReceiver,
         weights: NamedWeights,
+        settle_writes: Callable[[], None] = lambda: None,
+        before_sleep: Callable[[list[Tag]], None] = lambda tags: None,
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
         before_update: Callable[[], None] = lambda: None,
         resident_graphs: str = "",
@@ -54,6 +58,8 @@ class RankAgent:
         self.manager = manager
         self.receiver = receiver
         self._weights = weights
+        self._settle_writes = settle_writes
+        self._before_sleep = before_sleep
         self._after_wake = after_wake
         self._woken: set[Tag] = set()  # tags whose `after_wake` has not succeeded yet: the next wake repeats it
         self._before_update = before_update
@@ -80,12 +86,22 @@ class RankAgent:
         return self._weights.unmatched(globs)
 
     def prepare_sleep(self, level: int, tags: list[str], keep: Sequence[str] = ()) -> None:
+        self._settle_writes()
         kept = self._weights.chosen(keep) if keep else {}
         self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags], kept)
 
     def commit_sleep(self) -> dict[str, Any]:
-        changes = self.manager.commit_sleep()
-        self._woken -= {Tag(change.tag) for change in changes}
+        tags = self.manager.prepared_tags
+        try:
+            self._before_sleep(tags)
+        except BaseException:
+            self.manager.abort_sleep()
+            raise
+        try:
+            changes = self.manager.commit_sleep()
+        finally:
+            for tag in tags:
+                (self._woken.add if self.manager.state(tag) is TagState.RESIDENT else self._woken.discard)(tag)
         return {"changes": changes, "seconds": self.manager.seconds()}
 
     def prepare_wake(self, tags: list[str]) -> None:

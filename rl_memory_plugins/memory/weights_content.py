@@ -98,6 +98,11 @@ class WeightsContent:
         except DeviceMemoryError:
             return False
 
+    @property
+    def prepared_tags(self) -> list[Tag]:
+        """The tags that the prepared sleep will release."""
+        return [] if self._prepared_sleep is None else list(self._prepared_sleep.states)
+
     def require_writable(self) -> None:
         """Check that an update may write: the weights are resident, and no prepared transition relies on their content.
 

@@ -82,8 +82,11 @@ class EngineUpdates:
         self.settle()
 
     @contextmanager
-    def record(self) -> Iterator[None]:
+    def record(self, identity: Callable[[], str] | None = None) -> Iterator[None]:
         """Look for writes into parameters by the body, for the `settle` or `fail` that follows.
+
+        Args:
+            identity: Gives the identity of the weights. For a body that may write where no operator of torch runs.
 
         Raises:
             StateConflictError: the weights are asleep.
@@ -92,8 +95,13 @@ class EngineUpdates:
         if not self._storages:
             self._find_storages()
         self._detector = WriteDetector(self._storages.__contains__)
-        with self._detector.detecting():
-            yield
+        before = "" if identity is None else identity()
+        try:
+            with self._detector.detecting():
+                yield
+        finally:
+            if identity is not None and identity() != before:
+                self._detector.found = True
 
     @property
     def wrote(self) -> bool:

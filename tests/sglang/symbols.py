@@ -11,6 +11,7 @@ ENGINE = "sglang.srt.entrypoints.engine"
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+REMOTE = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
 MESSAGES = "sglang.srt.managers.io_struct"
 REQUEST = ("self", "recv_req")
 CALL = ("self", "obj", "request")
@@ -54,6 +55,7 @@ SYMBOLS: Symbols = {
     f"{SCHEDULER}.pause_generation": REQUEST,
     f"{SCHEDULER}.process_batch_result": ("self", "batch", "result"),
     f"{SCHEDULER}.process_input_requests": ("self", "recv_reqs"),
+    f"{SCHEDULER}.init_weights_send_group_for_remote_instance": REQUEST,
     f"{SCHEDULER}.send_weights_to_remote_instance": REQUEST,
     f"{UPDATER}.check_weights": REQUEST,
     f"{UPDATER}.get_weights_by_name": REQUEST,
@@ -70,6 +72,8 @@ SYMBOLS: Symbols = {
     "sglang.srt.distributed.device_communicators.custom_all_reduce:CustomAllreduce.__init__": ("self",),
     "sglang.srt.distributed.device_communicators.custom_all_reduce_v2:CustomAllReduceV2.__init__": ("self",),
     "sglang.srt.distributed.parallel_state:get_tp_group": (),
+    f"{REMOTE}:register_memory_region_v1": ("model", "transfer_engine"),
+    f"{REMOTE}:register_memory_region_v2": ("model", "transfer_engine"),
     "sglang.srt.model_loader.loader:_initialize_model": ("model_config", "load_config"),
     "sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create": ("enable",),
     # messages
@@ -91,6 +95,8 @@ BALANCE: tuple[Symbols, ...] = (
 )
 #: Not in every version, or inherited from a class that the check of sources does not find.
 OPTIONAL = (
+    "sglang.srt.arg_groups.model_path_hook:validate_transfer_engine",
+    "sglang.srt.server_args:ServerArgs.validate_transfer_engine",
     *(f"{ENGINE}:Engine.{name}" for name in ("rerank", "score", "async_score")),
     f"{TOKENIZER}._weight_update_session_call",
     f"{SCHEDULER}.attach_hicache_storage_wrapped",

@@ -36,11 +36,13 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
         how: "memmove", "thread" (ended before the call returns) or "deferred" (written after the call has returned).
         count: How many parameters to write; all of them if negative.
         fail: Raise after that.
+        breaks: Raise where the deferred writes are waited for.
     """
 
     how: str = "memmove"
     count: int = -1
     fail: bool = False
+    breaks: bool = False
 
 
 class PastTheLoader(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -82,6 +84,7 @@ class PastTheLoader(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore
         else:
             for pair in pairs:
                 _write(*pair)
+        self._breaks = update_info.breaks
         if update_info.fail:
             raise ConnectionError("the trainer is gone")
 
@@ -90,6 +93,9 @@ class PastTheLoader(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore
 
     def drain_pending(self) -> None:
         self._jobs.join()
+        if getattr(self, "_breaks", False):
+            self._breaks = False
+            raise ConnectionError("a deferred write has failed")
 
     def shutdown(self) -> None:
         pass

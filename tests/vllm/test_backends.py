@@ -149,6 +149,40 @@ def test_no_write_of_a_former_update_comes_into_the_next(
     llm(writes_after_the_failure, model_folder, first_tokens, act)
 
 
+def sleep_within(llm: Any, level: int, other: list[int]) -> None:
+    llm.start_weight_update()
+    update(llm, how="deferred")
+    llm.sleep(level)
+    llm.wake_up()
+    assert refused(lambda: generate(llm)) == ("updating" if level == 1 else "stale")
+    llm.finish_weight_update()
+    if level == 1:
+        assert content(llm) == "valid"
+        assert generate(llm) == other
+    else:
+        assert refused(lambda: generate(llm)) == "stale"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_waits_for_deferred_writes(llm: Child, level: int, other_tokens: list[int]) -> None:
+    """Stock: they go into memory that the sleep has released."""
+    llm(sleep_within, level, other_tokens)
+
+
+def fail_later(llm: Any) -> None:
+    llm.start_weight_update()
+    update(llm, how="deferred", breaks=True)
+    llm.sleep(1)
+    llm.wake_up()
+    assert refused(lambda: generate(llm)) == "failed"
+    with pytest.raises(Exception, match="without a matching start_weight_update"):
+        llm.finish_weight_update()
+
+
+def test_deferred_writes_that_fail_end_the_update(llm: Child) -> None:
+    llm(fail_later)
+
+
 def bake_asleep(llm: Any, level: int) -> None:
     llm.sleep(level)
     with pytest.raises(Exception, match="the weights are asleep"):

@@ -12,7 +12,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from rl_memory_plugins.engines.sglang import client, native_calls, scheduler, server, tp_memory_balance, worker
+from rl_memory_plugins.engines.sglang import (
+    client,
+    native_calls,
+    remote_instance,
+    scheduler,
+    server,
+    tp_memory_balance,
+    worker,
+)
 from rl_memory_plugins.engines.sglang.hooks import ENGINE, hooks
 from rl_memory_plugins.engines.sglang.modes import RAY, refuse_modes
 from rl_memory_plugins.engines.sglang.options import CHILD_VARIABLE, config_of, disabled, launching, stay_out
@@ -22,7 +30,7 @@ from rl_memory_plugins.hooking import Hooks
 
 def install() -> None:
     """Put in the hooks of all roles. Each acts only on engines whose configuration enables it."""
-    roles = (worker, scheduler, native_calls, client, server, tp_memory_balance)
+    roles = (worker, scheduler, native_calls, remote_instance, client, server, tp_memory_balance)
     hooks.install(_hook_launch, *(role.install for role in roles))
 
 

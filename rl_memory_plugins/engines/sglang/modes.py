@@ -43,6 +43,14 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported(*RAY)
     if getattr(server_args, "weight_cache_mode", "off") != "off":
         raise unsupported("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
+    if (
+        server_args.load_format == "remote_instance"
+        and getattr(server_args, "remote_instance_weight_loader_backend", "") == "modelexpress"
+    ):
+        raise unsupported(
+            "--remote-instance-weight-loader-backend modelexpress",
+            "it registers the memory of the weights by itself, and a sleep could not end the registration",
+        )
     if server_args.pp_size > 1:
         raise unsupported(
             "--pp-size > 1",
@@ -56,6 +64,11 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
     if getattr(server_args, "enable_pdmux", False):
         raise unsupported("--enable-pdmux", "its event loop ignores a pause")
+    if getattr(server_args, "offload_group_size", -1) > 0:
+        raise unsupported(
+            "--offload-group-size",
+            "SGLang copies the first of these layers to the GPU ahead of each step, and no update reaches a copy",
+        )
     if server_args.hicache_storage_backend is not None:
         raise unsupported("--hicache-storage-backend", STORED)
     for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):

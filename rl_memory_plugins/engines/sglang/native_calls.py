@@ -40,7 +40,6 @@ READS = ("check_weights", "get_weights_by_name")
 POST_PROCESS = "post_process_weights"  # added by slime's patch: packs quantised weights again after an update
 #: Handlers that SGLang calls by name; their exceptions become answers. While the weights sleep they would save zeros.
 SAVES = ("save_sharded_model", "save_remote_model")
-SENDS = "send_weights_to_remote_instance"
 ATTACHES = "attach_hicache_storage_wrapped"
 OUTPUTS = {
     "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
@@ -65,7 +64,6 @@ def install(hooks: Hooks) -> None:
         hooks.wrap(f"{UPDATER}.{POST_PROCESS}", _post_processing())
     for name in SAVES:
         hooks.wrap(f"{UPDATER}.{name}", _saving)
-    hooks.wrap(f"{SCHEDULER}.{SENDS}", _sending)
     if hasattr(hooks.require(SCHEDULER), ATTACHES):
         hooks.wrap(f"{SCHEDULER}.{ATTACHES}", _attaching)
     for name in READS:
@@ -151,7 +149,7 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
             forget_embeddings()  # SGLang computes nothing before the handler returns
             agent = added.worker.agent
             loading = agent.loading(f"{name} from {recv_req.model_path}") if from_disk else nullcontext()
-            with loading, added.updates.record():
+            with loading, added.updates.record(agent.identity if _loads_by_user(updater, recv_req) else None):
                 return original()
 
         with _implicit_session(updater, name, recv_req, added) as session:
@@ -173,6 +171,12 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
         return output
 
     return _guarded(name, update)
+
+
+def _loads_by_user(updater: Any, recv_req: Any) -> bool:
+    """Whether a function of the user loads the weights, who may write them by a kernel or a library of his own."""
+    load_format = getattr(recv_req, "load_format", None)
+    return bool(load_format) and load_format in (updater.scheduler.server_args.custom_weight_loader or ())
 
 
 def _is_for_draft(added: Any, updater: Any, recv_req: Any) -> bool:
@@ -299,16 +303,6 @@ def _saving(added: Any, original: Callable[..., Any], updater: Any, params: Any)
     if refusal is not None:
         raise refusal
     return original(updater, params)
-
-
-@on_enabled()
-def _sending(added: Any, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    refusal = _refusal(added)
-    if refusal is None:
-        return original(scheduler, recv_req)
-    from sglang.srt.managers import io_struct
-
-    return io_struct.SendWeightsToRemoteInstanceReqOutput(success=False, message=refusal.message)
 
 
 @on_enabled()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rl_memory_plugins.engines.sglang.client import SglangApi, api_of
+from rl_memory_plugins.engines.sglang.remote_instance import guard_info
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.server.late import attach_late
 
@@ -74,6 +75,7 @@ def _attach(app: Any) -> None:
         native_update=_native_update(app),
         is_held=api.is_held,
     )
+    guard_info(app, api.status_now)
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
     app.router.lifespan_context = _asking_first(api, app.router.lifespan_context)

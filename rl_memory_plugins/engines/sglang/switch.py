@@ -18,6 +18,7 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.sglang.hooks import ARGUMENTS, ENGINE, hooks
 from rl_memory_plugins.engines.sglang.modes import refuse_modes, refuse_servers
 from rl_memory_plugins.engines.sglang.options import ATTRIBUTE, EXPLICIT, launching, stay_out
+from rl_memory_plugins.engines.sglang.transfer_engine import accept_transfer_engine, resolving
 from rl_memory_plugins.errors import RLMemoryError, UnsupportedError
 
 HELP = "Sleep, wake and weight updates by rl_memory_plugins. Options as JSON or key=value,…"
@@ -32,6 +33,7 @@ def register() -> None:
         hooks.wrap(f"{ARGUMENTS}.from_cli_args", _from_cli_args)
         _accept_keyword()
         if launching():
+            accept_transfer_engine(hooks)
             _install()
     except RLMemoryError as error:
         raise SystemExit(f"rl_memory: {error.message}") from error
@@ -63,7 +65,9 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
         config = _requested(value)
         if config is not None:
             args.enable_memory_saver = True
-        return _enable(original(cls, args), config, explicit=value is not None, saver=saver)
+        with resolving(config, hooks):
+            server_args = original(cls, args)
+        return _enable(server_args, config, explicit=value is not None, saver=saver)
 
     return from_cli_args
 
@@ -82,7 +86,9 @@ def _accept_keyword() -> None:
         config, saver = _requested(rl_memory), kwargs.get("enable_memory_saver", False)
         if config is not None:
             kwargs["enable_memory_saver"] = True
-        return _enable(original(*args, **kwargs), config, explicit=rl_memory is not None, saver=saver)
+        with resolving(config, hooks):
+            server_args = original(*args, **kwargs)
+        return _enable(server_args, config, explicit=rl_memory is not None, saver=saver)
 
     engine.server_args_class = staticmethod(server_args_class)
 

@@ -13,6 +13,7 @@ from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang.options import launching
+from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
@@ -50,6 +51,7 @@ class Memory:
     def __init__(self, config: RLMemoryConfig, place: Callable[[], tuple[str, int]], server_args: Any) -> None:
         self.config = config
         self.resident_graphs = ""
+        self.registered = RegisteredMemory()
         self._place = place
         self._server_args = server_args
 
@@ -97,6 +99,11 @@ def prepare(memory: Memory) -> None:
 def config() -> RLMemoryConfig | None:
     """The options of this process's engine; `None` if it is not enabled."""
     return None if _memory is None else _memory.config
+
+
+def registered() -> RegisteredMemory | None:
+    """The registered memory of this process; `None` if its engine is not enabled."""
+    return None if _memory is None else _memory.registered
 
 
 def _create(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,6 +201,8 @@ class SglangWorker:
             reload=self._refuse_transformed,
             model_config=lambda: getattr(model, "config", None),
             resident_graphs=memory.resident_graphs,
+            before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
+            after_wake=lambda tags: memory.registered.resume() if Tag.WEIGHTS in tags else None,
         )
 
     def region(self) -> AbstractContextManager[None]:

@@ -96,14 +96,26 @@ class UpdateSession:
             self._worker.weight_transfer_engine.reset_weight_update_target()
         self._break_off()
 
+    def settle_writes(self) -> None:
+        """Wait for the writes of an open update that the backend has deferred. If they fail, the update is over."""
+        if not self._loads().is_open:
+            return
+        engine = self._worker.weight_transfer_engine
+        if not getattr(engine, "defers_processing", False):
+            return
+        try:
+            engine.drain_pending()
+        except Exception:
+            logger.exception("the writes that the weight transfer had deferred have failed")
+            if not self._is_of_draft:
+                self._loads().assume_written()
+            self._worker._weight_update_active = False
+            engine.reset_weight_update_target()
+            self._loads().break_off()
+
     def _break_off(self) -> None:
         """End the content's update, once nothing writes any more."""
-        engine = self._worker.weight_transfer_engine
-        if self._loads().is_open and getattr(engine, "defers_processing", False):
-            try:
-                engine.drain_pending()
-            except Exception:
-                logger.exception("the writes that the weight transfer had deferred have failed")
+        self.settle_writes()
         self._loads().break_off()
 
     @property

@@ -205,6 +205,7 @@ class VllmWorker:
                 reload=self._reload,
                 model_config=lambda: self._worker.model_config.hf_config,
                 draft=self._draft,
+                settle_writes=self._session.settle_writes,
                 after_wake=self._after_wake,
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
