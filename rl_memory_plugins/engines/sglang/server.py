@@ -57,6 +57,7 @@ def _attach(app: Any) -> None:
     """Put the control routes in front of SGLang's own, and the gate around the app."""
     from sglang.srt.utils.auth import AuthLevel
 
+    from rl_memory_plugins.engines.sglang.health import health_routes
     from rl_memory_plugins.server.attach import attach
 
     api = _api_of(app)
@@ -74,6 +75,7 @@ def _attach(app: Any) -> None:
         native_update=_native_update(app),
         is_held=api.is_held,
     )
+    app.router.routes[:0] = health_routes(app, api)
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
     app.router.lifespan_context = _asking_first(api, app.router.lifespan_context)
