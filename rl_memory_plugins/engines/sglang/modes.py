@@ -43,6 +43,11 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported(*RAY)
     if getattr(server_args, "weight_cache_mode", "off") != "off":
         raise unsupported("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
+    if getattr(server_args, "offload_group_size", -1) > 0:
+        why = "layers are moved to memory that no sleep releases, and in some modes to copies that no update reaches"
+        raise unsupported("--offload-group-size", why)
+    if getattr(server_args, "kt_weight_path", None):
+        raise unsupported("--kt-weight-path", "experts are computed on the CPU from copies that no update reaches")
     if server_args.pp_size > 1:
         raise unsupported(
             "--pp-size > 1",
