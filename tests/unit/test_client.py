@@ -27,7 +27,7 @@ class OneAnswer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked_to_close.append(self.headers.get("Connection") == "close")
-        if self.path.endswith("/memory"):
+        if self.headers.get("Slow"):
             self.released.wait(60)
         if self.answered or self.headers.get("Silent"):
             self.close_connection = True
@@ -86,6 +86,7 @@ def test_a_server_that_was_reached_and_says_nothing_is_not_called_unreachable(ur
 def test_a_server_that_answers_too_late(url: str, limits: tuple[dict[str, float | None], dict[str, float]]) -> None:
     of_client, of_call = limits
     with EngineClient(url, **of_client) as client:  # type: ignore[arg-type]
+        client._http.headers["Slow"] = "1"
         try:
             with pytest.raises(NoAnswerError, match=r"within 0\.2 s") as caught:
                 client.memory(**of_call)

@@ -124,7 +124,6 @@ def test_modes_that_break_a_promise_are_refused(
         (True, {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, {}),
         (True, {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2}, {}),
         (True, {"data_parallel_size_local": 1, "data_parallel_start_rank": 0}, {}),
-        (True, {"data_parallel_rank": 1, "data_parallel_backend": "ray"}, {}),
         (True, {"nnodes": 2, "node_rank": 1, "data_parallel_external_lb": True}, {}),
         (True, {"data_parallel_size": 1}, {"VLLM_DP_SIZE": "2", "VLLM_DP_RANK": "1"}),
         (True, {}, None),  # one server for all engines
