@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from rl_memory_plugins.errors import EngineFaultError
-from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
+from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock, unlock
 from rl_memory_plugins.records import EngineStatus
 
 _HEADER = struct.Struct("=QQI")  # sequence number, payload length, checksum of both and the payload
@@ -70,8 +70,8 @@ class BoardReader:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with Path(path).open("rb") as file:
-            self._memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
+        self._file = Path(path).open("rb")  # noqa: SIM115 (open as long as the reader lives)
+        self._memory = mmap.mmap(self._file.fileno(), _SIZE, prot=mmap.PROT_READ)
         self._seen = -1
         self._status = EngineStatus(ranks=[])
 
@@ -95,6 +95,14 @@ class BoardReader:
             if time.monotonic() > deadline:
                 raise EngineFaultError("the engine has not completed a write of its status board", path=self.path)
             time.sleep(0)
+
+    def writer_lives(self) -> bool:
+        """Whether the process that writes the board lives, however busy it is."""
+        handle = self._file.fileno()
+        if not try_lock(handle, shared=True):
+            return True
+        unlock(handle)
+        return False
 
 
 def _checksum(sequence: int, payload: bytes) -> int:
@@ -128,6 +136,10 @@ class Boards:
         """Declare the answers outdated."""
         if self._answered_at is not None:
             self._answered_at = -math.inf
+
+    def writers_live(self) -> bool:
+        """Whether the processes that write the boards on this host live."""
+        return all(engine.writer_lives() for engine in self._engines if isinstance(engine, BoardReader))
 
     def read(self, busy: str = "") -> list[EngineStatus]:
         """

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, from_record
+from rl_memory_plugins.errors import InvalidRequestError, NoAnswerError, RLMemoryError, UnsupportedError, from_record
+
+TRANSITION_S = 900.0
+"""How long a transition may take if the caller names no time. The engine's own `drain_timeout_s` is 600 by default."""
+
+CONNECT_S = 10.0
+
+STATUS_S = 30.0
+"""How long the server may take for its status if the caller names no time. No status waits for a transition."""
 
 ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself has at the root
 
@@ -35,21 +44,27 @@ def http_client(url: str, api_key: str, timeout: httpx.Timeout | float) -> httpx
 class EngineClient:
     """The control routes of one server. Raises each error of the server as its own type.
 
+    Every call takes `timeout_s`: the seconds that the server may take to answer, in place of the client's; `math.inf`
+    for no limit. A transition continues without its client.
+
     Args:
         url: The address of the server, e.g. `http://127.0.0.1:8000`.
         api_key: The admin or API key of the engine, if it has one.
-        timeout_s: The longest silence of the server; `None` for no limit. The server has its own deadlines, and a
-            transition continues without its client.
+        timeout_s: The seconds that the server may take to answer; `None` for no limit. Default: `TRANSITION_S` for
+            transitions and checksums, and `STATUS_S` for the status. An update has no limit here: it takes as long as
+            the trainer sends, and both its ends notice a peer that says nothing.
 
     Raises:
         RLMemoryError: the address is not valid.
         InvalidRequestError: the key has characters that no HTTP header can hold.
     """
 
-    def __init__(self, url: str, api_key: str = "", timeout_s: float | None = None) -> None:
+    def __init__(self, url: str, api_key: str = "", timeout_s: float | Literal["default"] | None = "default") -> None:
         self.url = url.rstrip("/")
+        self._has_default = timeout_s == "default"
+        self._timeout_s = TRANSITION_S if timeout_s == "default" else timeout_s
         try:
-            self._http = http_client(self.url, api_key, httpx.Timeout(timeout_s, connect=10))
+            self._http = http_client(self.url, api_key, httpx.Timeout(None, connect=CONNECT_S))
         except httpx.InvalidURL as error:
             raise RLMemoryError(f"cannot reach {url}: {error}") from None
         except UnicodeEncodeError:
@@ -64,39 +79,49 @@ class EngineClient:
     def close(self) -> None:
         self._http.close()
 
-    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> dict[str, Any]:
+    def sleep(
+        self,
+        level: Any = 1,
+        tags: Any = None,
+        mode: Any = "abort",
+        keep: Any = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
         """Close admission and release memory. `report` of the answer holds the report.
 
         Args:
             keep: Names of weights, or globs, that level 2 preserves.
+            timeout_s: See above.
         """
         body = {"level": level, "tags": tags, "mode": mode}
-        return self.call("POST", "/sleep", body if keep is None else {**body, "keep": keep})
+        return self.call("POST", "/sleep", body if keep is None else {**body, "keep": keep}, timeout_s=timeout_s)
 
-    def wake_up(self, tags: Any = None) -> dict[str, Any]:
+    def wake_up(self, tags: Any = None, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Take memory back. `status` of the answer is `awake` if no tag sleeps any more."""
-        return self.call("POST", "/wake_up", {"tags": tags})
+        return self.call("POST", "/wake_up", {"tags": tags}, timeout_s=timeout_s)
 
-    def is_sleeping(self) -> bool:
+    def is_sleeping(self, *, timeout_s: float | None = None) -> bool:
         with self._expected():
-            return bool(self.call("GET", "/is_sleeping")["is_sleeping"])
+            return bool(self._status("/is_sleeping", timeout_s)["is_sleeping"])
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Every rank's memory by tag, and whether requests are admitted; never waits for a transition."""
-        return self.call("GET", "/memory")
+        return self._status("/memory", timeout_s)
 
-    def devices(self) -> list[str]:
+    def devices(self, *, timeout_s: float | None = None) -> list[str]:
         """The devices of all ranks, as a weight update addresses them."""
         with self._expected():
-            return [rank["device"] for engine in self.memory()["engines"] for rank in engine["ranks"]]
+            engines = self.memory(timeout_s=timeout_s)["engines"]
+            return [rank["device"] for engine in engines for rank in engine["ranks"]]
 
-    def weight_version(self) -> str:
+    def weight_version(self, *, timeout_s: float | None = None) -> str:
         with self._expected():
-            return str(self.call("GET", "/weight_version")["weight_version"])
+            return str(self._status("/weight_version", timeout_s)["weight_version"])
 
-    def checksums(self) -> dict[str, Any]:
+    def checksums(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Checksums of the weights as they are; see `weights.checksums`."""
-        return self.call("GET", "/weights/checksums")
+        return self.call("GET", "/weights/checksums", timeout_s=timeout_s)
 
     def update_weights(self, tensors: Any, *, receivers: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         """Send weights from this process to every rank of the engine, which must be on the same host.
@@ -104,7 +129,7 @@ class EngineClient:
         Args:
             tensors: A module, a mapping of names to tensors, or a `trainer.TensorSource`.
             receivers: The devices to serve; all devices of the engine if not given.
-            **options: As for `trainer.push_weights`.
+            **options: As for `trainer.push_weights`; among them `timeout_s`, the longest silence of either side.
 
         Returns: the report of the sender, with the report of the engine as `engine`.
         """
@@ -114,9 +139,20 @@ class EngineClient:
             self.post_update, tensors, receivers=self.devices() if receivers is None else receivers, **options
         )
 
-    def post_update(self, body: dict[str, Any]) -> dict[str, Any]:
+    def post_update(self, body: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Make the engine connect to a sender that waits for it. Blocks until the update has ended."""
-        return self.call("POST", "/update_weights_from_ipc", body)
+        limit = math.inf if timeout_s is None and self._has_default else timeout_s
+        return self.call("POST", "/update_weights_from_ipc", body, timeout_s=limit)
+
+    def _status(self, route: str, timeout_s: float | None) -> dict[str, Any]:
+        limit = STATUS_S if timeout_s is None and self._has_default else timeout_s
+        return self.call("GET", route, timeout_s=limit)
+
+    def _limit(self, timeout_s: float | None) -> float | None:
+        """The limit of a call for httpx, which has `None` for no limit."""
+        if timeout_s is not None:
+            return None if timeout_s == math.inf else timeout_s
+        return self._timeout_s
 
     @contextmanager
     def _expected(self) -> Iterator[None]:
@@ -126,19 +162,30 @@ class EngineClient:
         except (KeyError, TypeError):
             raise RLMemoryError(f"{self.url} did not answer as control routes do") from None
 
-    def call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """Call a control route. Returns its answer.
 
         Raises:
-            RLMemoryError: the error of the server; or the server cannot be reached, or gave no answer.
+            NoAnswerError: the server took the call and gave no answer, or none in time.
+            RLMemoryError: the error of the server, or the server cannot be reached.
             UnsupportedError: the server has no control routes.
         """
+        limit = self._limit(timeout_s)
         try:
-            response = self._http.request(method, ROUTES + route, json=body)
+            response = self._http.request(
+                method, ROUTES + route, json=body, timeout=httpx.Timeout(limit, connect=CONNECT_S)
+            )
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise RLMemoryError(f"cannot reach {self.url}: {error}") from None
+        except httpx.TimeoutException:
+            raise NoAnswerError(
+                f"no answer from {self.url} within {limit:g} s: the call may be carried out yet; ask for the status",
+                timeout_s=limit,
+            ) from None
         except httpx.HTTPError as error:
-            raise RLMemoryError(
+            raise NoAnswerError(
                 f"no answer from {self.url} ({type(error).__name__}: {error}): the call may have been carried out; "
                 "ask for the status"
             ) from None

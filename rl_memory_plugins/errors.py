@@ -13,6 +13,7 @@
     ├── AuthenticationError           401
     ├── PermissionDeniedError         403
     ├── UnsupportedError              422  the engine or its version cannot do this
+    ├── NoAnswerError                 504  the client got no answer; the server may have carried out the call
     └── EngineFaultError              500  a failure that the contract does not foresee
 
 An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle. Its type and fields
@@ -102,6 +103,12 @@ class PermissionDeniedError(RLMemoryError):
 
 class UnsupportedError(RLMemoryError):
     status = 422
+
+
+class NoAnswerError(RLMemoryError):
+    """Raised by clients, never sent. `details["timeout_s"]` is there if the server was silent for so long."""
+
+    status = 504
 
 
 class EngineFaultError(RLMemoryError):

@@ -63,14 +63,18 @@ def one_at_a_time(name: str, timeout_s: float, keep_waiting: Callable[[], bool] 
         try:
             yield
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing would keep the lock if a fork has the file open too
+            unlock(fd)
     finally:
         os.close(fd)
 
 
-def try_lock(fd: int) -> bool:
+def try_lock(fd: int, *, shared: bool = False) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
+
+
+def unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)  # closing would keep the lock if a fork has the file open too

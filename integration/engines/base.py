@@ -69,6 +69,7 @@ class EngineKind(ABC):
 
     name: str
     generation_route: str
+    health_routes: tuple[str, ...] = ("/health",)
 
     def command(self, launch: Launch, port: int) -> list[str]:
         command = [
@@ -192,6 +193,13 @@ class Server:
 
     def is_alive(self) -> bool:
         return self.is_running() and self.http.get("/health").status_code == 200
+
+    def is_healthy(self) -> bool:
+        """Whether a monitor would let the server live."""
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.HTTPError:
+            return False
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -28,6 +28,7 @@ _DEVICE_ARGUMENTS = {
 class Sglang(EngineKind):
     name = "sglang"
     generation_route = "/generate"
+    health_routes = ("/health", "/health_generate")
 
     def arguments(self, launch: Launch) -> list[str]:
         return [

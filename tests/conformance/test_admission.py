@@ -46,6 +46,7 @@ def failed(server: Server, weights: Weights) -> str:
     return "failed"
 
 
+HEALTH_S = 1.0  # monitors ask often, and some give up after a second
 CLOSED = [paused, asleep_1, asleep_2, weights_awake, stale, failed]
 
 
@@ -72,9 +73,28 @@ def test_status_and_health_answer_in_every_state(
     server: Server, weights: Weights, close: Callable[[Server, Weights], str]
 ) -> None:
     close(server, weights)
-    assert server.http.get("/health").status_code == 200
+    for route in server.kind.health_routes:
+        assert health_s(server, route) < HEALTH_S
     for route in ("/is_sleeping", "/memory", "/weight_version"):
         assert server.http.get("/v1/rl_memory" + route).status_code == 200
+
+
+def health_s(server: Server, route: str) -> float:
+    """The seconds that a health route takes to say that the engine lives: the fewest of five, on a busy machine."""
+    seconds = []
+    for _ in range(5):
+        start = time.monotonic()
+        assert server.http.get(route).status_code == 200
+        seconds.append(time.monotonic() - start)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_health_during_an_update_whose_trainer_says_nothing(server: Server, weights: Weights, mode: str) -> None:
+    for route in server.kind.health_routes:
+        with broken_update(server, weights.other, stall=True, mode=mode) as update:
+            assert health_s(server, route) < HEALTH_S
+            assert update.runs()
 
 
 def test_a_burst_around_a_sleep_neither_hangs_nor_lies(server: Server, first_tokens: list[int]) -> None:

@@ -44,11 +44,11 @@ class BreakingSource:
 class broken_update:
     """An update that breaks off in the middle; with `stall`, a context in which it hangs there."""
 
-    def __init__(self, server: Server, module: Any, stall: bool = False, mode: str = "keep") -> None:
+    def __init__(self, server: Server, module: Any, stall: bool = False, *, after: int = 30, **options: Any) -> None:
         self._server = server
-        self._mode = mode
+        self._options = options
         self._release = threading.Event() if stall else None
-        self._source = BreakingSource(module, after=30, release=self._release)
+        self._source = BreakingSource(module, after=after, release=self._release)
         self.error: RLMemoryError | None = None
         self._thread = threading.Thread(target=self._push)
         self._thread.start()
@@ -62,11 +62,14 @@ class broken_update:
             self._server.control.update_weights(
                 self._source,
                 bucket_bytes=BUCKET_BYTES,
-                mode=self._mode,
+                **self._options,
                 timeout_s=None if self._release else 60,  # the engine's option decides how long it may hang
             )
         except RLMemoryError as error:
             self.error = error
+
+    def runs(self) -> bool:
+        return self._thread.is_alive()
 
     def __enter__(self) -> broken_update:
         assert self._source.reached.wait(60)

@@ -41,6 +41,9 @@ SYMBOLS: Symbols = {
     f"{TOKENIZER}.update_weights_from_distributed": CALL,
     f"{TOKENIZER}.update_weights_from_tensor": CALL,
     f"{TOKENIZER}.update_weights_from_ipc": CALL,
+    f"{TOKENIZER}.init_weights_update_group": CALL,
+    f"{TOKENIZER}.init_weights_send_group_for_remote_instance": CALL,
+    f"{TOKENIZER}.send_weights_to_remote_instance": CALL,
     # the schedulers
     f"{SCHEDULER}.__init__": ("self", "server_args"),
     f"{SCHEDULER}._add_request_to_queue": ("self", "req"),
@@ -99,6 +102,7 @@ OPTIONAL = (
     "sglang.srt.server_args:ServerArgs.validate_transfer_engine",
     *(f"{ENGINE}:Engine.{name}" for name in ("rerank", "score", "async_score")),
     f"{TOKENIZER}._weight_update_session_call",
+    f"{TOKENIZER}.is_ready",
     f"{SCHEDULER}.attach_hicache_storage_wrapped",
     f"{SCHEDULER}.handle_update_weight_version",
     f"{UPDATER}.begin_weight_update",

@@ -8,9 +8,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rl_memory_plugins.board import BoardReader, StatusBoard
+from rl_memory_plugins.board import BoardReader, Boards, StatusBoard
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.records import EngineStatus
 
@@ -33,6 +34,31 @@ def test_readers_see_the_latest_status(board):
         board.publish(status(version))
         assert reader.read().weight_version == version
         assert BoardReader(board.path).read() == status(version)
+
+
+def test_readers_see_whether_the_writer_lives(tmp_path, monkeypatch):
+    """The board itself may say for ever that an update runs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    receiving, sending = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        board = StatusBoard()
+        board.publish(EngineStatus(ranks=[], busy="update_weights"))
+        os.write(sending, board.path.encode())
+        signal.pause()
+    path = os.read(receiving, 1000).decode()
+    boards = Boards([{"board": path}, {"board": "/on/another/host", "status": msgspec.to_builtins(status("1"))}])
+    try:
+        for _ in range(2):  # a look changes nothing
+            assert boards.writers_live()
+        Path(path).unlink()  # as by a cleaner of temporary files
+        assert boards.writers_live()
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    for _ in range(2):
+        assert not boards.writers_live()
+    assert boards.read()[0].busy == "update_weights"
 
 
 def test_an_unchanged_board_is_not_decoded_again(board):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 
-from rl_memory_plugins.client import EngineClient
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.client import STATUS_S, TRANSITION_S, EngineClient
+from rl_memory_plugins.errors import InvalidRequestError, NoAnswerError, RLMemoryError
 
 
 class OneAnswer(BaseHTTPRequestHandler):
@@ -20,10 +22,13 @@ class OneAnswer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     body = b'{"is_sleeping": false}'
     answered = False
+    released: ClassVar[threading.Event] = threading.Event()
     asked_to_close: ClassVar[list[bool]] = []
 
     def do_GET(self) -> None:
         self.asked_to_close.append(self.headers.get("Connection") == "close")
+        if self.headers.get("Slow"):
+            self.released.wait(60)
         if self.answered or self.headers.get("Silent"):
             self.close_connection = True
             return
@@ -43,6 +48,7 @@ class OneAnswer(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     OneAnswer.asked_to_close.clear()
+    OneAnswer.released.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), OneAnswer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -69,9 +75,53 @@ def test_an_address_that_is_none_is_an_error_of_ours(address: str) -> None:
 
 
 def test_a_server_that_was_reached_and_says_nothing_is_not_called_unreachable(url: str) -> None:
-    with EngineClient(url) as client, pytest.raises(RLMemoryError, match="no answer from .* may have been carried out"):
+    with EngineClient(url) as client, pytest.raises(NoAnswerError, match="no answer from .* may have been carried out"):
         client._http.headers["Silent"] = "1"
         client.is_sleeping()
+
+
+@pytest.mark.parametrize(
+    "limits", [({"timeout_s": 0.2}, {}), ({}, {"timeout_s": 0.2}), ({"timeout_s": None}, {"timeout_s": 0.2})]
+)
+def test_a_server_that_answers_too_late(url: str, limits: tuple[dict[str, float | None], dict[str, float]]) -> None:
+    of_client, of_call = limits
+    with EngineClient(url, **of_client) as client:  # type: ignore[arg-type]
+        client._http.headers["Slow"] = "1"
+        try:
+            with pytest.raises(NoAnswerError, match=r"within 0\.2 s") as caught:
+                client.memory(**of_call)
+        finally:
+            OneAnswer.released.set()
+    assert (caught.value.status, caught.value.details) == (504, {"timeout_s": 0.2})
+
+
+def limits_of(client: EngineClient, monkeypatch: pytest.MonkeyPatch, **of_call: float) -> list[float | None]:
+    """The limits with which a client makes its calls."""
+    seen: list[float | None] = []
+
+    def request(method: str, url: str, json: Any, timeout: httpx.Timeout) -> httpx.Response:
+        assert timeout.connect is not None
+        seen.append(timeout.read)
+        return httpx.Response(200, json={"is_sleeping": False, "engines": [], "weight_version": "1"})
+
+    monkeypatch.setattr(client._http, "request", request)
+    for call in (client.sleep, client.wake_up, client.checksums):
+        call(**of_call)  # type: ignore[operator]
+    for ask in (client.is_sleeping, client.memory, client.devices, client.weight_version):
+        ask(**of_call)  # type: ignore[operator]
+    client.post_update({}, **of_call)
+    return seen
+
+
+def test_the_limits_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineClient("http://127.0.0.1:1") as client:
+        assert limits_of(client, monkeypatch) == [TRANSITION_S] * 3 + [STATUS_S] * 4 + [None]
+        assert limits_of(client, monkeypatch, timeout_s=5) == [5] * 8
+        assert limits_of(client, monkeypatch, timeout_s=math.inf) == [None] * 8
+    with EngineClient("http://127.0.0.1:1", timeout_s=7) as client:
+        assert limits_of(client, monkeypatch) == [7] * 8
+    with EngineClient("http://127.0.0.1:1", timeout_s=None) as client:
+        assert limits_of(client, monkeypatch) == [None] * 8
 
 
 def test_an_address_with_a_path_is_shown_where_it_leads(url: str) -> None:

@@ -45,6 +45,7 @@ def test_every_class_is_public_and_has_a_status():
         "AuthenticationError": 401,
         "PermissionDeniedError": 403,
         "UnsupportedError": 422,
+        "NoAnswerError": 504,
         "EngineFaultError": 500,
     }
     assert {cls.__name__: cls.status for cls in CLASSES} == expected

@@ -87,6 +87,7 @@ SYMBOLS: Symbols = {
     "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("self", "level", "mode"),
     "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("self", "tags"),
     "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping": ("self",),
+    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("self",),
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": ("self",),
     "vllm.entrypoints.llm:LLM.sleep": ("self", "level", "mode"),
     "vllm.entrypoints.llm:LLM.wake_up": ("self", "tags"),

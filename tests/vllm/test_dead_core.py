@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from integration.waiting import AT_ONCE_S
+from integration.engines.base import Launch, Server
+from integration.engines.vllm import Vllm
+from integration.waiting import AT_ONCE_S, wait_until
 from rl_memory_plugins.weights.sender import WeightSender
 from tests.vllm.child import Child
 from tests.vllm.conftest import engine_options, environment
@@ -66,3 +71,20 @@ def test_an_update_ends_with_the_core(make: Callable[..., Any], update: Callable
         assert KILLED_AFTER_S <= child(update) < KILLED_AFTER_S + AT_ONCE_S
     finally:
         child.stop()
+
+
+def test_a_server_with_a_dead_core_is_not_called_healthy(model_folder: Path, tmp_path: Path) -> None:
+    """Stock: the same. The core dies in an update, when the status board says that the update runs."""
+    launch = Launch(model_folder, options={"update_timeout_s": 600})
+    with Server(Vllm(), launch, tmp_path / "server.log") as server, ThreadPoolExecutor(1) as pool:
+        with WeightSender(1) as sender:
+            body = {"endpoints": sender.endpoints, "token": sender.token}
+            update = pool.submit(server.http.post, "/v1/rl_memory/update_weights_from_ipc", json=body)
+            server.wait_admitting(False)
+            assert server.is_healthy()
+            cores = [process for process in server.processes() if "EngineCore" in " ".join(process.cmdline())]
+            cores[0].kill()
+            wait_until(lambda: not server.is_healthy(), "the dead engine is not called healthy", AT_ONCE_S)
+            assert not server.is_healthy()
+            with contextlib.suppress(httpx.HTTPError):
+                assert update.result(AT_ONCE_S).status_code >= 500

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from httpx import Response
 
 from integration.engines.base import BackgroundRequest, Launch, Server
-from integration.waiting import wait_until
+from integration.waiting import AT_ONCE_S, wait_until
 from rl_memory_plugins.errors import DeviceMemoryError, DrainTimeoutError
 from tests.conformance.trainers import push
 from tests.weight_kinds import PROMPT, TOKENS, checkpoint, install_plugin, renew, started, write_moe
@@ -17,14 +18,16 @@ from tests.weight_kinds import PROMPT, TOKENS, checkpoint, install_plugin, renew
 SEED, OTHER_SEED = 3, 7
 LONG = 300
 DRAIN_S = 3
+ROUNDS = 50  # twice
 
 #: A vLLM plugin: the two collectives of the experts that vLLM's CPU platform lacks, and requests that are held on their
-#: way to the engines while a file is there.
+#: way to the engines while a file is there, and an engine that comes late to each message while another file is there.
 PLUGIN = """
     def register():
-        import asyncio, os
+        import asyncio, os, random, time
         import torch
         from torch import distributed
+        from vllm.v1.engine.core import DPEngineCoreProc
         from vllm.v1.engine.core_client import DPAsyncMPClient
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -53,6 +56,14 @@ PLUGIN = """
                 await asyncio.sleep(0.05)
             await add_request_async(self, request)
 
+        handle = DPEngineCoreProc._handle_client_request
+
+        def late(self, *request):
+            if self.dp_rank == 1 and os.path.exists(os.environ["DELAY"]):
+                time.sleep(random.choice([0, 0, 0.02, 0.1]))
+            handle(self, *request)
+
+        DPEngineCoreProc._handle_client_request = late
         DPAsyncMPClient.add_request_async = held
         CpuCommunicator.all_gatherv = all_gatherv
         CpuCommunicator.reduce_scatterv = reduce_scatterv
@@ -65,6 +76,7 @@ class Experts:
     def __init__(self, server: Server, first: Path, other: Path, faults: Path, hold: Path) -> None:
         self.server, self.first, self.other, self._faults = server, first, other, faults
         self.hold = hold  # a file
+        self.delay = hold.with_name("delay")  # another
         self.control = server.control
         self.tokens = self.generate()
 
@@ -97,7 +109,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
     options = {"poison": True, "fault_dir": str(faults), "drain_timeout_s": DRAIN_S}
     launch = Launch(first, dp=2, options=options, forked=True)
     hold = folder / "hold"
-    with started("vllm", launch, folder / "server.log", sites=[site], HOLD=str(hold)) as server:
+    with started(
+        "vllm", launch, folder / "server.log", sites=[site], HOLD=str(hold), DELAY=str(folder / "delay")
+    ) as server:
         yield Experts(server, first, other, faults, hold)
 
 
@@ -182,6 +196,57 @@ def test_resuming_what_runs_does_nothing(experts: Experts) -> None:
             assert [response.result().status_code for response in responses] == [200, 200]
             assert len(experts.generate()) == TOKENS
         experts.assert_answered(request, LONG, aborted=False)
+
+
+def answers(experts: Experts, calls: list[Callable[[], Response]]) -> list[Response]:
+    """What the calls answer that are made at once."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [answering.result() for answering in [pool.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "one engine late"])
+def test_rounds_that_end_with_two_resumes_and_requests_at_once(experts: Experts, late: bool) -> None:
+    """Stock: two resumes beside requests hang after some rounds, and one engine answers no more."""
+
+    def resume() -> Response:
+        return experts.server.http.post("/resume", timeout=AT_ONCE_S)
+
+    def ask() -> Response:
+        return experts.server.http.post(kind.generation_route, json=kind.request(PROMPT, TOKENS), timeout=AT_ONCE_S)
+
+    kind = experts.server.kind
+    if late:
+        experts.delay.touch()
+    try:
+        for number in range(ROUNDS):
+            experts.control.sleep(1 + number % 2, ["kv_cache"], mode=("abort", "keep")[number % 2])
+            experts.control.wake_up()
+            responses = answers(experts, [resume, ask, ask, resume, ask])
+            assert [response.status_code for response in responses] == [200] * 5
+            tokens = [kind.tokens(responses[index].json()) for index in (1, 2, 4)]
+            assert tokens == [experts.tokens] * 3
+    finally:
+        experts.delay.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_resume_beside_a_pause(experts: Experts, mode: str) -> None:
+    """Stock: 500 while the engines agree on the pause, or one of them resumes alone and waits for the other."""
+
+    def call(path: str) -> Response:
+        return experts.server.http.post(path, timeout=AT_ONCE_S)
+
+    experts.delay.touch()
+    try:
+        for _ in range(10):
+            calls = [experts.generate, lambda: call(f"/pause?mode={mode}"), lambda: call("/resume")]
+            with ThreadPoolExecutor(3) as pool:
+                request, pause, resume = [pool.submit(each) for each in calls]
+                assert [pause.result().status_code, resume.result().status_code] == [200, 200]
+                assert call("/resume").status_code == 200
+                assert len(request.result()) <= TOKENS
+    finally:
+        experts.delay.unlink()
 
 
 def test_a_wait_that_takes_too_long_gives_up_and_reopens(experts: Experts) -> None:

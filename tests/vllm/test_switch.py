@@ -129,6 +129,9 @@ def test_another_backend_of_vllms_sleep_is_refused() -> None:
         (True, {"data_parallel_rank": 1}, {}),
         (True, {"data_parallel_rank": 0, "data_parallel_external_lb": True}, {}),
         (True, {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, {}),
+        (True, {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2}, {}),
+        (True, {"data_parallel_size_local": 1, "data_parallel_start_rank": 0}, {}),
+        (True, {"nnodes": 2, "node_rank": 1, "data_parallel_external_lb": True}, {}),
         (True, {"data_parallel_size": 1}, {"VLLM_DP_SIZE": "2", "VLLM_DP_RANK": "1"}),
         (True, {}, None),  # one server for all engines
         (True, {"data_parallel_size": 4, "data_parallel_size_local": 2}, None),  # the same, on two hosts

@@ -11,6 +11,7 @@
 | native_calls.py | each scheduler process | SGLang's own release, resume and weight updates                     |
 | client.py    | the tokenizer's process | calls to the schedulers, `Engine`'s methods, SGLang's own calls     |
 | server.py    | the HTTP server         | routes, authentication, the 503 gate                                |
+| health.py    | the HTTP server         | the health routes                                                   |
 | messages.py  | every process           | the one request type and its reply                                  |
 | tp_memory_balance.py | each scheduler process | the check that tensor-parallel ranks see the same free memory       |
 

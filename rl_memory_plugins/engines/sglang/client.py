@@ -17,7 +17,7 @@ from rl_memory_plugins.engines.enabled import engine_method, on_enabled, state_o
 from rl_memory_plugins.engines.sglang.native_calls import FROM_DISK, WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
-from rl_memory_plugins.errors import EngineAsleepError, StateConflictError
+from rl_memory_plugins.errors import EngineAsleepError, EngineFaultError, StateConflictError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import INITIAL_VERSION, Reply, Report
@@ -26,6 +26,13 @@ from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 ENGINE = "sglang.srt.entrypoints.engine:Engine"
 SESSION = "_weight_update_session_call"  # begins or ends a session; new in 0.5.21
+#: Other calls for which the schedulers wait for peers, and answer nothing meanwhile.
+JOINS = (
+    "init_weights_update_group",
+    "init_weights_send_group_for_remote_instance",
+    "send_weights_to_remote_instance",
+)
+LOOK_S = 1.0  # between two looks for a dead scheduler, while a call waits for its answer
 
 
 def install(hooks: Hooks) -> None:
@@ -37,6 +44,10 @@ def install(hooks: Hooks) -> None:
         hooks.wrap(f"{TOKENIZER}.{name}", _from_disk if name == FROM_DISK else _beside_kept_requests)
     if hasattr(hooks.require(TOKENIZER), SESSION):
         hooks.wrap(f"{TOKENIZER}.{SESSION}", _beside_kept_requests)
+    for name in JOINS:
+        hooks.wrap(f"{TOKENIZER}.{name}", _joining)
+    if hasattr(hooks.require(TOKENIZER), "is_ready"):
+        hooks.wrap(f"{TOKENIZER}.is_ready", _native_is_ready)
     engine = hooks.require(ENGINE)
     added_later = (name for name in ("rerank", "score", "async_score") if hasattr(engine, name))
     for name in ("generate", "encode", "async_generate", "async_encode", *added_later):
@@ -52,9 +63,10 @@ class SglangApi(AsyncioApi):
 
     def __init__(self, tokenizer: Any, config: RLMemoryConfig) -> None:
         super().__init__(config.drain_timeout_s)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.server_args = tokenizer.server_args
         self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock
+        self._native_calls = 0  # of SGLang's own calls that keep the schedulers from answering
         self._calls: dict[str, dict[int, asyncio.Future[Reply[Any]]]] = {}  # by request: the reply of each engine
 
     # -- transport --------------------------------------------------------------------------------------------
@@ -62,16 +74,21 @@ class SglangApi(AsyncioApi):
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         from rl_memory_plugins.engines.sglang.messages import RLMemoryReqInput
 
-        self._tokenizer.auto_create_handle_loop()
-        to_schedulers = self._tokenizer.release_memory_occupation_communicator
+        self.tokenizer.auto_create_handle_loop()
+        to_schedulers = self.tokenizer.release_memory_occupation_communicator
         engines = 1 if has_attention_dp(self.server_args) else to_schedulers._fan_out
         rid = uuid.uuid4().hex
         loop = asyncio.get_running_loop()
         replies = self._calls[rid] = {rank: loop.create_future() for rank in range(engines)}
+        answering = asyncio.gather(*replies.values())
         try:
             to_schedulers._send(RLMemoryReqInput(rid=rid, payload=commands.encode_command(command)))
-            return await asyncio.gather(*replies.values())
+            while not (await asyncio.wait([answering], timeout=LOOK_S))[0]:
+                if not self.lives():  # with data parallelism SGLang goes on without it
+                    raise EngineFaultError("a scheduler of SGLang has died: restart the server")
+            return answering.result()
         finally:
+            answering.cancel()
             del self._calls[rid]
 
     def on_reply(self, output: Any) -> None:
@@ -85,12 +102,29 @@ class SglangApi(AsyncioApi):
     def transition(self, command: Transition) -> Operation:
         report: Report = yield from super().transition(command)
         if isinstance(command, commands.UpdateWeights):
-            self._tokenizer._update_weight_version_if_provided((yield from self.weight_version()))
+            self.tokenizer._update_weight_version_if_provided((yield from self.weight_version()))
         return report
+
+    @contextmanager
+    def native_call(self) -> Iterator[None]:
+        """The body makes a call of SGLang's own, during which the schedulers may answer nothing."""
+        self._native_calls += 1
+        try:
+            yield
+        finally:
+            self._native_calls -= 1
+
+    def is_busy(self) -> bool:
+        """Whether the schedulers may answer nothing now, although they live."""
+        return self._native_calls > 0 or any(engine.busy for engine in self.status_now())
+
+    def lives(self) -> bool:
+        """Whether the schedulers on this host that publish the status live."""
+        return self._boards is None or self._boards.writers_live()
 
     def is_held(self) -> bool:
         """Whether SGLang's own pause holds back the requests that come now."""
-        return bool(self._tokenizer.is_pause)
+        return bool(self.tokenizer.is_pause)
 
     def native_release(self, tags: list[str] | None) -> Operation:
         """SGLang's own release, for an engine whose requests have ended or are paused.
@@ -98,8 +132,8 @@ class SglangApi(AsyncioApi):
         Raises:
             StateConflictError: requests are running.
         """
-        running = [rid for rid in self._tokenizer.rid_to_state if not _is_health_check(rid)]
-        if running and not self._tokenizer.is_pause:
+        running = [rid for rid in self.tokenizer.rid_to_state if not _is_health_check(rid)]
+        if running and not self.tokenizer.is_pause:
             raise StateConflictError(
                 f"{len(running)} requests are running: let them end, abort them, or call pause_generation() first",
                 running=len(running),
@@ -214,10 +248,23 @@ async def _beside_kept_requests(
     Updates still wait for each other: SGLang mixes up the answers of two concurrent updates from disk and ends the
     server.
     """
-    if first_refusal(api.status_now()) is None:
+    with api.native_call():
+        if first_refusal(api.status_now()) is None:
+            return await original(tokenizer, *args, **kwargs)
+        async with api.native_updates:
+            return await original(_Paused(tokenizer), *args, **kwargs)
+
+
+@on_enabled()
+async def _joining(api: SglangApi, original: Callable[..., Any], tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+    with api.native_call():
         return await original(tokenizer, *args, **kwargs)
-    async with api.native_updates:
-        return await original(_Paused(tokenizer), *args, **kwargs)
+
+
+@on_enabled()
+def _native_is_ready(api: SglangApi, original: Callable[..., bool], tokenizer: Any) -> bool:
+    """Whether the server takes new requests: routers ask for it by `/ready`."""
+    return original(tokenizer) and first_refusal(api.status_now()) is None
 
 
 @on_enabled()

@@ -51,6 +51,11 @@ def refuse_modes(server_args: Any) -> None:
             "--remote-instance-weight-loader-backend modelexpress",
             "it registers the memory of the weights by itself, and a sleep could not end the registration",
         )
+    if getattr(server_args, "offload_group_size", -1) > 0:
+        why = "layers are moved to memory that no sleep releases, and in some modes to copies that no update reaches"
+        raise unsupported("--offload-group-size", why)
+    if getattr(server_args, "kt_weight_path", None):
+        raise unsupported("--kt-weight-path", "experts are computed on the CPU from copies that no update reaches")
     if server_args.pp_size > 1:
         raise unsupported(
             "--pp-size > 1",
@@ -64,11 +69,6 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported("--elastic-ep-backend", "ranks that come and go cannot agree on a sleep")
     if getattr(server_args, "enable_pdmux", False):
         raise unsupported("--enable-pdmux", "its event loop ignores a pause")
-    if getattr(server_args, "offload_group_size", -1) > 0:
-        raise unsupported(
-            "--offload-group-size",
-            "SGLang copies the first of these layers to the GPU ahead of each step, and no update reaches a copy",
-        )
     if server_args.hicache_storage_backend is not None:
         raise unsupported("--hicache-storage-backend", STORED)
     for option in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):

@@ -58,6 +58,7 @@ def _attach(app: Any) -> None:
     """Put the control routes in front of SGLang's own, and the gate around the app."""
     from sglang.srt.utils.auth import AuthLevel
 
+    from rl_memory_plugins.engines.sglang.health import health_routes
     from rl_memory_plugins.server.attach import attach
 
     api = _api_of(app)
@@ -76,6 +77,7 @@ def _attach(app: Any) -> None:
         is_held=api.is_held,
     )
     guard_info(app, api.status_now)
+    app.router.routes[:0] = health_routes(app, api)
     for route in routes:
         route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL
     app.router.lifespan_context = _asking_first(api, app.router.lifespan_context)

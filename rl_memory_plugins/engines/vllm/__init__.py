@@ -17,6 +17,7 @@
 | external.py         | the engine core      | the ranks of an external launcher                               |
 | client.py           | the client or server | `LLM`, `AsyncLLM`: calls to the cores, refusal before a request |
 | server.py           | the HTTP server      | routes, authentication, the 503 gate                            |
+| metrics.py          | the client or server | vLLM's metrics of sleep and of operations                       |
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import functools
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rl_memory_plugins import admission, commands, operations
@@ -15,12 +16,13 @@ from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi, EngineApi
 from rl_memory_plugins.engines.enabled import Make, engine_method, on_enabled
+from rl_memory_plugins.engines.vllm import metrics
 from rl_memory_plugins.engines.vllm.core import REFUSED, notice_loads, refuse_resume, with_graphs, without_scheduling
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
-from rl_memory_plugins.records import Reply, Report
+from rl_memory_plugins.records import Reply
 from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
 
 LLM = "vllm.entrypoints.llm:LLM"
@@ -53,6 +55,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{SYNC}.step", _noticing_step)
     hooks.wrap(f"{ASYNC}.generate", _gated_stream)
     hooks.wrap(f"{ASYNC}.encode", _gated_stream)
+    hooks.wrap(f"{ASYNC}.pause_generation", _native_pause)
     hooks.wrap(f"{ASYNC}.resume_generation", _native_resume)
     hooks.wrap(f"{OUTPUTS}.process_outputs", _without_aborted_pooling)
     hooks.wrap(f"{CORES}.shutdown", _ending_calls)
@@ -66,16 +69,21 @@ class VllmApi(EngineApi):
         self._engine = weakref.proxy(engine)  # vLLM ends its processes with the last reference to the engine
 
     def transition(self, command: Transition) -> Operation:
-        report: Report = yield from super().transition(command)
-        if isinstance(command, commands.Sleep):
-            state = (1, int(command.level))
-        elif isinstance(command, commands.WakeUp) and not (yield from self.is_sleeping()):
-            state = (0, 0)
-        else:
-            return report
-        if self._engine.logger_manager is not None:  # vLLM's own metrics of sleep
-            self._engine.logger_manager.record_sleep_state(*state)
-        return report
+        try:
+            with self._measured(command):
+                return (yield from super().transition(command))
+        finally:
+            self.record_sleep_state()
+
+    def _measured(self, command: Transition) -> AbstractContextManager[None]:
+        """vLLM measures the operations of its servers, and not those of `LLM`."""
+        return contextlib.nullcontext()
+
+    def record_sleep_state(self) -> None:
+        """Show the state in vLLM's own metrics, if it is known."""
+        engines, loggers = self.status_now(), self._engine.logger_manager
+        if engines and loggers is not None:
+            loggers.record_sleep_state(*metrics.sleep_state(engines))
 
     def wake_up(self, tags: object = None) -> Operation:
         """As vLLM's `wake_up`, but wakes only the named tags and returns the report."""
@@ -133,6 +141,31 @@ class AsyncApi(VllmApi, AsyncioApi):
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
         super().__init__(engine, config.drain_timeout_s)
+        self._pauses: set[asyncio.Future[None]] = set()  # vLLM's own pauses that are under way
+
+    def _measured(self, command: Transition) -> AbstractContextManager[None]:
+        return metrics.measured(command)
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """The body pauses the engines by vLLM's own call."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pauses.add(ended)
+        try:
+            yield
+        finally:
+            self._pauses.discard(ended)
+            ended.set_result(None)
+
+    async def pauses_ended(self) -> None:
+        """Wait until none of vLLM's own pauses is under way, if the engines step together.
+
+        They agree on a pause in one step, and resume in an all-reduce. An engine that has agreed to a pause already
+        would wait in this all-reduce for another engine that has not.
+        """
+        engines = await self.run(self.status())
+        while self._pauses and engines[0].capabilities.steps_with_peers:
+            await asyncio.wait(self._pauses)
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         client, payload = self._engine.engine_core, commands.encode_command(command)
@@ -196,8 +229,15 @@ def _running(operation: str, get: Callable[[Any], Any]) -> Make:
 
 
 @on_enabled(_async_api)
+async def _native_pause(api: AsyncApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
+    with api.pausing():
+        await original(engine, *args, **kwargs)
+
+
+@on_enabled(_async_api)
 async def _native_resume(api: AsyncApi, original: Callable[..., Any], engine: Any) -> None:
     """Refuse to resume while any engine is closed: engines that step together would wait for it."""
+    await api.pauses_ended()
     refuse_resume(admission.first_refusal(await api.run(api.status())))
     await original(engine)
 

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rl_memory_plugins.engines.vllm.client import AsyncApi, api_of
+from rl_memory_plugins.engines.vllm.metrics import FreshAtScrape
 from rl_memory_plugins.engines.vllm.options import may_serve
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -130,6 +131,7 @@ class RLMemoryEndpoints:
         from rl_memory_plugins.server.attach import attach
 
         keys = _keys(getattr(app.state, "args", None))
+        app.add_middleware(FreshAtScrape, refresh=self._refresh_metrics)
         attach(app, self._ready, self._status, keys=keys, generation=GENERATION)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace | None) -> None:
@@ -142,6 +144,10 @@ class RLMemoryEndpoints:
 
     def _status(self) -> list[EngineStatus]:
         return [] if self._plain else self._ready().status_now()
+
+    def _refresh_metrics(self) -> None:
+        if self._api is not None:
+            self._api.record_sleep_state()
 
     def _ready(self) -> AsyncApi:
         if self._plain:
