@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from integration.upstream import outcomes
-from integration.upstream.sources import TestedFile
+from integration.upstream.sources import OwnTests
 
 SUBJECTS: Mapping[str, Mapping[str, str]] = {
     "native": {},
@@ -37,16 +37,16 @@ class Setting(NamedTuple):
     seconds: float
 
 
-def former(subject: str, file: TestedFile, setting: Setting) -> Outcomes:
+def former(subject: str, file: OwnTests, setting: Setting) -> Outcomes:
     """The outcomes of an earlier run of this file with the same folder."""
     return outcomes.read(_stem(subject, file, setting).with_suffix(".jsonl"))
 
 
-def _stem(subject: str, file: TestedFile, setting: Setting) -> Path:
+def _stem(subject: str, file: OwnTests, setting: Setting) -> Path:
     return setting.logs / f"{subject}-{file.path.replace('/', '.')}"
 
 
-def run(subject: str, file: TestedFile, setting: Setting) -> Outcomes:
+def run(subject: str, file: OwnTests, setting: Setting) -> Outcomes:
     """Run the tests of one file, for one of the `SUBJECTS`.
 
     Returns: The outcome and the reason of each test, by its id.

@@ -33,7 +33,7 @@ ELSEWHERE = {
 """Parts of paths that are left out, and why."""
 
 
-class TestedFile(NamedTuple):
+class OwnTests(NamedTuple):
     """One file of tests, relative to the root. `named` is pytest's expression for its tests, or empty for all."""
 
     path: str
@@ -65,24 +65,24 @@ def _download(requirement: str, release: str, into: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", *command, requirement], env=environment, check=True)
 
 
-def vllm_files(root: Path) -> Iterator[TestedFile]:
+def vllm_files(root: Path) -> Iterator[OwnTests]:
     for path in sorted((root / "tests").rglob("test_*.py")):
         name = path.relative_to(root).as_posix()
         if any(part in name for part in ELSEWHERE):
             continue
         if ABOUT.search(name):
-            yield TestedFile(name, "")
+            yield OwnTests(name, "")
         elif CALLS.search(path.read_text()):
-            yield TestedFile(name, NAMED)
+            yield OwnTests(name, NAMED)
 
 
-def sglang_files(root: Path) -> Iterator[TestedFile]:
+def sglang_files(root: Path) -> Iterator[OwnTests]:
     """Of a checkout of SGLang."""
     folder = root / "test/registered/rl"
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist. --source names a checkout of SGLang.")
     for path in sorted(folder.glob("test_*.py")):
-        yield TestedFile(path.relative_to(root).as_posix(), "")
+        yield OwnTests(path.relative_to(root).as_posix(), "")
 
 
 def _release(*distributions: str) -> str:

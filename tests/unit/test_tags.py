@@ -47,7 +47,7 @@ def test_modes():
     for bad in ("ABORT", "", None, 1):
         with pytest.raises(InvalidRequestError) as caught:
             parse_mode(bad)
-        assert caught.value.details["allowed"] == ["abort", "wait", "keep"]
+        assert caught.value.details["allowed"] == ["abort", "wait", "keep", "freeze"]
 
 
 @given(st.lists(st.sampled_from([tag.value for tag in PUBLIC_TAGS]), min_size=1))

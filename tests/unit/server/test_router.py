@@ -304,6 +304,7 @@ ERRORS = [
     (errors.HostMemoryError, 507),
     (errors.WeightUpdateError, 502),
     (errors.DrainTimeoutError, 504),
+    (errors.NoAnswerError, 504),
     (errors.AuthenticationError, 401),
     (errors.PermissionDeniedError, 403),
     (errors.UnsupportedError, 422),

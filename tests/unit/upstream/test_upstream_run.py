@@ -4,7 +4,7 @@ import psutil
 
 from integration.upstream.environment import environment
 from integration.upstream.run import Setting, former, run
-from integration.upstream.sources import TestedFile
+from integration.upstream.sources import OwnTests
 
 TESTS = """
     import os, subprocess, sys
@@ -32,7 +32,7 @@ def outcomes(tmp_path, subject, text=TESTS, seconds=120):
     (tmp_path / "tests").mkdir(exist_ok=True)
     (tmp_path / "tests/test_some.py").write_text(textwrap.dedent(text))
     variables = environment("vllm", on_gpu=False, defaults={}, root=tmp_path)
-    found = run(subject, TestedFile("tests/test_some.py", ""), Setting(tmp_path, tmp_path / "logs", variables, seconds))
+    found = run(subject, OwnTests("tests/test_some.py", ""), Setting(tmp_path, tmp_path / "logs", variables, seconds))
     return {test.split("::")[-1]: outcome for test, (outcome, _reason) in found.items()}
 
 
@@ -53,7 +53,7 @@ def test_each_test_has_its_outcome_also_where_the_process_dies(tmp_path, monkeyp
 
 def test_the_outcomes_of_an_earlier_run_are_there(tmp_path):
     ran = outcomes(tmp_path, "native", "def test_passes(): pass")
-    file = TestedFile("tests/test_some.py", "")
+    file = OwnTests("tests/test_some.py", "")
     setting = Setting(tmp_path, tmp_path / "logs", {}, 1)
 
     assert {test.split("::")[-1]: outcome for test, (outcome, _) in former("native", file, setting).items()} == ran
