@@ -34,11 +34,11 @@ def main() -> int:
     tests: list[comparison.Test] = []
     for file in files:
         for subject in SUBJECTS:
-            outcomes = former(subject, file, setting) if subject in arguments.reuse else {}
-            if not outcomes:
+            if subject in arguments.subjects:
                 print(f"{subject}: {file.path}", flush=True)
-                outcomes = run(subject, file, setting)
-            found[subject] |= outcomes
+                found[subject] |= run(subject, file, setting)
+            else:
+                found[subject] |= former(subject, file, setting)
         # After each file, so that a run that is killed leaves the comparison of the files before.
         tests = comparison.compare(arguments.engine, found["native"], found["plugin"])
         if arguments.out:
@@ -69,7 +69,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="tests, models and logs")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the paths of the files to run")
     parser.add_argument(
-        "--reuse", nargs="+", choices=SUBJECTS, default=[], help="take the outcomes of an earlier run with this folder"
+        "--subjects",
+        nargs="*",
+        choices=SUBJECTS,
+        default=list(SUBJECTS),
+        help="run these alone; the outcomes of the others are those of an earlier run with this folder",
     )
     parser.add_argument("--defaults", type=json.loads, default={}, help="JSON: other defaults of SGLang's arguments")
     parser.add_argument("--file-seconds", type=float, default=1800, help="kill a file of tests after so long")
