@@ -58,7 +58,7 @@ def test_a_parameter_among_buffers_is_chosen_with_its_storage() -> None:
 def test_a_glob_that_matches_nothing_comes_with_the_nearest_names() -> None:
     names = NamedWeights(Tied, draft=Shared)
     assert names.unmatched(["lm_head.weight", "inv_*", "*.bias", "draft.padded", "draft.*"]) == {}
-    unmatched = names.unmatched(["layers.0.wieght", "LAYERS.0.weight", "draft.layers.*"])
-    assert set(unmatched) == {"layers.0.wieght", "LAYERS.0.weight", "draft.layers.*"}
-    assert unmatched["layers.0.wieght"][0] == "layers.*.weight"
+    unmatched = names.unmatched(["layers.0.weigt", "LAYERS.0.weight", "draft.layers.*"])
+    assert set(unmatched) == {"layers.0.weigt", "LAYERS.0.weight", "draft.layers.*"}
+    assert unmatched["layers.0.weigt"][0] == "layers.*.weight"
     assert NamedWeights(Tied).unmatched(["draft.*"]) == {}  # as in vLLM: an engine without a draft has none to keep
