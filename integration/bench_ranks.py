@@ -20,6 +20,7 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from integration import records
-from integration.models import SHAPES, write_model
+from integration.models import SHAPES
 from integration.offline import sglang_answers, vllm_answers
 from integration.records import Records
 from integration.subjects import described, succeeds
@@ -73,6 +74,8 @@ def start(arguments: argparse.Namespace, model: Path) -> Any:
         max_model_len=4096,
         max_num_seqs=64,
         enable_prefix_caching=False,
+        # FlashInfer would build its fused all-reduce at the start, which takes the place of vLLM's own.
+        compilation_config={"pass_config": {"fuse_allreduce_rms": False}},
         **{name: True for name in arguments.flags},
         **switch,
         **options,
@@ -191,7 +194,10 @@ def main() -> None:
         run_subject(arguments)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype="bfloat16", seed=3)
+        folder = Path(scratch, arguments.model)
+        # In a process of its own, whose context on the GPU is gone when the subjects start.
+        weights = ["--shape", arguments.model, "--dtype", "bfloat16", "--seed", "3", "--device", "cuda"]
+        subprocess.run([sys.executable, "-m", "integration.models", str(folder), *weights], check=True)
         given = ["--engine", arguments.engine, "--model", arguments.model, "--tp", str(arguments.tp)]
         given += ["--cycles", str(arguments.cycles), "--memory", str(arguments.memory), "--commit", arguments.commit]
         given += ["--out", str(arguments.out), "--folder", str(folder), "--flags", *arguments.flags]

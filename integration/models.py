@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,8 +161,18 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--dtype", default="float32", help="dtype in the configuration and of the weights")
     parser.add_argument("--seed", type=int, default=None, help="seed of the weights; by default no weights")
+    parser.add_argument("--device", default="cpu", help="where the weights are drawn; a CPU takes minutes for 7b")
     arguments = parser.parse_args()
-    print(write_model(arguments.folder, SHAPES[arguments.shape], dtype=arguments.dtype, seed=arguments.seed))
+    with _on(arguments.device):
+        print(write_model(arguments.folder, SHAPES[arguments.shape], dtype=arguments.dtype, seed=arguments.seed))
+
+
+def _on(device: str) -> AbstractContextManager[Any]:
+    if device == "cpu":  # without weights nothing here needs torch
+        return nullcontext()
+    import torch
+
+    return torch.device(device)
 
 
 if __name__ == "__main__":

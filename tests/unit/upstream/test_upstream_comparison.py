@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from integration.upstream import comparison
@@ -57,3 +60,10 @@ def test_an_expected_difference_of_a_test_that_passes_is_not_counted():
     (test,) = compare({"tests/a.py::test_b[x-1]": "passed"}, {"tests/a.py::test_b[x-1]": "passed"})
 
     assert test["expected_difference"] is None
+
+
+def test_the_expected_differences_are_few_and_each_has_a_reason():
+    text = (Path(comparison.__file__).parent / "expected.json").read_text()
+    for engine, differences in json.loads(text).items():
+        assert len(differences) <= 10, engine
+        assert all(test.split("::")[0].endswith(".py") and reason for test, reason in differences.items())
