@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from integration import report_weights
+from integration import report_upstream, report_weights
 from integration.models import SHAPES, checkpoint_shapes
 from integration.report_weights import Metrics, Record, Run
 
@@ -83,7 +83,7 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
     for path in sorted((REPOSITORY / "integration" / "results").glob("*.json")):
         content = json.loads(path.read_text())
         if isinstance(content, dict):  # the report of a test run or of a demo
-            if "tests" in content:
+            if "summary" in content:
                 test_runs[path.name] = content
             continue
         if "engine_version" not in content[0]:  # of a trainer or of its loads: docs/trainers.md tells of them
@@ -335,6 +335,7 @@ def texts() -> dict[Path, list[str]]:
     docs = REPOSITORY / "docs"
     return {
         docs / "benchmarks.md": pages,
+        docs / "compatibility.md": report_upstream.table(REPOSITORY / "integration" / "results", NAMES),
         docs / "index.md": front(engines),
         REPOSITORY / "README.md": headline(engines),
     }
