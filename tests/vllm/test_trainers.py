@@ -159,7 +159,7 @@ def reject_once_on_rank_1(worker: Any) -> None:
     model = worker.rl_memory.agent.receiver._model
     plan = model.plan
 
-    def reject(manifest: Any, expected: Any) -> Any:
+    def reject(*arguments: Any) -> Any:
         model.plan = plan
         raise manifest_error([Mismatch("shape", "model.norm.weight", "only here")])
 
