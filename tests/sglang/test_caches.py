@@ -64,7 +64,7 @@ def test_an_engine_without_images_has_nothing_to_forget() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [native._writing("update_weights_from_disk", False), native._in_agreement("end_weight_update", False)]
+    "wrap", [native._writing("update_weights_from_tensor", False), native._in_agreement("end_weight_update", False)]
 )
 def test_embeddings_are_forgotten_by_sglang_s_own_updates(embeddings: Any, wrap: Callable[..., Any]) -> None:
     handler = wrap(lambda updater, recv_req: types.SimpleNamespace(success=True))
