@@ -43,8 +43,9 @@ class Scheduler(types.SimpleNamespace):
             config=types.SimpleNamespace(implicit_update_session=False),
             controller=types.SimpleNamespace(status=status, note_foreign_changes=lambda version: None),
             ranks=types.SimpleNamespace(gather=lambda mine: [mine]),
-            worker=types.SimpleNamespace(region=nullcontext),
+            worker=types.SimpleNamespace(region=nullcontext, agent=types.SimpleNamespace(loading=nullcontext)),
             updates=types.SimpleNamespace(record=nullcontext, wrote=True, settle=lambda: None),
+            versions=types.SimpleNamespace(after_load=lambda version: version),
         )
         super().__init__(rl_memory=added)
 
@@ -64,10 +65,10 @@ def test_an_engine_without_images_has_nothing_to_forget() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [native._writing("update_weights_from_tensor", False), native._in_agreement("end_weight_update", False)]
+    "wrap", [native._writing("update_weights_from_disk", False), native._in_agreement("end_weight_update", False)]
 )
 def test_embeddings_are_forgotten_by_sglang_s_own_updates(embeddings: Any, wrap: Callable[..., Any]) -> None:
     handler = wrap(lambda updater, recv_req: types.SimpleNamespace(success=True))
     updater = types.SimpleNamespace(scheduler=Scheduler())
-    assert handler(updater, types.SimpleNamespace(flush_cache=False)).success
+    assert handler(updater, types.SimpleNamespace(flush_cache=False, model_path="")).success
     assert not embeddings.has(IMAGE)
