@@ -15,7 +15,7 @@ from rich.table import Table
 from integration.upstream.run import Outcomes
 
 Test = dict[str, Any]
-ABSENT = ("absent", "The run ended before this test.")
+ABSENT = ("error", "The run ended before this test.")
 
 
 def compare(engine: str, native: Outcomes, plugin: Outcomes) -> list[Test]:
@@ -26,7 +26,7 @@ def compare(engine: str, native: Outcomes, plugin: Outcomes) -> list[Test]:
     expected = _expected(engine)
     tests: list[Test] = []
     for test in sorted({*native, *plugin}):
-        outcomes = [subject.get(test, ABSENT)[0].replace("absent", "error") for subject in (native, plugin)]
+        outcomes = [subject.get(test, ABSENT)[0] for subject in (native, plugin)]
         entry: Test = {"id": test, "native": outcomes[0], "plugin": outcomes[1], "expected_difference": None}
         if is_worse(entry):
             entry["expected_difference"] = next((why for name, why in expected.items() if _is(test, name)), None)

@@ -6,8 +6,10 @@ import json
 import os
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
-AIDS = REPOSITORY / "tests" / "aids"
+from integration.engines.base import REPOSITORY
+from integration.engines.sglang import STAND_IN_KERNELS
+
+DEFAULTS = REPOSITORY / "tests" / "aids" / "sglang_defaults"
 #: SGLang's own defaults ask for kernels that exist on GPUs only.
 SGLANG_ON_CPU = {
     "device": "cpu",
@@ -32,9 +34,9 @@ def environment(engine: str, *, on_gpu: bool, defaults: dict[str, object], root:
     paths = [root, REPOSITORY]
     variables = {"HF_HUB_OFFLINE": "1"}
     if engine == "sglang":
-        paths.append(AIDS / "sglang_defaults")
+        paths.append(DEFAULTS)
         if not on_gpu:
-            paths.insert(0, AIDS / "sglang_cpu")
+            paths.insert(0, STAND_IN_KERNELS)
             defaults = SGLANG_ON_CPU | defaults
             variables |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "none", "OMP_WAIT_POLICY": "passive"}
         variables["SGLANG_TEST_DEFAULTS"] = json.dumps(defaults)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -53,7 +54,7 @@ def vllm_tests(folder: Path) -> Path:
                 members = [member for member in archive if re.match(r"[^/]+/(tests|examples|pyproject)", member.name)]
                 archive.extractall(download, members, filter="data")
             for part in next(Path(download).glob("vllm-*/")).iterdir():
-                part.rename(root / part.name)
+                shutil.move(part, root / part.name)  # perhaps to another file system
     return root
 
 

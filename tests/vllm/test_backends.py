@@ -12,6 +12,7 @@ from integration.models import new_model
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
 from tests.vllm.test_python import generate, push, refused
+from tests.vllm.test_trainers import restore
 
 HALF = 10  # of some thirty parameters
 
@@ -52,12 +53,6 @@ def prepare(llm: Any, folder: Path) -> None:
     push(llm, new_model(folder, OTHER_SEED), receivers=2)
     llm.collective_rpc("remember")
     restore(llm, folder)
-
-
-def restore(llm: Any, folder: Path) -> list[int]:
-    llm.wake_up()
-    push(llm, new_model(folder, SEED), receivers=2)
-    return generate(llm)
 
 
 def content(llm: Any) -> str:
