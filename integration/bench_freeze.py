@@ -5,16 +5,17 @@
 
 The engine is a server with dummy weights. The trainer is this process, with its tensors on the same GPU. Another
 process sends the requests and notes when each token arrives. A round starts the requests, waits until every request has
-some tokens, updates the weights, waits until every request has another token, ends the requests, and updates the idle
+some tokens, updates the weights, waits until every request has some more, ends the requests, and updates the idle
 engine.
 
     closed_*_s          how long the engine refuses requests, by polling its status; running requests stop within
     stopped_*_s         how long no step runs: the controller's own seconds without the drain, which ends the last step
     update_*_s          the trainer's whole call
-    gap_*_s             from the last token before the update to the first token after it, over all requests
-    lost_*_s            gap_*_s less token_interval_s: the time for which the requests stood still
-    all_back_*_s        from the last token before the update until every request has another token
-    token_interval_s    the median time between two tokens of a request without an update
+    gap_*_s             the longest time without a token of any request, from the begin of the update on
+    lost_*_s            gap_*_s less token_interval_s: the time for which all requests stood still
+    all_back_*_s        the longest time that one request waited for a token, from the begin of the update on
+    recomputed_*        how many requests the engine computed again, by its own counter
+    token_interval_s    the median time between two tokens of a request, once no prompt is computed any more
     *_ratio_MODE        closed, stopped, lost and gap: the median with this mode / closed_alone_s, stopped_alone_s for
                         stopped. `alone` is an update of the idle engine
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import statistics
 import tempfile
@@ -49,6 +51,7 @@ from rl_memory_plugins.errors import InvalidRequestError
 MODES = ("freeze", "keep")
 START_S = 600.0  # the longest time until every request has a token
 TOKENS_BEFORE = 8  # of each request, between the start of a round and its update
+TOKENS_AFTER = 4  # of each request, after its update: more than the engine's steps in flight
 
 
 class Clients:
@@ -61,6 +64,7 @@ class Clients:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._streams: list[Future[None]] = []
         self._arrivals: list[list[float]] = []
+        self._last: dict[int, str] = {}  # of each request, the last line of its answer
 
     def start(self, seed: int, requests: int, prompt: int, tokens: int, vocabulary: int) -> None:
         """Start the requests, and return when each has `TOKENS_BEFORE` tokens."""
@@ -68,18 +72,21 @@ class Clients:
         self._arrivals = [[] for _ in range(requests)]
         self._streams = [
             asyncio.run_coroutine_threadsafe(
-                self._stream([numbers.randrange(5, vocabulary) for _ in range(prompt)], tokens, times), self._loop
+                self._stream([numbers.randrange(5, vocabulary) for _ in range(prompt)], tokens, index), self._loop
             )
-            for times in self._arrivals
+            for index in range(requests)
         ]
         self._wait(lambda times: len(times) >= TOKENS_BEFORE)
 
-    def finish(self, opened_at: float) -> list[list[float]]:
-        """End the requests once each has a token that arrived after `opened_at`. Returns the arrivals by request."""
-        self._wait(lambda times: times[-1] > opened_at)
+    def finish(self, opened_at: float) -> tuple[list[list[float]], list[Any]]:
+        """End the requests once each has `TOKENS_AFTER` tokens that arrived after `opened_at`.
+
+        Returns: for each request, when its tokens arrived, and the last part of its answer.
+        """
+        self._wait(lambda times: times[-TOKENS_AFTER] > opened_at)
         for stream in self._streams:
             stream.cancel()
-        return self._arrivals
+        return self._arrivals, [json.loads(self._last[index]) for index in range(len(self._arrivals))]
 
     def _wait(self, holds: Callable[[list[float]], bool]) -> None:
         deadline = time.monotonic() + START_S
@@ -90,7 +97,7 @@ class Clients:
                 raise TimeoutError(f"some requests have no new token after {START_S:g} s")
             time.sleep(0.002)
 
-    async def _stream(self, prompt: list[int], tokens: int, times: list[float]) -> None:
+    async def _stream(self, prompt: list[int], tokens: int, index: int) -> None:
         body = self._kind.request(prompt, tokens, stream=True)
         async with (
             httpx.AsyncClient(base_url=self._url, timeout=START_S) as http,
@@ -98,7 +105,32 @@ class Clients:
         ):
             response.raise_for_status()
             async for line in response.aiter_lines():
-                times += [time.perf_counter()] * (line.startswith("data:") and "[DONE]" not in line)
+                if line.startswith("data:") and "[DONE]" not in line:
+                    self._arrivals[index].append(time.perf_counter())
+                    self._last[index] = line.removeprefix("data:")
+
+
+class Waits:
+    """How long requests waited for their tokens.
+
+    Args:
+        arrivals: For each request, when its tokens arrived.
+        started: When the update began. All requests had tokens by then.
+
+    Attributes:
+        interval: The median time between two tokens of a request, after all requests had their first and before
+            the update. While other prompts are computed a step takes many times as long.
+        gap: The longest time in which no request had a token; it ended after the update began.
+        longest: The longest time in which some request had no token; it ended after the update began.
+    """
+
+    def __init__(self, arrivals: list[list[float]], started: float) -> None:
+        decoding = max(times[0] for times in arrivals)
+        pairs = [pair for times in arrivals for pair in itertools.pairwise(times)]
+        self.interval = statistics.median(later - at for at, later in pairs if at >= decoding and later < started)
+        self.longest = max(later - at for at, later in pairs if later > started)
+        merged = itertools.pairwise(sorted(itertools.chain(*arrivals)))
+        self.gap = max(later - at for at, later in merged if later > started)
 
 
 class Bench:
@@ -140,19 +172,23 @@ class Bench:
             tokens=words.tokens,
             vocabulary=SHAPES[words.model].vocabulary,
         )
+        before = self._recomputed([{"meta_info": {"num_retractions": 0}}])
         started = time.perf_counter()
         opened_at = self._update(mode, mode)
-        arrivals = self._clients.call("finish", opened_at=opened_at)
-        last = max(at for times in arrivals for at in times if at <= opened_at)
-        back = [min(at for at in times if at > opened_at) for times in arrivals]
-        pairs = [pair for times in arrivals for pair in itertools.pairwise(times)]
-        interval = statistics.median(later - at for at, later in pairs if later < started)
-        self._add("token_interval_s", interval)
-        self._add(f"gap_{mode}_s", min(back) - last)
-        self._add(f"lost_{mode}_s", min(back) - last - interval)
-        self._add(f"all_back_{mode}_s", max(back) - last)
+        arrivals, answers = self._clients.call("finish", opened_at=opened_at)
+        self._add(f"recomputed_{mode}", self._recomputed(answers) - before, "requests")
+        waits = Waits(arrivals, started)
+        self._add("token_interval_s", waits.interval)
+        self._add(f"gap_{mode}_s", waits.gap)
+        self._add(f"lost_{mode}_s", waits.gap - waits.interval)
+        self._add(f"all_back_{mode}_s", waits.longest)
         self._server.wait_held(0)
         self._update("keep", "alone")
+
+    def _recomputed(self, answers: list[Any]) -> int:
+        """See `Engine.recomputations`: a counter of all requests, or of each answer's own."""
+        counts = [self._server.kind.recomputations(self._server.http, answer) for answer in answers]
+        return sum(counts) if self._arguments.engine == "sglang" else counts[0]
 
     def _update(self, mode: str, name: str = "") -> float:
         """Update the weights, and record the figures under this name. Returns when the engine opened again."""
@@ -169,9 +205,9 @@ class Bench:
             self._add(f"stopped_{name}_s", seconds["total"] - seconds["drain"], steps=seconds)
         return self._watch.opened_at[-1]
 
-    def _add(self, metric: str, value: float, **details: Any) -> None:
+    def _add(self, metric: str, value: float, unit: str = "s", **details: Any) -> None:
         self._values.setdefault(metric, []).append(value)
-        self._figures.add(metric, [value], "s", details)
+        self._figures.add(metric, [value], unit, details)
 
     def _median(self, metric: str) -> float:
         return statistics.median(self._values[metric])
@@ -199,8 +235,8 @@ def main() -> None:
     parser.add_argument("--clients", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.clients:
-        clients = Clients(arguments.engine, arguments.clients)
-        serve(lambda: {"start": clients.start, "finish": clients.finish})
+        streams = Clients(arguments.engine, arguments.clients)
+        serve(lambda: {"start": streams.start, "finish": streams.finish})
         return
     context = arguments.prompt + arguments.tokens + 16
     with tempfile.TemporaryDirectory() as scratch:
