@@ -50,6 +50,12 @@ class Child:
         if wait:
             self.wait_ready()
 
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def wait_ready(self) -> None:
         try:
             self._receive(START_TIMEOUT_S)

@@ -34,12 +34,9 @@ def make(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def started(model_folder: Path) -> Iterator[Child]:
-    child = Child(make, model_folder, environment=environment(model_folder, tp=2))
-    try:
+    with Child(make, model_folder, environment=environment(model_folder, tp=2)) as child:
         child(prepare, model_folder)
         yield child
-    finally:
-        child.stop()
 
 
 @pytest.fixture

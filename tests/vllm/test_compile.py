@@ -24,17 +24,14 @@ def make(folder: Path) -> Any:
 def llm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """Compiled for this test, whatever an earlier run has left in vLLM's cache."""
     cache = str(tmp_path_factory.mktemp("cache"))
-    child = Child(
+    with Child(
         make,
         model_folder,
         environment=environment(
             model_folder, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CACHE_ROOT=cache, TORCHINDUCTOR_CACHE_DIR=cache
         ),
-    )
-    try:
+    ) as child:
         yield child
-    finally:
-        child.stop()
 
 
 def cycle(llm: Any, folder: Path, seed: int) -> list[int]:

@@ -66,11 +66,8 @@ async def async_update(engine: Any) -> float:
 
 @pytest.mark.parametrize(("make", "update"), [(make_sync, sync_update), (make_async, async_update)])
 def test_an_update_ends_with_the_core(make: Callable[..., Any], update: Callable[..., Any], model_folder: Path) -> None:
-    child = Child(make, model_folder, environment=environment(model_folder), forked=False)
-    try:
+    with Child(make, model_folder, environment=environment(model_folder), forked=False) as child:
         assert KILLED_AFTER_S <= child(update) < KILLED_AFTER_S + AT_ONCE_S
-    finally:
-        child.stop()
 
 
 def test_a_server_with_a_dead_core_is_not_called_healthy(model_folder: Path, tmp_path: Path) -> None:

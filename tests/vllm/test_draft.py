@@ -24,11 +24,8 @@ def make(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def llm(model_folder: Path) -> Iterator[Child]:
-    child = Child(make, model_folder, environment=environment(model_folder))
-    try:
+    with Child(make, model_folder, environment=environment(model_folder)) as child:
         yield child
-    finally:
-        child.stop()
 
 
 def update_draft(llm: Any, folder: str, first: list[int], breaks: bool) -> None:

@@ -45,16 +45,13 @@ def make_llm(folder: Path, native: bool) -> Any:
 def llm(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Child]:
     """The two ways of running the core. The second is enabled by vLLM's own argument."""
     inside = request.param == "in-process"
-    child = Child(
+    with Child(
         make_llm,
         model_folder,
         inside,
         environment=environment(model_folder, VLLM_ENABLE_V1_MULTIPROCESSING="0" if inside else "1"),
-    )
-    try:
+    ) as child:
         yield child
-    finally:
-        child.stop()
 
 
 def generate(llm: Any, tokens: int = 8) -> list[int]:
@@ -414,11 +411,8 @@ async def make_async(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path) -> Iterator[Child]:
-    child = Child(make_async, model_folder, environment=environment(model_folder))
-    try:
+    with Child(make_async, model_folder, environment=environment(model_folder)) as child:
         yield child
-    finally:
-        child.stop()
 
 
 async def ask(engine: Any, tokens: int = 8, began: asyncio.Event | None = None) -> list[int]:

@@ -25,11 +25,8 @@ def make(folder: Path) -> Any:
 @pytest.fixture(scope="module", params=["1", "0"], ids=["processes", "in-process"])
 def started(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Child]:
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": request.param, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    child = Child(make, model_folder, environment=environment(model_folder, **variables))
-    try:
+    with Child(make, model_folder, environment=environment(model_folder, **variables)) as child:
         yield child
-    finally:
-        child.stop()
 
 
 @pytest.fixture

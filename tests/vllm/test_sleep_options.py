@@ -29,11 +29,10 @@ def make_llm(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def llm(model_folder: Path) -> Iterator[Child]:
-    child = Child(make_llm, model_folder, environment=environment(model_folder, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
-    try:
+    with Child(
+        make_llm, model_folder, environment=environment(model_folder, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    ) as child:
         yield child
-    finally:
-        child.stop()
 
 
 def keep_the_embedding(llm: Any, folder: Path) -> None:

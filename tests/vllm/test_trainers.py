@@ -31,13 +31,9 @@ def make(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def started(model_folder: Path) -> Iterator[Child]:
     """That it starts shows that no name of the extension is one of the worker's."""
-    child = Child(
-        make, model_folder, environment=environment(model_folder, tp=2, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    )
-    try:
+    variables = environment(model_folder, tp=2, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    with Child(make, model_folder, environment=variables) as child:
         yield child
-    finally:
-        child.stop()
 
 
 @pytest.fixture
