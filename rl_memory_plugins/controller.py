@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rl_memory_plugins import admission, commands
+from rl_memory_plugins import commands
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import AnyCommand, done, encode_reply, error_reply
@@ -25,7 +25,8 @@ from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, ra
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import DrainTimeoutError, InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.keep import checked_globs
-from rl_memory_plugins.records import LONGEST_VERSION, UNKNOWN, EngineStatus, RankStatus, Reply
+from rl_memory_plugins.published_state import PublishedState
+from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
 from rl_memory_plugins.transition import PendingTransition
 
@@ -58,7 +59,6 @@ class Controller:
     ) -> None:
         self._ranks = ranks
         self._engine = engine
-        self._board = board
         self._update_timeout_s = update_timeout_s
         self._keep = keep
         self._updates = 0
@@ -78,7 +78,8 @@ class Controller:
         }
         declared = [msgspec.convert(one.result, Capabilities) for one in raise_failures(ranks.call("capabilities"))]
         self.capabilities = msgspec.structs.replace(capabilities, ranks=len(declared)).merged(declared)
-        self.status = EngineStatus(ranks=[], engine_rank=engine_rank, capabilities=self.capabilities)
+        status = EngineStatus(ranks=[], engine_rank=engine_rank, capabilities=self.capabilities)
+        self._state = PublishedState(ranks, engine, board, status, self._under_way)
         self.refresh()
 
     # -- entry points -------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Controller:
 
     def refusal(self) -> RLMemoryError | None:
         """The reason why the engine admits no requests now; `None` if it admits them."""
-        return admission.refusal(self.status)
+        return self._state.refusal()
 
     def require_free(self) -> None:
         """Check that no transition is between its two phases: the ranks must not change then.
@@ -110,45 +111,14 @@ class Controller:
         if self._held is not None:
             raise StateConflictError(f"{self._held.name} waits for the decision of its second phase")
 
+    @property
+    def status(self) -> EngineStatus:
+        """The published state of the engine."""
+        return self._state.status
+
     def refresh(self) -> None:
         """Ask all ranks for their state, and publish it."""
-        ranks = self._ask_ranks("status")
-        busy = self._under_way() if self.status.busy == UNKNOWN else self.status.busy
-        self._publish(ranks=ranks, busy=busy)
-
-    def _refresh_content(self, contents: Sequence[tuple[str, int]] | None) -> None:
-        """Publish content and epoch alone: trainers load tensor by tensor, and the whole status takes longer."""
-        if self.status.busy == UNKNOWN:
-            self.refresh()
-            return
-        if contents is None:
-            contents = [reply.result for reply in raise_failures(self._ranks.call("content"))]
-        ranks = [
-            msgspec.structs.replace(rank, content=Content(content), content_epoch=epoch)
-            for rank, (content, epoch) in zip(self.status.ranks, contents, strict=True)
-        ]
-        self._publish(ranks=ranks)
-
-    def _refresh_or_close(self) -> None:
-        """Refresh at the end of a transition, so that the board does not keep the state of its middle."""
-        self._note(busy=self._under_way())
-        try:
-            self.refresh()
-            return
-        except RLMemoryError:
-            logger.exception("the ranks did not report their state; the controller asks them once more")
-        try:
-            self.refresh()
-        except RLMemoryError:
-            self._publish(busy=UNKNOWN)
-            raise
-
-    def _publish_residual_memory(self) -> None:
-        """Publish the memory that is left on the devices. Measuring it takes too long for a sleep."""
-        try:
-            self._publish(ranks=self._ask_ranks("account"))
-        except Exception:
-            logger.exception("the memory that is left on the devices could not be measured")
+        self._state.refresh()
 
     def note_foreign_changes(
         self,
@@ -168,9 +138,9 @@ class Controller:
             contents: The content of each rank's weights and its epoch, if known. The ranks are asked otherwise.
         """
         if weight_version:  # the engine checks neither its length nor its characters
-            self._note(weight_version=weight_version[:LONGEST_VERSION].encode(errors="replace").decode())
+            self._state.note(weight_version=weight_version[:LONGEST_VERSION].encode(errors="replace").decode())
         was_closed = self.refusal() is not None
-        self._refresh_content(contents)
+        self._state.refresh_content(contents)
         self._resume_if_admitting(lift_pause=False)
         kept = paused and self.status.content is Content.UPDATING
         if not was_closed and self.refusal() is not None and not kept:
@@ -201,7 +171,7 @@ class Controller:
                 return abort(self._ranks, "sleep")
             replies = commit(self._ranks, "sleep")
             if level is Level.PAUSE:
-                self._note(paused=True)
+                self._state.note(paused=True)
             return operation.report(replies)
 
         return self._drain_then(operation, command.mode, act)
@@ -222,14 +192,14 @@ class Controller:
                 replies = commit(self._ranks, "wake")
             except RLMemoryError:
                 paused = self.status.paused
-                self._note(paused=True)  # `after_wake` may have failed: the next wake calls it again
+                self._state.note(paused=True)  # `after_wake` may have failed: the next wake calls it again
                 self.refresh()
                 if self.status.asleep_tags():
-                    self._note(paused=paused)
+                    self._state.note(paused=paused)
                 raise
             self.refresh()
             if not self.status.asleep_tags():
-                self._note(paused=False)
+                self._state.note(paused=False)
             return operation.report(replies)
 
         return self._run(operation, act)
@@ -275,7 +245,7 @@ class Controller:
                 return None
             self._updates += 1
             version = command.weight_version or str(self._updates)
-            self._note(weight_version=version)
+            self._state.note(weight_version=version)
             operation.seconds["finish"] = time.perf_counter() - start
             return operation.report(received, weight_version=version, ranks=[reply.result for reply in received])
 
@@ -312,7 +282,7 @@ class Controller:
         )
         try:
             if waiting:
-                self._refresh_or_close()
+                self._state.refresh_or_close()
                 if not any(operation.ticket for operation in waiting):
                     self._resume_if_admitting(lift_pause=False)
         except Exception as failure:
@@ -330,16 +300,16 @@ class Controller:
         return self._reply([reply.result for reply in raise_failures(self._ranks.call("checksums"))])
 
     def _hello(self, command: commands.Hello) -> Future[bytes]:
-        return self._reply({"board": self._board.path if self._board else None, "status": self.status})
+        return self._reply({"board": self._state.board_path, "status": self.status})
 
     # -- transitions --------------------------------------------------------------------------------
 
     def _drain_then(self, operation: PendingTransition, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
-        self._publish(busy=operation.name)  # first: the server looks up why the drain has ended a request
+        self._state.publish(busy=operation.name)  # first: the server looks up why the drain has ended a request
         try:
             drained = self._engine.drain(mode)
         except BaseException:
-            self._publish(busy=self._under_way())
+            self._state.publish(busy=self._under_way())
             raise
         self._draining.append(operation)
 
@@ -360,13 +330,13 @@ class Controller:
 
     def _run(self, operation: PendingTransition, act: Callable[[], Any]) -> Future[bytes]:
         """Run the body of a transition. Publish the state in any case, and only then send the reply."""
-        self._publish(busy=operation.name)
+        self._state.publish(busy=operation.name)
         try:
             reply: Reply[Any] = Reply(rank=self.status.engine_rank, result=msgspec.to_builtins(act()))
         except Exception as error:
             reply = self._error_reply(operation.name, error)
         try:
-            self._refresh_or_close()
+            self._state.refresh_or_close()
             if not operation.ticket:
                 if reply.error is not None and self.refusal() is None:
                     # Reply first: once the caller has the answer, peers that this client does not know may resume too.
@@ -377,7 +347,7 @@ class Controller:
         if not operation.reply.done():
             operation.reply.set_result(encode_reply(reply))
         if self.status.asleep_tags():
-            self._engine.call_after_reply(self._publish_residual_memory)
+            self._engine.call_after_reply(self._state.publish_residual_memory)
         return operation.reply
 
     def _decided(self, operation: PendingTransition, finish: Callable[[bool], Any]) -> Any:
@@ -420,22 +390,6 @@ class Controller:
         """Schedule again if the admission rule holds."""
         if self.refusal() is None:
             self._engine.resume(lift_pause=lift_pause)
-
-    # -- the status ----------------------------------------------------------------------------------------
-
-    def _ask_ranks(self, method: str) -> list[RankStatus]:
-        return [msgspec.convert(reply.result, RankStatus) for reply in raise_failures(self._ranks.call(method))]
-
-    def _note(self, **fields: Any) -> None:
-        """Change fields of the status. The next `_publish` publishes them."""
-        self.status = msgspec.structs.replace(self.status, **fields)
-
-    def _publish(self, **fields: Any) -> None:
-        """Change fields of the status, and publish it."""
-        self._note(**fields)
-        if self._board is not None:
-            self._board.publish(self.status)  # first: servers refuse requests by it
-        self._engine.show(self.status.asleep_tags(), self.status.weight_version)
 
     def _reply(self, result: Any) -> Future[bytes]:
         return done(Reply(rank=self.status.engine_rank, result=msgspec.to_builtins(result)))
