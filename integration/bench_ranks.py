@@ -9,9 +9,11 @@ process of its own:
     nccl        with the plugin and `--disable-custom-all-reduce`
     native      the engine alone, with its own sleep
 
-The record `tokens_identical` compares the answers after the cycles with those before; if they differ, the exit code is
-1. All subjects have the same weights, with a seed. The last line compares the answers of `plugin` with those of `nccl`:
-with two ranks both add the same two numbers, so another sum shows an all-reduce that reads wrong memory.
+The record `tokens_identical` compares the answers after the cycles with those before, one prompt at a time; if they
+differ, the exit code is 1. `difference` compares the log-probabilities of 64 prompts at once, whose batches differ from
+run to run; `difference_awake` is the same without a sleep between them. All subjects have the same weights, with a
+seed. The last line compares the answers of `plugin` with those of `nccl`: with two ranks both add the same two numbers,
+so another sum shows an all-reduce that reads wrong memory.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from typing import Any
 
 from integration import records
 from integration.models import SHAPES
-from integration.offline import sglang_answers, vllm_answers
+from integration.offline import Token, difference, sglang_answers, sglang_scored, vllm_answers, vllm_scored
 from integration.records import Records
 from integration.subjects import described, succeeds
 
 SUBJECTS = ("plugin", "nccl", "native")
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
+ALONE = 4  # the prompts of which each is answered alone
+TOKENS = 32
+MOST = 0.5  # the largest difference of log-probabilities, in nats, that rounding may explain
 ASLEEP_S = 0.5
 EVERY = 20  # cycles between two comparisons of the answers
 
@@ -91,7 +96,11 @@ class Ranks:
         self.engine = start(arguments, model)
 
     def answers(self) -> list[list[int]]:
-        return (sglang_answers if self._sglang else vllm_answers)(self.engine, PROMPTS, 32)
+        answer = sglang_answers if self._sglang else vllm_answers
+        return [each for prompt in PROMPTS[:ALONE] for each in answer(self.engine, [prompt], TOKENS)]
+
+    def scored(self) -> list[list[Token]]:
+        return (sglang_scored if self._sglang else vllm_scored)(self.engine, PROMPTS, TOKENS)
 
     def sleep(self) -> None:
         if self._sglang and self._native:
@@ -140,7 +149,9 @@ def run_subject(arguments: argparse.Namespace) -> None:
     ranks = Ranks(arguments, arguments.folder)
     try:
         bench = Records(arguments.out, {**common, "tp": arguments.tp, "flags": arguments.flags}, by_step=True)
-        first = ranks.answers()
+        ranks.scored()  # the first batch compiles kernels, and others than later ones may serve it
+        first, scored = ranks.answers(), ranks.scored()
+        bench.add("difference_awake", [most_different(scored, ranks.scored()) for _ in range(3)], "nats")
         digest = hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]
         bench.add("different_answers", [float(len(set(map(tuple, first))))], "answers", {"tokens": digest})
         same = True
@@ -158,9 +169,14 @@ def run_subject(arguments: argparse.Namespace) -> None:
             bench.add("wake_l1_s", [time.perf_counter() - started], "s")
             if cycle % EVERY == 0 or cycle == arguments.cycles - 1:
                 same = same and ranks.answers() == first
+                bench.add("difference", [most_different(scored, ranks.scored())], "nats")
         bench.add("tokens_identical", [float(same)], "bool")
     finally:
         ranks.close()
+
+
+def most_different(first: list[list[Token]], later: list[list[Token]]) -> float:
+    return max(difference(one, other) for one, other in zip(first, later, strict=True))
 
 
 def compare(out: Path) -> bool:
@@ -168,6 +184,7 @@ def compare(out: Path) -> bool:
     found = {(record["subject"], record["metric"]): record for record in records.read(out)}
     tokens = {subject: record["tokens"] for (subject, metric), record in found.items() if metric == "different_answers"}
     right = all(record["min"] == 1 for (_, metric), record in found.items() if metric == "tokens_identical")
+    right = right and all(record["max"] <= MOST for (_, metric), record in found.items() if "difference" in metric)
     if {"plugin", "nccl"} <= tokens.keys():
         print("plugin answers as nccl:", tokens["plugin"] == tokens["nccl"])
     return right

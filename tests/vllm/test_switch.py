@@ -188,6 +188,29 @@ def test_vllm_s_own_sleep_mode_is_accepted_and_replaced(
             create(asked)
 
 
+@pytest.mark.parametrize(("asked", "given", "found"), [(True, None, "0"), (True, "1", "1"), (False, None, None)])
+def test_nccl_registers_no_buffers_of_graphs_that_a_sleep_releases(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: bool, given: str | None, found: str | None
+) -> None:
+    """vLLM sets the variable where it reads its flag, and workers of any executor inherit it."""
+    from vllm import EngineArgs
+
+    if not hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):
+        pytest.skip("this version of vLLM has no such flag")
+    folder = write_model(tmp_path / "model", SHAPES["tiny"])
+    monkeypatch.setattr(switch, "_install", lambda: None)
+    monkeypatch.setattr(options, "_made_here", False)
+    for left in (options.CHILD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):  # put back after the test
+        monkeypatch.setenv(left, "")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    flags = {"enable_sleep_mode": True, "sleep_mode_offload_cudagraph": asked}
+    create = switch._create_engine_config(EngineArgs.create_engine_config)
+    create(EngineArgs(model=str(folder), **flags, additional_config={"rl_memory": {}}))
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == found
+
+
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize(
     ("shape", "arguments", "why"),

@@ -89,6 +89,10 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             _install()
             config = original(self, *args, **kwargs)
             modes.refuse_configuration(config)
+            if before[1] and getattr(self, "sleep_mode_offload_cudagraph", False):  # not in every version
+                os.environ.setdefault(
+                    "NCCL_GRAPH_REGISTER", "0"
+                )  # as vLLM's own sleep: workers on all hosts inherit it
         except UnsupportedError as error:
             require_or_stay_out(error, explicit=explicit)
             self.additional_config, self.enable_sleep_mode = before
