@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
+LIKELIEST = 20
+"""Of random weights in bfloat16, several tokens are equally likely at many places."""
+
+
 class Token(NamedTuple):
-    """One token of a greedy answer, with the log-probabilities of the two likeliest tokens."""
+    """One token of a greedy answer, with the log-probabilities of the `LIKELIEST` tokens."""
 
     token: int
     likeliest: dict[int, float]
@@ -33,7 +37,7 @@ def vllm_scored(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[To
     """Greedy answers of exactly `tokens` tokens, of all prompts at once."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=2)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=LIKELIEST)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     found = [answer.outputs[0] for answer in llm.generate(requests, sampling, use_tqdm=False)]
     return [
@@ -71,7 +75,7 @@ def sglang_scored(engine: Any, prompts: list[list[int]], tokens: int) -> list[li
     """Greedy answers of exactly `tokens` tokens, of all prompts at once."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     answers = engine.generate(
-        input_ids=prompts, sampling_params=[sampling] * len(prompts), return_logprob=True, top_logprobs_num=2
+        input_ids=prompts, sampling_params=[sampling] * len(prompts), return_logprob=True, top_logprobs_num=LIKELIEST
     )
     return [
         [
@@ -86,7 +90,7 @@ def difference(first: list[Token], later: list[Token]) -> float:
     """By how much the log-probabilities of two answers to one prompt differ, at most, while their tokens are the same.
 
     A step computes other rounding errors in another batch, so two tokens that are nearly as likely may change places.
-    At the first such token the difference of the two counts; a token that was not among the two likeliest is infinity.
+    At the first such token the difference of the two counts; a token that was not among the likeliest is infinity.
     """
     found = 0.0
     for one, other in zip(first, later, strict=True):

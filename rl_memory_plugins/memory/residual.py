@@ -96,5 +96,9 @@ class ResidualMemory:
         used = process_bytes(self._index)
         if used is not None:
             named |= self._causes
-            named["other"] = max(used - resident_bytes - cached - sum(named.values()), 0)
+            rest = used - resident_bytes - cached - sum(named.values())
+            for cause in ("nccl", "context"):  # suspended communicators have given memory back
+                named[cause] = max(named.get(cause, 0) + min(rest, 0), 0)
+                rest = used - resident_bytes - cached - sum(named.values())
+            named["other"] = max(rest, 0)
         return {cause: nbytes for cause, nbytes in named.items() if nbytes}

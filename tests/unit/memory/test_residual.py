@@ -52,6 +52,18 @@ def test_every_byte_has_a_cause(gpu):
     assert sum(causes.values()) + 600 + CACHED == 2000
 
 
+@pytest.mark.parametrize(
+    ("freed", "left"), [(30, {"nccl": 10, "context": 60}), (40, {"context": 60}), (55, {"context": 45})]
+)
+def test_communicators_that_are_suspended_have_given_memory_back(gpu, freed, left):
+    gpu.used = 60
+    with residual.attributed("nccl"):
+        gpu.used = 100
+    account = residual.ResidualMemory(0)
+    gpu.used = 100 - freed
+    assert account({}, set(), 0) == left
+
+
 def test_without_the_drivers_account_only_torchs_causes_are_known(gpu):
     gpu.used = None
     with residual.attributed("nccl"):
