@@ -88,6 +88,8 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
             continue
         if "engine_version" not in content[0]:  # of a trainer or of its loads: docs/trainers.md tells of them
             continue
+        if "tp" in content[0]:  # of several ranks: docs/benchmarks.md tells of them, outside the tables
+            continue
         for record in content:
             runs[run_of(path, record)][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
