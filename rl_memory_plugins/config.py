@@ -95,8 +95,12 @@ class RLMemoryConfig(BaseSettings):
     drain_timeout_s: Seconds = 600.0
     """How long a transition waits for running requests. Then it fails, and admission opens again."""
 
+    strict_dtypes: bool = False
+    """Refuse a weight whose dtype differs from the parameter's. By default a cast that keeps every value is made, and a
+    cast that rounds if the trainer has chosen the dtype that it sends."""
+
     allow_cast: bool = False
-    """Accept a weight whose dtype differs from the parameter's, and convert it."""
+    """Make every cast that the engine's loader makes, also one that rounds a dtype that the trainer has not chosen."""
 
     check_finite: bool = False
     """Refuse a weight update that holds a NaN or an infinity."""

@@ -13,6 +13,8 @@ from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.casts import CastRule
+from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
 from rl_memory_plugins.weights.names import NamedWeights
 from rl_memory_plugins.weights.plan import Loader
@@ -67,6 +69,7 @@ def build_agent(
     load_weights: Loader,
     reload: Callable[[], Reload | None],
     model_config: Callable[[], Any],
+    checkpoint: EngineCheckpoint,
     draft: Callable[[], torch.nn.Module | None] = lambda: None,
     **own: Any,
 ) -> RankAgent:
@@ -77,6 +80,7 @@ def build_agent(
         load_weights: The loader of the model.
         reload: See `ModelLoader`.
         model_config: Gives the configuration of the model, which says whether the output layer is the embedding.
+        checkpoint: The files that the engine was started from.
         draft: Gives the draft model, if there is one.
         **own: Arguments of `RankAgent` that only one engine has.
     """
@@ -87,7 +91,7 @@ def build_agent(
         reload=reload,
         transformed=lambda: post_load.transformed_in(model()),
         ignorable=lambda name: is_ignorable(name, tied=bool(getattr(model_config(), "tie_word_embeddings", False))),
-        allow_cast=config.allow_cast,
+        casts=CastRule(config.strict_dtypes, config.allow_cast, checkpoint.dtypes),
     )
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
     agent = RankAgent(manager, receiver, NamedWeights(model, draft), **own)

@@ -44,6 +44,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: str
     dtype: str  # torch's name without the prefix, e.g. "bfloat16"
     shape: tuple[int, ...]
+    chosen: bool = False  # the trainer has chosen the dtype: the engine may round the values to its own
 
     @property
     def numel(self) -> int:

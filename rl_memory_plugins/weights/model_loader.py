@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, layer_of, signature, trace
@@ -77,7 +78,7 @@ class ModelLoader:
         transformed: The number of the engine's post-load steps that have transformed weights. A change makes all plans
             invalid.
         ignorable: Whether the loader may ignore a name of the manifest.
-        allow_cast: Accept tensors whose dtype is not the engine's.
+        casts: Which tensors may have another dtype than the engine's memory.
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
         replays: The buckets of the latest update.
     """
@@ -89,7 +90,7 @@ class ModelLoader:
     reload: Callable[[], Reload | None] = lambda: None
     transformed: Callable[[], int] = lambda: 0
     ignorable: Callable[[str], bool] = is_ignorable
-    allow_cast: bool = False
+    casts: CastRule = field(default_factory=CastRule)
     complete: LoadPlan | None = field(default=None, init=False)
     replays: Replays = field(default_factory=Replays, init=False)
     _plans: dict[str, LoadPlan] = field(default_factory=dict, init=False)
@@ -121,7 +122,7 @@ class ModelLoader:
                 kept=kept if reload is None else _of_kept_layers(layout, expected, kept),
                 ignorable=self.ignorable,
                 owned=[*expected.values(), *self.buffers().values()],
-                allow_cast=self.allow_cast,
+                casts=self.casts,
                 whole_layers="" if reload is None else reload.why,
             )
         if reload is not None and plan.omitted:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.weights.casts import CastRule, summary
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.pools import inline, intercepted
@@ -56,6 +57,7 @@ class LoadPlan:
             addresses. Only the real load shows whether a complete update writes them.
         traced: If parameters are unproven, the memory that the trace has seen written.
         omitted: The kept parameters that a complete update leaves out. The plan is complete only while these are kept.
+        casts: The casts of its copies, see `casts.summary`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LoadPlan:
         self.unproven: dict[str, int] = {}
         self.traced = Coverage()
         self.omitted: frozenset[str] = frozenset()
+        self.casts: list[dict[str, Any]] = []
         self.digest = manifest.digest()
         self.partial = manifest.partial
         self.specs = {spec.name: spec for spec in manifest.tensors}
@@ -200,7 +203,7 @@ def trace(
     kept: frozenset[str] = frozenset(),
     ignorable: Callable[[str], bool] = lambda name: False,
     owned: Iterable[torch.Tensor] | None = None,
-    allow_cast: bool = False,
+    casts: CastRule | None = None,
     whole_layers: str = "",
 ) -> LoadPlan:
     """Run the loader on meta tensors and record its copies and fills. Writes no real memory.
@@ -213,7 +216,7 @@ def trace(
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
         owned: The model's parameters and buffers. The caller drops the plan if their memory is replaced. A name whose
             loading writes other memory is opaque.
-        allow_cast: Accept tensors whose dtype is not the engine's; the copy casts.
+        casts: Which tensors may have another dtype than the engine's memory; the copy casts.
         whole_layers: If the engine reloads whole layers, the reason; else empty. An update must then cover each layer
             of `expected` completely or not at all, and every name is opaque.
 
@@ -225,7 +228,7 @@ def trace(
     if problems:
         raise manifest_error(problems)
     expected = expected or {}
-    tracer = Tracer(manifest.tensors, expected.values(), allow_cast=allow_cast)
+    tracer = Tracer(manifest.tensors, expected.values(), casts=casts)
     failures, untried = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
     tracer.finish(owned)
     problems = [*failures.values(), *tracer.wrong_dtype.values()]
@@ -251,6 +254,7 @@ def trace(
         if not manifest.partial and tracer.unseen_writes:
             plan.traced = tracer.written
             plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
+    plan.casts = summary(tracer.casts)
     if not manifest.partial:
         plan.omitted = frozenset(name for name in kept & written.keys() if not written[name])
     return plan

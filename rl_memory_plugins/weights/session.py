@@ -84,6 +84,7 @@ class Session:
                 "replayed": len(plan.steps),
                 "opaque": len(plan.opaque),
                 "partial": plan.partial,
+                "casts": plan.casts,
                 "transport": buffer.transport,
                 "seconds": dict(self.seconds),
             }

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.write_recorder import overwritten_by, tensors_in, written_by
@@ -44,12 +45,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     Args:
         specs: The tensors of the manifest.
         memory: The model's parameters.
-        allow_cast: Accept copies that cast.
+        casts: Which copies may cast.
 
     Attributes:
         steps: For each name that is not opaque, its copies and fills in order.
         opaque: For each name that only the loader can load, the reason.
-        wrong_dtype: Names whose copy would cast; empty with `allow_cast`.
+        wrong_dtype: Names whose copy would make a cast that `casts` does not allow.
+        casts: For each name whose copy makes an allowed cast, the dtype of the tensor and that of the memory.
         written: The real memory that the loader would overwrite.
         unseen_writes: The loader would write more memory: it needs values, which the trace does not have.
         derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
@@ -57,7 +59,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(
-        self, specs: Iterable[TensorSpec], memory: Iterable[torch.Tensor] = (), *, allow_cast: bool = False
+        self, specs: Iterable[TensorSpec], memory: Iterable[torch.Tensor] = (), *, casts: CastRule | None = None
     ) -> None:
         super().__init__()
         self._memory = {_storage(tensor) for tensor in memory}
@@ -68,9 +70,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.wrong_dtype: dict[str, Mismatch] = {}
         self.written = Coverage()
         self.current: str | None = None
-        self._allow_cast = allow_cast
+        self.casts: dict[str, tuple[str, str]] = {}
+        self._rule = casts or CastRule()
+        self._specs = {spec.name: spec for spec in specs}
         self._tensors = {
-            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
+            name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            for name, spec in self._specs.items()
         }
         self._sources = {_storage(tensor): name for name, tensor in self._tensors.items()}
         # By storage, the names whose data it holds or would hold. `_tainted` keeps the tensors, so no id is reused.
@@ -117,6 +122,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         for name in self.opaque:
             self.steps.pop(name, None)
             self.wrong_dtype.pop(name, None)
+            self.casts.pop(name, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -180,10 +186,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                         f"shape {list(source.shape)} does not match the engine's {list(destination.shape)}"
                     )
                 source = source.expand(destination.shape)
-            if source.dtype != destination.dtype and not self._allow_cast:
-                expected, got = str(destination.dtype)[6:], str(source.dtype)[6:]
-                text = f"the trainer sends {got}, the engine has {expected}"
-                self.wrong_dtype[name] = Mismatch("dtype", name, text, expected=expected)
+            if source.dtype != destination.dtype:
+                self._cast(self._specs[name], str(destination.dtype)[6:])
             self._spread({name}, destination)
             if destination.numel():
                 target = _storage(destination)
@@ -195,6 +199,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 self._previous = (target, name)
         if not destination.is_meta:
             self.written.add(destination)
+
+    def _cast(self, spec: TensorSpec, held: str) -> None:
+        if self._rule.allows(spec, held):
+            self.casts[spec.name] = (spec.dtype, held)
+        else:
+            text = f"the trainer sends {spec.dtype}, the engine has {held}: send it, or choose a dtype (`dtype=`)"
+            self.wrong_dtype[spec.name] = Mismatch("dtype", spec.name, text, expected=held)
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:
         """Record a fill (e.g. of vocabulary padding) with the name whose copy writes the same storage."""

@@ -62,7 +62,7 @@ def test_every_mismatch_is_in_one_answer(server: Server, weights: Weights, first
     tensors = dict(weights.other.state_dict())
     names = [name for name in tensors if "layers" in name and name.endswith("weight")]
     tensors[names[0]] = torch.zeros(3, 5)
-    tensors[names[5]] = tensors[names[5]].to(torch.bfloat16)
+    tensors[names[5]] = tensors[names[5]].double()
     tensors["model.layers.0.self_attn.unheard_of.weight"] = torch.zeros(4, 4)
     del tensors["model.norm.weight"]
     with pytest.raises(ManifestError) as caught:

@@ -79,7 +79,7 @@ def test_a_misspelt_variable_is_told(monkeypatch, caplog):
 
 def test_what_was_decided_once_does_not_ask_the_environment_again(monkeypatch):
     monkeypatch.setenv("RL_MEMORY_POISON", "1")
-    config = RLMemoryConfig.parse("poison=false,allow_cast=true")
+    config = RLMemoryConfig.parse("poison=false,strict_dtypes=true,allow_cast=true")
     assert RLMemoryConfig.from_dict(config.to_dict()) == config
 
 

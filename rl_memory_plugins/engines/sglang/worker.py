@@ -20,6 +20,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.names import parameter_blocks
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ class Memory:
         if tag is Tag.WEIGHTS and self.allocator.name != "host":
             self.resident_graphs = self._capture_graphs_in_a_region()
         return self.allocator.region(tag)
+
+    def checkpoint(self) -> tuple[str, str | None]:
+        """The model's folder or name, and its revision."""
+        return self._server_args.model_path, self._server_args.revision
 
     @property
     def notes(self) -> list[str]:
@@ -200,6 +205,7 @@ class SglangWorker:
             load_weights=model.load_weights,
             reload=self._refuse_transformed,
             model_config=lambda: getattr(model, "config", None),
+            checkpoint=EngineCheckpoint(memory.checkpoint),
             resident_graphs=memory.resident_graphs,
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
             after_wake=lambda tags: memory.registered.resume() if Tag.WEIGHTS in tags else None,

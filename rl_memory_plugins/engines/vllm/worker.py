@@ -33,6 +33,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.names import parameter_blocks
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ class VllmWorker:
                 load_weights=self._load_weights,
                 reload=self._reload,
                 model_config=lambda: self._worker.model_config.hf_config,
+                checkpoint=EngineCheckpoint(self._checkpoint),
                 draft=self._draft,
                 settle_writes=self._session.settle_writes,
                 after_wake=self._after_wake,
@@ -220,6 +222,10 @@ class VllmWorker:
 
     def _draft(self) -> torch.nn.Module | None:
         return getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
+
+    def _checkpoint(self) -> tuple[str, str | None]:
+        config = self._worker.model_config
+        return str(getattr(config, "model_weights", "") or config.model), config.revision
 
     def _restore_layers(self) -> None:
         for model in (self.model, self._draft()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
+from rl_memory_plugins.weights.checkpoint_files import safetensors_files
 from rl_memory_plugins.weights.manifest import TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-INDEX = "model.safetensors.index.json"
 
 
 class CheckpointSource:
@@ -62,11 +60,7 @@ class CheckpointSource:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    index = path / INDEX
-    if index.is_file():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(path.glob("*.safetensors"))
+    files = safetensors_files(path)
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         raise InvalidRequestError(f"safetensors files are missing at {path}", missing=missing)

@@ -24,7 +24,8 @@ class Outgoing:
     """The common options of all sources.
 
     Args:
-        dtype: The dtype in which floating-point tensors are sent; `None` keeps theirs.
+        dtype: The dtype in which floating-point tensors are sent; `None` keeps theirs. An engine whose memory has a
+            narrower dtype rounds tensors of a dtype that is given here, and refuses others.
         rename: See `Rename`. It gets names without the parts that wrappers have added.
     """
 
@@ -42,7 +43,8 @@ class Outgoing:
 
     def spec(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
         """The spec of a tensor with the checkpoint's name and the trainer's dtype."""
-        return TensorSpec(name, name_of(self.sent_as(dtype)), tuple(shape))
+        chosen = self.dtype is not None and dtype.is_floating_point
+        return TensorSpec(name, name_of(self.sent_as(dtype)), tuple(shape), chosen)
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the dtype in which it is sent: itself, or a copy.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rl_memory_plugins.trainer.sources.outgoing import Outgoing
+from rl_memory_plugins.weights.casts import is_floating
 from rl_memory_plugins.weights.manifest import TensorSpec
 
 if TYPE_CHECKING:
@@ -28,7 +31,10 @@ class StreamSource:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._specs = list(specs)
+        self._specs = [
+            msgspec.structs.replace(spec, chosen=True) if dtype is not None and is_floating(spec.dtype) else spec
+            for spec in specs
+        ]
         self._make = make
         self._outgoing = Outgoing(dtype)
 

@@ -131,7 +131,7 @@ def test_an_opaque_loader_may_keep_its_tensors():
 def test_a_rejection_lists_all_ranks_mismatches_and_touches_nothing():
     tensors = checkpoint()
     tensors["q.weight"] = torch.zeros(3, 8, dtype=torch.bfloat16)
-    tensors["norm.weight"] = tensors["norm.weight"].bfloat16()
+    tensors["norm.weight"] = tensors["norm.weight"].double()
     tensors["bogus.weight"] = torch.zeros(2)
     tensors["ignored.weight"] = torch.zeros(2)
     ranks = [Rank(ToyModel(i, 2), i) for i in range(2)]

@@ -1,0 +1,93 @@
+"""The tensors of a checkpoint on disk by name, from the headers of its safetensors files. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+
+#: torch's names of the dtypes of safetensors.
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+}
+
+_LENGTH = struct.Struct("<Q")
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that the index of a folder names, or else all its `*.safetensors`. They may not exist."""
+    index = folder / INDEX
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def dtypes_in(folder: Path) -> dict[str, str]:
+    """The dtype of each tensor in a folder's safetensors files, by name."""
+    found: dict[str, str] = {}
+    for path in safetensors_files(folder):
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found.update((name, DTYPES.get(entry["dtype"], entry["dtype"])) for name, entry in header.items())
+    return found
+
+
+class EngineCheckpoint:
+    """The checkpoint that an engine was started from. Its files are read when they are first needed.
+
+    Args:
+        model: Gives the model's folder, or its name on the Hugging Face Hub; and the revision there.
+    """
+
+    def __init__(self, model: Callable[[], tuple[str, str | None]]) -> None:
+        self._model = model
+        self._dtypes: dict[str, str] | None = None
+
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of each tensor by name. Empty if this host has no safetensors files of the checkpoint."""
+        if self._dtypes is None:
+            try:
+                folder = _folder(*self._model())
+                self._dtypes = {} if folder is None else dtypes_in(folder)
+            except Exception as error:  # a load from elsewhere is no reason to fail an update
+                logger.warning("cannot read which tensors the engine's checkpoint has: %s", error)
+                self._dtypes = {}
+        return self._dtypes
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    """The folder with a model's files on this host: the model's own, or in the cache of the Hub; `None` if neither."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in (INDEX, "model.safetensors"):
+        found = try_to_load_from_cache(model, name, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
