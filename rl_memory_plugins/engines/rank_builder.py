@@ -91,6 +91,7 @@ def build_agent(
         reload=reload,
         transformed=lambda: post_load.transformed_in(model()),
         ignorable=lambda name: is_ignorable(name, tied=bool(getattr(model_config(), "tie_word_embeddings", False))),
+        checkpoint=checkpoint.dtypes,
         casts=CastRule(config.strict_dtypes, config.allow_cast, checkpoint.dtypes),
     )
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)

@@ -19,6 +19,7 @@ from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.known_names import Ignored, ignored_by_all
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource
@@ -94,7 +95,7 @@ def push_from_all(
         nonlocal sender
         if not served:
             return {}
-        sender = WeightSender(served, timeout_s=wait_s, token=token, settle_unused=begin.settle, **options)
+        sender = WeightSender(served, timeout_s=wait_s, token=token, settle_ignored=begin.settle, **options)
         return sender.endpoints
 
     try:
@@ -127,7 +128,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequestError: an option is unknown or has a bad value.
     """
-    allowed = {"partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "settle_unused"}
+    allowed = {"partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "settle_ignored"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
         raise InvalidRequestError(
@@ -161,7 +162,7 @@ def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, part
         raise
     finally:
         once.close()
-    return {"bytes": 0, "tensors": 0, "buckets": 0, "seconds": {}, "receivers": []}
+    return {"bytes": 0, "tensors": 0, "buckets": 0, "unused": [], "seconds": {}, "receivers": []}
 
 
 class _Begin:
@@ -175,11 +176,11 @@ class _Begin:
         self.peers = peers
         self.agreed: bool | None = None
 
-    def settle(self, unused: list[str] | None, error: Exception | None = None) -> list[str]:
-        """Share this process's vote, and return the names of tensors that no engine rank uses.
+    def settle(self, ignored: Ignored | None, error: Exception | None = None) -> Ignored:
+        """Share this process's vote, and return the names of tensors that all engine ranks ignore.
 
         Args:
-            unused: The names that no receiver of this process's sender uses; `None` without a sender.
+            ignored: The names that all receivers of this process's sender ignore; `None` without a sender.
             error: The error that keeps this process from beginning.
 
         Raises:
@@ -187,12 +188,13 @@ class _Begin:
             ManifestError: this process has no sender, and no engine rank uses some of the names.
         """
         self.agreed = False
-        votes = [vote for vote in self.peers.share(unused, error, specificity) if vote is not None]
-        unknown = [name for name in votes[0] if all(name in vote for vote in votes)] if votes else []
-        self.agreed = not unknown
-        if unknown and unused is None:
-            raise manifest_error([Mismatch("unknown", name, "no rank of the engine uses it") for name in unknown])
-        return unknown
+        votes = self.peers.share(ignored, error, specificity, as_type=Ignored | None)
+        found = ignored_by_all([vote for vote in votes if vote is not None])
+        self.agreed = not found.unknown
+        if found.unknown and ignored is None:
+            unused = "no rank of the engine uses it"
+            raise manifest_error([Mismatch("unknown", name, unused) for name in found.unknown])
+        return found
 
 
 class _Once:

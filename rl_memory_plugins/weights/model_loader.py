@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,6 +78,7 @@ class ModelLoader:
         transformed: The number of the engine's post-load steps that have transformed weights. A change makes all plans
             invalid.
         ignorable: Whether the loader may ignore a name of the manifest.
+        checkpoint: Gives the names of the engine's checkpoint. The loader may ignore these too.
         casts: Which tensors may have another dtype than the engine's memory.
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
         replays: The buckets of the latest update.
@@ -90,6 +91,7 @@ class ModelLoader:
     reload: Callable[[], Reload | None] = lambda: None
     transformed: Callable[[], int] = lambda: 0
     ignorable: Callable[[str], bool] = is_ignorable
+    checkpoint: Callable[[], Collection[str]] = tuple
     casts: CastRule = field(default_factory=CastRule)
     complete: LoadPlan | None = field(default=None, init=False)
     replays: Replays = field(default_factory=Replays, init=False)
@@ -121,6 +123,7 @@ class ModelLoader:
                 expected=layout,
                 kept=kept if reload is None else _of_kept_layers(layout, expected, kept),
                 ignorable=self.ignorable,
+                checkpoint=self.checkpoint,
                 owned=[*expected.values(), *self.buffers().values()],
                 casts=self.casts,
                 whole_layers="" if reload is None else reload.why,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.casts import CastRule, summary
 from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.known_names import hint, nearest, skipped_twins
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.pools import inline, intercepted
 from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
@@ -53,6 +55,8 @@ class LoadPlan:
         steps: The copies and fills that `apply` replays, by name. A name may have many (experts, fused layers) or none.
         opaque: Names that only the engine's loader can load, with the reason.
         unused: Names that this rank's loader ignored and may not ignore.
+        skipped: Names that it skips by itself.
+        nearest: For unused names, similar names that it knows.
         unproven: Parameters that the trace has not seen covered because it could not follow the loader, with their
             addresses. Only the real load shows whether a complete update writes them.
         traced: If parameters are unproven, the memory that the trace has seen written.
@@ -67,6 +71,8 @@ class LoadPlan:
         self.traced = Coverage()
         self.omitted: frozenset[str] = frozenset()
         self.casts: list[dict[str, Any]] = []
+        self.skipped: list[str] = []
+        self.nearest: dict[str, str] = {}
         self.digest = manifest.digest()
         self.partial = manifest.partial
         self.specs = {spec.name: spec for spec in manifest.tensors}
@@ -202,6 +208,7 @@ def trace(
     expected: Mapping[str, torch.Tensor] | None = None,
     kept: frozenset[str] = frozenset(),
     ignorable: Callable[[str], bool] = lambda name: False,
+    checkpoint: Callable[[], Collection[str]] = tuple,
     owned: Iterable[torch.Tensor] | None = None,
     casts: CastRule | None = None,
     whole_layers: str = "",
@@ -214,6 +221,7 @@ def trace(
         expected: The parameters that a complete update must cover, by the engine's name.
         kept: Those that a complete update may leave out, each as a whole.
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
+        checkpoint: Gives the names of the engine's checkpoint. The loader may ignore these too.
         owned: The model's parameters and buffers. The caller drops the plan if their memory is replaced. A name whose
             loading writes other memory is opaque.
         casts: Which tensors may have another dtype than the engine's memory; the copy casts.
@@ -236,7 +244,16 @@ def trace(
         reason = f"not tried after {MAX_FAILURES} failures in a row, nor {len(untried) - 1} more names"
         problems.append(Mismatch("loader", untried[0], reason))
     used = tracer.steps.keys() | tracer.opaque.keys() | failures.keys() | set(untried)
-    unused = [s.name for s in manifest.tensors if s.name not in used and s.numel and not ignorable(s.name)]
+    ignored = [s.name for s in manifest.tensors if s.name not in used and s.numel]
+    skipped = [name for name in ignored if ignorable(name)]
+    if len(skipped) < len(ignored):
+        skipped += _skipped(load_weights, manifest, set(ignored).difference(skipped), checkpoint())
+    unused = [name for name in ignored if name not in set(skipped)] if skipped else ignored
+    near: dict[str, str] = {}
+    if unused or any(problem.kind == "unknown" for problem in problems):
+        unknown = [*unused, *(problem.name for problem in problems if problem.kind == "unknown")]
+        near = nearest(unknown, {*tracer.steps, *expected, *checkpoint()})
+        problems = [_with_hint(problem, near) for problem in problems]
     counted = expected if whole_layers or not manifest.partial else {}
     written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}
     any_may_lack = manifest.partial or (tracer.unseen_writes and whole_layers)
@@ -254,10 +271,30 @@ def trace(
         if not manifest.partial and tracer.unseen_writes:
             plan.traced = tracer.written
             plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
-    plan.casts = summary(tracer.casts)
+    plan.casts, plan.skipped, plan.nearest = summary(tracer.casts), skipped, near
     if not manifest.partial:
         plan.omitted = frozenset(name for name in kept & written.keys() if not written[name])
     return plan
+
+
+def _skipped(load_weights: Loader, manifest: Manifest, ignored: Collection[str], names: Collection[str]) -> list[str]:
+    """The ignored names that the engine's checkpoint has too, or has under another name that the loader ignores."""
+    shapes = {spec.name: spec for spec in manifest.tensors if spec.name in ignored}
+
+    def ignores(twins: list[str]) -> set[str]:
+        like = next(iter(shapes.values()))
+        tracer = Tracer([TensorSpec(twin, like.dtype, like.shape) for twin in twins], casts=CastRule(any=True))
+        failures, untried = _run(load_weights, tracer, twins)
+        return {*twins}.difference(tracer.steps, tracer.opaque, failures, untried)
+
+    others = [name for name in shapes if name not in names]
+    return [name for name in shapes if name in names] + skipped_twins(others, names, ignores)
+
+
+def _with_hint(problem: Mismatch, near: Mapping[str, str]) -> Mismatch:
+    if problem.name not in near:
+        return problem
+    return msgspec.structs.replace(problem, message=problem.message + hint(near[problem.name]))
 
 
 def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightU
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.buffers import TRANSPORTS
+from rl_memory_plugins.weights.known_names import Ignored, hint, ignored_by_all
 from rl_memory_plugins.weights.listener import ConnectedRank, Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.routes import Route, Routes
@@ -46,8 +46,8 @@ class WeightSender:
         directory: The parent of the private directory for the socket; by default the directory for temporary files.
             The engine must see it under the same path, which must be short: the path of a socket has at most 107 bytes.
         token: The secret that receivers must show; by default a new one. Several senders of one update share it.
-        settle_unused: For several senders of one update. The sender calls it with the names that none of its receivers
-            uses. It returns those that no receiver of any sender uses.
+        settle_ignored: For several senders of one update. The sender calls it with the names that all its receivers
+            ignore. It returns those that all receivers of all senders ignore.
         transport: One of `buffers.TRANSPORTS`; or `auto`: for each receiver, the first transport that works. `auto`
             tries CUDA only if this process uses CUDA already.
         keep_mapped: Receivers leave the tensors' memory open until the next update or `cuda_ipc.release_mapped`, as
@@ -68,7 +68,7 @@ class WeightSender:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
-        settle_unused: Callable[[list[str]], list[str]] = list,
+        settle_ignored: Callable[[Ignored], Ignored] = lambda ignored: ignored,
         transport: str = "auto",
         keep_mapped: bool = False,
     ) -> None:
@@ -89,7 +89,7 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._slots = slots
         self._timeout_s = timeout_s
-        self._settle_unused = settle_unused
+        self._settle_ignored = settle_ignored
         self._current: Any = None  # the tensor that is packed in parts
         self._seconds: dict[str, float] = {}  # by step
         self._listener = Listener(receivers, timeout_s, directory, token)
@@ -120,8 +120,8 @@ class WeightSender:
             partial: The update covers only some of the weights. The other weights must be valid.
 
         Returns: bytes, tensors, buckets, `staging_bytes` (of this process, over all devices), seconds by step,
-        `transport` (the slowest in use), `fallbacks` (device, transport, and the reason why it was not used), and the
-        reports of the receivers.
+        `unused` (names that the engine's loader skips by itself), `transport` (the slowest in use), `fallbacks`
+        (device, transport, and the reason why it was not used), and the reports of the receivers.
 
         Raises:
             ManifestError: the tensors do not fit the model. The error lists the mismatches of all ranks. No weights
@@ -144,12 +144,12 @@ class WeightSender:
             ranks = self._listener.ranks
             routes = Routes(manifest, self._transport, ranks, keep_mapped=self._keep_mapped, resident=resident)
             answers, buckets = self._offer(manifest, routes)
-            self._require_accepted(answers)
+            unused = self._require_accepted(answers)
             tensors = source.tensors()
             self._stream(manifest, buckets, routes.in_use(), tensors)
             with timed(self._seconds, "commit"):
                 for rank in self._listener.ranks:
-                    rank.connection.send(wire.Commit(), self._timeout_s)
+                    rank.connection.send(wire.Commit(unused), self._timeout_s)
                 done = self._listener.gather(self._listener.ranks, wire.Done)
             if self._keep_mapped:
                 self._hold_leases(routes.in_use())
@@ -158,6 +158,7 @@ class WeightSender:
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
                 "staging_bytes": sum(route.buffer.nbytes for route in routes.in_use()),
+                "unused": unused,
                 "transport": max((route.transport for route in routes.in_use()), key=TRANSPORTS.index),
                 "fallbacks": [refusal for rank, _ in done for refusal in rank.refused],
                 "seconds": self._seconds,
@@ -212,27 +213,28 @@ class WeightSender:
                     waiting.append(rank)
         return answers, buckets
 
-    def _require_accepted(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> None:
-        """Raise one error with the mismatches of all ranks if there are any."""
+    def _require_accepted(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> list[str]:
+        """Raise one error with the mismatches of all ranks if there are any. Returns the names that all skip."""
         merged: dict[Mismatch, list[int]] = {}
-        ignored_by = Counter(name for _, answer in answers for name in answer.unused)
         for rank, answer in answers:
             for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
                 merged.setdefault(mismatch, []).append(rank.rank)
         mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
         # With pipeline or expert parallelism, one rank may not use a name. It is an error if no rank does.
-        unknown = [name for name, count in ignored_by.items() if count == len(self._listener.ranks)]
+        ignored = ignored_by_all([Ignored(answer.unused, answer.skipped) for _, answer in answers])
         if not mismatches:
-            unknown = self._settle_unused(unknown)
+            ignored = self._settle_ignored(ignored)
+        near = {name: found for _, answer in answers for name, found in answer.nearest.items()}
         everywhere = tuple(sorted(rank.rank for rank in self._listener.ranks))
         listed = {mismatch.name for mismatch in mismatches}
         mismatches += [
-            Mismatch("unknown", name, "no rank of the engine uses it", everywhere)
-            for name in unknown
+            Mismatch("unknown", name, f"no rank of the engine uses it{hint(near.get(name))}", everywhere)
+            for name in ignored.unknown
             if name not in listed
         ]
         if mismatches:
-            raise manifest_error(mismatches, unknown)
+            raise manifest_error(mismatches, ignored.unknown)
+        return ignored.skipped
 
     def _stream(
         self,

@@ -47,6 +47,7 @@ class Session:
     _received_bytes: int = field(default=0, init=False)  # of the next tensor
     _total_bytes: int = field(default=0, init=False)
     _committed: bool = field(default=False, init=False)
+    _unused: list[str] = field(default_factory=list, init=False)  # names that every rank skips
     _assembled: torch.Tensor | None = field(default=None, init=False)  # the next tensor, if its rows do not load alone
     # slots as elements, by address and dtype
     _elements: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict, init=False)
@@ -85,6 +86,7 @@ class Session:
                 "opaque": len(plan.opaque),
                 "partial": plan.partial,
                 "casts": plan.casts,
+                "unused": self._unused,
                 "transport": buffer.transport,
                 "seconds": dict(self.seconds),
             }
@@ -128,9 +130,9 @@ class Session:
         except ManifestError as error:
             error.details["rank"] = self.manager.rank
             mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]
-            connection.send(wire.Reject(error.details["unused"], mismatches), self.timeout_s)
+            connection.send(wire.Reject(error.details["unused"], mismatches=mismatches), self.timeout_s)
             raise
-        connection.send(wire.Accept(plan.unused), self.timeout_s)
+        connection.send(wire.Accept(plan.unused, plan.skipped, plan.nearest), self.timeout_s)
         return plan
 
     def _arrivals(
@@ -144,8 +146,10 @@ class Session:
         while True:
             with timed(self.seconds, "wait"):
                 bucket = connection.receive(wire.Bucket, wire.Commit, timeout_s=self.timeout_s)
-            if not isinstance(bucket, wire.Bucket):
+            if isinstance(bucket, wire.Commit):
+                self._unused = bucket.unused
                 break
+            assert isinstance(bucket, wire.Bucket)
             if not 0 <= bucket.slot < manifest.slots:
                 raise WeightUpdateError(
                     f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"

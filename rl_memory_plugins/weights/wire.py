@@ -58,13 +58,15 @@ class Offer(Message, frozen=True):
 
 class Answer(Message, frozen=True):
     unused: list[str]  # names that this rank's loader ignored and may not ignore
+    skipped: list[str] = []  # names that it skips by itself
+    nearest: dict[str, str] = {}  # for unused names, similar names that it knows
 
 
 class Accept(Answer, frozen=True):
     pass
 
 
-class Reject(Answer, frozen=True):
+class Reject(Answer, frozen=True, kw_only=True):
     mismatches: list[Mismatch]
 
 
@@ -84,7 +86,7 @@ class Ack(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    pass
+    unused: list[str] = []  # names that every rank skips
 
 
 class Done(Message, frozen=True):
