@@ -124,7 +124,8 @@ class ModelLoader:
                 kept=kept if reload is None else _of_kept_layers(layout, expected, kept),
                 ignorable=self.ignorable,
                 checkpoint=self.checkpoint,
-                owned=[*expected.values(), *self.buffers().values()],
+                # In the checkpoint's layout nothing is replayed. An opaque name would escape the rule for casts.
+                owned=[*expected.values(), *self.buffers().values()] if reload is None else None,
                 casts=self.casts,
                 whole_layers="" if reload is None else reload.why,
             )

@@ -230,7 +230,7 @@ def trace(
 
     Raises:
         ManifestError: the manifest does not fit. `details["mismatches"]` lists every mismatch, `details["unused"]` the
-            names that the loader ignored.
+            names that the loader ignored, `details["nearest"]` similar names that it knows.
     """
     problems = manifest.mismatches()
     if problems:
@@ -261,7 +261,9 @@ def trace(
     if whole_layers or not tracer.unseen_writes:
         problems += missing
     if problems:
-        raise manifest_error(problems, unused)
+        error = manifest_error(problems, unused)
+        error.details["nearest"] = near
+        raise error
     if tracer.derives:
         whole_layers = whole_layers or f"the loader runs {tracer.derives} on the model's memory"
     if whole_layers:

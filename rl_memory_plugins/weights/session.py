@@ -130,7 +130,9 @@ class Session:
         except ManifestError as error:
             error.details["rank"] = self.manager.rank
             mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]
-            connection.send(wire.Reject(error.details["unused"], mismatches=mismatches), self.timeout_s)
+            nearest = error.details.pop("nearest", {})
+            answer = wire.Reject(error.details["unused"], nearest=nearest, mismatches=mismatches)
+            connection.send(answer, self.timeout_s)
             raise
         connection.send(wire.Accept(plan.unused, plan.skipped, plan.nearest), self.timeout_s)
         return plan
