@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 LIKELIEST = 20
 """Of random weights in bfloat16, several tokens are equally likely at many places."""
 
