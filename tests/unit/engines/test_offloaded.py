@@ -15,6 +15,7 @@ from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Content, Level, Tag
+from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
 from rl_memory_plugins.weights.names import parameter_blocks
 
@@ -49,6 +50,7 @@ class Rank:
             load_weights=self.model.load_weights,
             reload=lambda: None,
             model_config=lambda: None,
+            checkpoint=EngineCheckpoint(lambda: ("a model that no host has", None)),
         )
         self.updates = EngineUpdates(self.manager, self.model.named_parameters)
 
