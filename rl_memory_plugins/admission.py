@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rl_memory_plugins.errors import EngineAsleepError
+from rl_memory_plugins.errors import EngineAsleepError, StateConflictError
 from rl_memory_plugins.records import EngineStatus
-from rl_memory_plugins.tags import Content
+from rl_memory_plugins.tags import Content, Tag
 
 RETRY_AFTER_SECONDS = 1
 _UPDATING = "updating"
+#: Transitions that leave the weights and the caches as they are.
+_BESIDE_REQUESTS = ("update_adapter", "remove_adapter")
 
 
 def refusal(engine: EngineStatus) -> EngineAsleepError | None:
     """The error for requests that the engine does not admit; `None` if it admits them.
 
     An engine admits requests while all tags are resident on every rank, the content of the weights is valid, and no
-    pause and no transition is under way.
+    pause and no transition is under way. Changes of adapters run beside requests.
     """
     asleep = engine.asleep_tags()
     if engine.busy == "update_weights" or engine.content is Content.UPDATING:
         return _refuse(_UPDATING, "its weights are being updated")
-    if engine.busy:
+    if engine.busy and engine.busy not in _BESIDE_REQUESTS:
         return _refuse("asleep", engine.under_way)
     if asleep:
         return _refuse("asleep", f"{', '.join(asleep)} asleep: wake_up() first", tags=asleep)
@@ -48,6 +50,16 @@ def first_refusal(engines: Iterable[EngineStatus], *, held: bool = False) -> Eng
 def is_sleeping(engines: Iterable[EngineStatus]) -> bool:
     """Whether any tag is released anywhere, or an engine was paused by `sleep(level=0)`."""
     return any(engine.paused or engine.asleep_tags() for engine in engines)
+
+
+def require_weights(engine: EngineStatus, operation: str) -> None:
+    """
+    Raises:
+        StateConflictError: the weights are asleep, and `operation` writes into their memory.
+    """
+    asleep = engine.asleep_tags()
+    if Tag.WEIGHTS.value in asleep:
+        raise StateConflictError(f"the weights are asleep: wake_up(tags=['weights']) before {operation}", asleep=asleep)
 
 
 def _refuse(reason: str, why: str, **details: object) -> EngineAsleepError:

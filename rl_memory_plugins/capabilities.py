@@ -29,6 +29,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         fixed_weights: The reason why no update can reach the weights; empty if updates can.
         fixed_layers: The layers that no update can reach, at most `MOST_LAYERS`: their names and quantisation methods.
         resident_graphs: The reason why CUDA graphs stay on the device; empty if they can be released.
+        no_adapters: The reason why the engine takes no LoRA adapters; empty if it does.
     """
 
     ranks: int = 1
@@ -38,6 +39,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     fixed_weights: str = ""
     fixed_layers: dict[str, str] = {}
     resident_graphs: str = ""
+    no_adapters: str = ""
 
     def merged(self, ranks: Iterable[Capabilities]) -> Capabilities:
         """The engine's record, merged with those of its ranks. The first rank without an ability gives the reason."""
@@ -48,6 +50,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
                 fixed_weights=merged.fixed_weights or rank.fixed_weights,
                 fixed_layers=merged.fixed_layers or rank.fixed_layers,
                 resident_graphs=merged.resident_graphs or rank.resident_graphs,
+                no_adapters=merged.no_adapters or rank.no_adapters,
             )
         return merged
 
@@ -72,6 +75,14 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
                 "mode 'freeze' leaves running requests their KV cache, but the KV cache is asleep: use mode='keep'",
                 asleep=list(asleep),
             )
+
+    def require_adapters(self) -> None:
+        """
+        Raises:
+            UnsupportedError: the engine takes no adapters.
+        """
+        if self.no_adapters:
+            raise UnsupportedError(f"this engine takes no adapters: {self.no_adapters}")
 
     def require_updatable(self, operation: str) -> None:
         """Check that an update can bring the weights back.

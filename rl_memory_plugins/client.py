@@ -139,6 +139,33 @@ class EngineClient:
             self.post_update, tensors, receivers=self.devices() if receivers is None else receivers, **options
         )
 
+    def update_adapter(
+        self, name: str, tensors: Any, config: Any, *, receivers: Sequence[str] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Send a LoRA adapter from this process to every rank of the engine, which must be on the same host.
+
+        The requests that come afterwards use it as `model=name`. The base weights and their version stay as they are.
+
+        Args:
+            tensors, config, **options: As for `trainer.push_adapter`.
+            receivers: The devices to serve; all devices of the engine if not given.
+
+        Returns: as `update_weights`.
+        """
+        from rl_memory_plugins.trainer.push import push_adapter
+
+        devices = self.devices() if receivers is None else receivers
+        return push_adapter(self.post_adapter, name, tensors, config, receivers=devices, **options)
+
+    def remove_adapter(self, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Remove an adapter. Its running requests finish with it."""
+        return self.call("POST", "/remove_adapter", {"name": name}, timeout_s=timeout_s)
+
+    def post_adapter(self, body: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
+        """`post_update` for an adapter."""
+        limit = math.inf if timeout_s is None and self._has_default else timeout_s
+        return self.call("POST", "/update_adapter", body, timeout_s=limit)
+
     def post_update(self, body: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Make the engine connect to a sender that waits for it. Blocks until the update has ended."""
         limit = math.inf if timeout_s is None and self._has_default else timeout_s

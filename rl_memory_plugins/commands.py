@@ -54,6 +54,28 @@ class UpdateWeights(Command, frozen=True):
     call: str = ""
 
 
+class UpdateAdapter(Command, frozen=True):
+    """Take the tensors of a LoRA adapter from a trainer's sockets. Requests that come afterwards use them.
+
+    `config` is PEFT's `adapter_config.json`. `endpoints`, `token` and `timeout_s`: as for `UpdateWeights`.
+    """
+
+    name: ClassVar[str] = "update_adapter"
+    adapter: str
+    config: dict[str, Any]
+    endpoints: dict[str, str]
+    token: str
+    adapter_version: str | None = None
+    timeout_s: float | None = None
+    hold: str = ""
+
+
+class RemoveAdapter(Command, frozen=True):
+    name: ClassVar[str] = "remove_adapter"
+    adapter: str
+    hold: str = ""
+
+
 class Drain(Command, frozen=True):
     """Wait for running requests, and stay closed until the command with this ticket as `hold`, or its `Decide`.
 
@@ -96,7 +118,8 @@ class Hello(Command, frozen=True):
     """Ask for the path of the engine's status board."""
 
 
-AnyCommand = Sleep | WakeUp | UpdateWeights | Drain | Decide | CancelDrain | Resume | Checksums | Hello
+Transition = Sleep | WakeUp | UpdateWeights | UpdateAdapter | RemoveAdapter
+AnyCommand = Transition | Drain | Decide | CancelDrain | Resume | Checksums | Hello
 
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(AnyCommand).decode

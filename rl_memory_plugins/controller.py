@@ -17,18 +17,19 @@ from typing import Any
 
 import msgspec
 
-from rl_memory_plugins import commands
+from rl_memory_plugins import admission, commands
+from rl_memory_plugins.adapters import Adapters
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import AnyCommand, done, encode_reply, error_reply
 from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
-from rl_memory_plugins.errors import DrainTimeoutError, InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.keep import checked_globs
 from rl_memory_plugins.published_state import PublishedState
 from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
-from rl_memory_plugins.transition import PendingTransition
+from rl_memory_plugins.transition import PendingTransition, given_up
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Controller:
             commands.Sleep: self._sleep,
             commands.WakeUp: self._wake_up,
             commands.UpdateWeights: self._update_weights,
+            **dict.fromkeys((commands.UpdateAdapter, commands.RemoveAdapter), self._change_adapter),
             commands.Drain: self._drain,
             commands.Decide: self._decide,
             commands.CancelDrain: self._cancel_drain,
@@ -80,6 +82,7 @@ class Controller:
         self.capabilities = msgspec.structs.replace(capabilities, ranks=len(declared)).merged(declared)
         status = EngineStatus(ranks=[], engine_rank=engine_rank, capabilities=self.capabilities)
         self._state = PublishedState(ranks, engine, board, status, self._under_way)
+        self.adapters = Adapters(ranks, engine, self._state, self._decided, update_timeout_s)
         self.refresh()
 
     # -- entry points -------------------------------------------------------------------------------------------
@@ -209,11 +212,7 @@ class Controller:
         self.capabilities.require_mode(command.mode, self.status.asleep_tags())
         self.require_free()
         self._require_none_waiting(command.hold)
-        if Tag.WEIGHTS.value in self.status.asleep_tags():
-            raise StateConflictError(
-                "the weights are asleep: wake_up(tags=['weights']) before an update",
-                asleep=self.status.asleep_tags(),
-            )
+        admission.require_weights(self.status, "an update")
         operation = PendingTransition(command.name, command.hold, command.call)
         received: list[Reply[Any]] = []
 
@@ -251,6 +250,13 @@ class Controller:
 
         return self._drain_then(operation, command.mode, act)
 
+    def _change_adapter(self, command: commands.UpdateAdapter | commands.RemoveAdapter) -> Future[bytes]:
+        self.capabilities.require_adapters()
+        self.require_free()
+        self._require_none_waiting(command.hold)
+        operation = PendingTransition(command.name, command.hold)
+        return self._run(operation, lambda: self.adapters.change(command, operation))
+
     def _drain(self, command: commands.Drain) -> Future[bytes]:
         self.require_free()
         operation = PendingTransition(command.operation, command.ticket, command.call)
@@ -276,10 +282,7 @@ class Controller:
         for operation in waiting:
             operation.cancelled = True
             self._draining.remove(operation)
-        error: Exception = DrainTimeoutError(
-            "running requests did not finish within drain_timeout_s, and nothing was released: "
-            "use mode='abort' or mode='keep', or a larger drain_timeout_s"
-        )
+        error: Exception = given_up()
         try:
             if waiting:
                 self._state.refresh_or_close()

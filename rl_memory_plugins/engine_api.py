@@ -80,6 +80,19 @@ class EngineApi(ABC):
         """Take weights from a trainer's sockets. Ends when all ranks hold them. See `commands.UpdateWeights`."""
         return (yield from self.transition(operations.update_weights(endpoints, token, **options)))
 
+    def update_adapter_from_ipc(
+        self, name: str, config: dict[str, Any], endpoints: dict[str, str], token: str, **options: Any
+    ) -> Operation:
+        """Take a LoRA adapter from a trainer's sockets. Requests that come afterwards use it by its name.
+
+        Running requests of a former version finish with that version. See `commands.UpdateAdapter`.
+        """
+        return (yield from self.transition(operations.update_adapter(name, config, endpoints, token, **options)))
+
+    def remove_adapter(self, name: str) -> Operation:
+        """Remove an adapter that `update_adapter_from_ipc` has added. Its running requests finish with it."""
+        return (yield from self.transition(operations.remove_adapter(name)))
+
     def is_sleeping(self) -> Operation:
         """Whether any tag is released or an engine is paused."""
         return admission.is_sleeping((yield from self.status()))

@@ -35,6 +35,9 @@ class EngineHooks(Protocol):
                 present content nor the content that running requests still add to it.
         """
 
+    def adapters_in_use(self) -> set[int]:
+        """The numbers of the adapter versions that requests in the scheduler use, and perhaps others."""
+
     def call_after_reply(self, act: Callable[[], None]) -> None:
         """Call `act` after the engine has sent the current reply. `act` must not raise, and nobody waits for it."""
 

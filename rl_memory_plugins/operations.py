@@ -24,14 +24,14 @@ from rl_memory_plugins.commands import AnyCommand
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
 from rl_memory_plugins.keep import parse_keep
-from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, Report
+from rl_memory_plugins.records import LONGEST_ADAPTER, LONGEST_VERSION, EngineStatus, Reply, Report
 from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
 
 _running: set[asyncio.Task[Any]] = set()  # strong references: the event loop holds its tasks only weakly
 
 Operation = Generator[AnyCommand, list[Reply[Any]], Any]
-Transition = commands.Sleep | commands.WakeUp | commands.UpdateWeights
+Transition = commands.Transition
 
 
 def sleep(level: object = 1, tags: object = None, mode: object = "abort", keep: object = None) -> commands.Sleep:
@@ -79,25 +79,70 @@ def update_weights(
         "mode": parse_mode(mode),
         "timeout_s": timeout_s,
     }
+    command: commands.UpdateWeights = _checked(given, commands.UpdateWeights, "weight update")
+    _require_version("weight update", "weight_version", command.weight_version)
+    return command
+
+
+def update_adapter(
+    name: object = None,
+    config: object = None,
+    endpoints: object = None,
+    token: object = None,
+    adapter_version: object = None,
+    timeout_s: object = None,
+) -> commands.UpdateAdapter:
+    """Build the command; see `commands.UpdateAdapter`. Raises as `update_weights` does."""
+    given = {
+        "adapter": name,
+        "config": config,
+        "endpoints": endpoints,
+        "token": token,
+        "adapter_version": adapter_version,
+        "timeout_s": timeout_s,
+    }
+    command: commands.UpdateAdapter = _checked(given, commands.UpdateAdapter, "adapter update")
+    _require_name("adapter update", command.adapter)
+    _require_version("adapter update", "adapter_version", command.adapter_version, LONGEST_ADAPTER)
+    return command
+
+
+def remove_adapter(name: object = None) -> commands.RemoveAdapter:
+    """Build the command. Raises as `update_weights` does."""
+    command: commands.RemoveAdapter = _checked({"adapter": name}, commands.RemoveAdapter, "removal of an adapter")
+    _require_name("removal of an adapter", command.adapter)
+    return command
+
+
+def _checked(given: dict[str, Any], kind: Any, what: str) -> Any:
+    """Build a command of this kind, and check the fields that several kinds have."""
     try:
-        command = msgspec.convert(given, commands.UpdateWeights)
+        command = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"bad weight update: {error}") from None
-    if not command.endpoints or not command.token:
-        raise InvalidRequestError("bad weight update: endpoints and token must not be empty")
-    if command.timeout_s is not None and not 0 < command.timeout_s <= LONGEST_S:
+        problem = str(error).replace("$.adapter`", "$.name`")  # the callers' name of the field
+        raise InvalidRequestError(f"bad {what}: {problem}") from None
+    if not getattr(command, "endpoints", "none needed") or not getattr(command, "token", "none needed"):
+        raise InvalidRequestError(f"bad {what}: endpoints and token must not be empty")
+    timeout_s = getattr(command, "timeout_s", None)
+    if timeout_s is not None and not 0 < timeout_s <= LONGEST_S:
         raise InvalidRequestError(
-            f"bad weight update: timeout_s must be positive, and at most {LONGEST_S:g}", field="timeout_s"
-        )
-    if len(command.weight_version or "") > LONGEST_VERSION:
-        raise InvalidRequestError(
-            f"bad weight update: weight_version has more than {LONGEST_VERSION} characters", field="weight_version"
+            f"bad {what}: timeout_s must be positive, and at most {LONGEST_S:g}", field="timeout_s"
         )
     try:
         commands.encode_command(command)
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"bad weight update: {error}") from None
+    except (UnicodeEncodeError, TypeError, OverflowError) as error:
+        raise InvalidRequestError(f"bad {what}: {error}") from None
     return command
+
+
+def _require_version(what: str, field: str, version: str | None, longest: int = LONGEST_VERSION) -> None:
+    if len(version or "") > longest:
+        raise InvalidRequestError(f"bad {what}: {field} has more than {longest} characters", field=field)
+
+
+def _require_name(what: str, name: str) -> None:
+    if not 0 < len(name) <= LONGEST_ADAPTER:
+        raise InvalidRequestError(f"bad {what}: a name has 1 to {LONGEST_ADAPTER} characters", field="name")
 
 
 def refuse_during_update(engines: Iterable[EngineStatus]) -> None:
@@ -105,8 +150,10 @@ def refuse_during_update(engines: Iterable[EngineStatus]) -> None:
     Raises:
         StateConflictError: an update is running. The engines cannot answer a command before it ends.
     """
-    if any(engine.busy == "update_weights" for engine in engines):
-        raise StateConflictError("a weight update is running; retry when it has ended", busy="update_weights")
+    for engine in engines:
+        if engine.busy in (commands.UpdateWeights.name, commands.UpdateAdapter.name):
+            what = "a weight update" if engine.busy == commands.UpdateWeights.name else "an update of an adapter"
+            raise StateConflictError(f"{what} is running; retry when it has ended", busy=engine.busy)
 
 
 def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
@@ -119,7 +166,7 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
         return _merge(raise_engine_failures((yield command)))
     ticket, drained_s = uuid.uuid4().hex, 0.0
     try:
-        if not isinstance(command, commands.WakeUp) and command.mode is PauseMode.WAIT:
+        if getattr(command, "mode", None) is PauseMode.WAIT:
             waited = raise_engine_failures((yield commands.Drain(command.name, ticket)))
             drained_s = max(reply.result["drained"] for reply in waited)
         raise_engine_failures((yield msgspec.structs.replace(command, hold=ticket)))

@@ -19,6 +19,9 @@ INITIAL_VERSION = "initial"
 LONGEST_VERSION = 1024
 """The most characters of a weight version. Every status holds the version, and the status board is limited."""
 
+LONGEST_ADAPTER = 256
+"""The most characters of an adapter's name, and of its version."""
+
 
 class TagStatus(msgspec.Struct, frozen=True):
     """One tag on one rank."""
@@ -51,15 +54,25 @@ UNKNOWN = "status"
 UNANSWERED = "unanswered"
 
 
+class AdapterStatus(msgspec.Struct, frozen=True):
+    """One version of a LoRA adapter that `update_adapter` has sent. New requests of the name use it."""
+
+    name: str
+    version: str
+    number: int  # of this version, in the engine's own tables
+    bytes: int  # of its tensors, as sent
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine (one data-parallel rank): its ranks, and the fields that the admission rule reads."""
 
     ranks: list[RankStatus]
     weight_version: str = INITIAL_VERSION
     paused: bool = False  # by sleep(level=0), or because the engine's own work after a wake failed
-    busy: str = ""  # the operation under way: "", "sleep", "wake_up", "update_weights"; or `UNKNOWN`, `UNANSWERED`
+    busy: str = ""  # the operation under way: "", a key of `transition.STEPS`, `UNKNOWN` or `UNANSWERED`
     engine_rank: int = 0
     capabilities: Capabilities = EVERYTHING
+    adapters: tuple[AdapterStatus, ...] = ()
 
     @property
     def under_way(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from rl_memory_plugins.errors import DrainTimeoutError
 from rl_memory_plugins.records import Reply, Report, TagChange
 
 #: The steps of each operation. Every report names all of them; a step that did not run stays 0.0.
@@ -16,6 +17,8 @@ STEPS = {
     "sleep": ("drain", "synchronize", "backup", "release", "total"),
     "wake_up": ("reserve", "map", "restore", "total"),
     "update_weights": ("drain", "connect", "validate", "wait", "load", "finish", "total"),
+    "update_adapter": ("connect", "validate", "wait", "load", "add", "total"),
+    "remove_adapter": ("total",),
 }
 
 
@@ -54,3 +57,11 @@ class PendingTransition:
                 self.seconds[step] = max(self.seconds.get(step, 0.0), seconds)
         self.seconds["total"] = self.elapsed()
         return Report(changes=changes, seconds=self.seconds, details=details)
+
+
+def given_up() -> DrainTimeoutError:
+    """The error of a transition that has waited for running requests too long."""
+    return DrainTimeoutError(
+        "running requests did not finish within drain_timeout_s, and nothing was released: "
+        "use mode='abort' or mode='keep', or a larger drain_timeout_s"
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
@@ -13,6 +14,7 @@ from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.adapters import AdapterSlots, RankAdapters
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
@@ -71,6 +73,8 @@ def build_agent(
     model_config: Callable[[], Any],
     checkpoint: EngineCheckpoint,
     draft: Callable[[], torch.nn.Module | None] = lambda: None,
+    adapters: Callable[[], AdapterSlots] | None = None,
+    calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **own: Any,
 ) -> RankAgent:
     """The agent of a rank, with a receiver of weights. Begins the preparations of its first sleep and update.
@@ -82,6 +86,8 @@ def build_agent(
         model_config: Gives the configuration of the model, which says whether the output layer is the embedding.
         checkpoint: The files that the engine was started from.
         draft: Gives the draft model, if there is one.
+        adapters: Gives the engine's adapters; `None` if it takes none.
+        calls: As for `RankAgent`.
         **own: Arguments of `RankAgent` that only one engine has.
     """
     loader = ModelLoader(
@@ -95,7 +101,9 @@ def build_agent(
         casts=CastRule(config.strict_dtypes, config.allow_cast, checkpoint.dtypes),
     )
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
-    agent = RankAgent(manager, receiver, NamedWeights(model, draft), **own)
+    if adapters is not None:
+        calls = {**calls, **RankAdapters(receiver, adapters).calls}
+    agent = RankAgent(manager, receiver, NamedWeights(model, draft), calls=calls, **own)
     manager.warm_up()
     receiver.warm_up()
     return agent

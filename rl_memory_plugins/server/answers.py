@@ -30,6 +30,20 @@ class Updated(msgspec.Struct, frozen=True):
     report: Report
 
 
+class AdapterUpdated(msgspec.Struct, frozen=True):
+    status: Literal["updated"]
+    adapter: str
+    adapter_version: str
+    report: Report
+
+
+class AdapterRemoved(msgspec.Struct, frozen=True):
+    status: Literal["removed"]
+    adapter: str
+    adapter_version: str  # the last
+    report: Report
+
+
 class Sleeping(msgspec.Struct, frozen=True):
     is_sleeping: bool
 

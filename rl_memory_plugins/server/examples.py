@@ -8,7 +8,16 @@ import msgspec
 
 from rl_memory_plugins import errors
 from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
-from rl_memory_plugins.server.answers import Memory, Sleeping, Slept, Updated, Version, Woken
+from rl_memory_plugins.server.answers import (
+    AdapterRemoved,
+    AdapterUpdated,
+    Memory,
+    Sleeping,
+    Slept,
+    Updated,
+    Version,
+    Woken,
+)
 from rl_memory_plugins.server.responses import error_body
 from rl_memory_plugins.tags import Content, Level, Tag, TagState
 
@@ -64,6 +73,27 @@ _UPDATE_REPORT = Report(
     details={"weight_version": "step-41", "ranks": [{"rank": 0, "device": "cpu:0", "bytes": 2097152}]},
 )
 UPDATED: Json = {"one rank": _sent(Updated("updated", "step-41", Content.VALID, _UPDATE_REPORT))}
+ADAPTER: Json = {
+    "one trainer process for all ranks": {
+        "name": "policy",
+        "config": {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"]},
+        "endpoints": {"*": "/tmp/rl-memory-x/weights.sock"},
+        "token": "the token of the trainer",
+        "adapter_version": "step-41",
+    }
+}
+_ADAPTER_REPORT = Report(
+    changes=[],
+    seconds={"connect": 0.0003, "validate": 0.0004, "wait": 0.0028, "load": 0.0004, "add": 0.003, "total": 0.008},
+    details={
+        "adapter": "policy",
+        "adapter_version": "step-41",
+        "ranks": [{"rank": 0, "device": "cpu:0", "bytes": 65536}],
+    },
+)
+ADAPTER_UPDATED: Json = {"one rank": _sent(AdapterUpdated("updated", "policy", "step-41", _ADAPTER_REPORT))}
+_REMOVAL_REPORT = Report([], {"total": 0.0006}, {"adapter": "policy", "adapter_version": "step-41"})
+ADAPTER_REMOVED: Json = {"one rank": _sent(AdapterRemoved("removed", "policy", "step-41", _REMOVAL_REPORT))}
 SLEEPING: Json = {"awake": _sent(Sleeping(is_sleeping=False))}
 _RANK = RankStatus(
     rank=0,

@@ -8,6 +8,8 @@ An answer that passes carries two weight versions: the version when the request 
 answer began. Only an update changes the version. Therefore no token comes from weights older than the first version,
 and no token that existed when the answer began comes from weights newer than the second. An answer that is sent whole
 begins when it is complete: if both versions are equal, all of it comes from these weights.
+
+The answer of an adapter also carries the version of the adapter. All of the answer comes from this version.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
 ADMITTED_VERSION = b"x-weight-version"
 ANSWERED_VERSION = b"x-weight-version-end"
 
+ADAPTER_VERSION = b"x-adapter-version"
+
 _TRY_AGAIN_LATER = 1013
 
 _UNQUOTED = "/:=+@"  # besides letters, digits and "_.-~"; other characters of a version are percent-encoded
 
 _refusals: ContextVar[list[RLMemoryError] | None] = ContextVar("rl_memory_refusals", default=None)
+_adapters: ContextVar[list[str] | None] = ContextVar("rl_memory_adapters", default=None)
 
 
 def report_refusal(error: RLMemoryError) -> None:
@@ -40,6 +45,13 @@ def report_refusal(error: RLMemoryError) -> None:
     refusals = _refusals.get()
     if refusals is not None:
         refusals.append(error)
+
+
+def report_adapter(version: str) -> None:
+    """Report to the gate the version of the adapter that answers the request that this code runs for."""
+    adapters = _adapters.get()
+    if adapters is not None:
+        adapters.append(version)
 
 
 def refuse_if_closed(engines: Iterable[EngineStatus], *, held: bool = False) -> None:
@@ -61,8 +73,9 @@ def refuse_if_closed(engines: Iterable[EngineStatus], *, held: bool = False) -> 
 class AdmissionGate:
     """ASGI middleware that answers 503 with `Retry-After` to generation requests that the engines do not admit.
 
-    Answers to admitted requests get the headers `X-Weight-Version` and `X-Weight-Version-End`. The gate refuses a
-    WebSocket before it opens. Only the engine checks the requests that an open WebSocket sends.
+    Answers to admitted requests get the headers `X-Weight-Version` and `X-Weight-Version-End`, and `X-Adapter-Version`
+    if an adapter of `update_adapter` answers. The gate refuses a WebSocket before it opens. Only the engine checks the
+    requests that an open WebSocket sends.
 
     Args:
         app: The app. It gets all other requests unchanged.
@@ -108,6 +121,8 @@ class AdmissionGate:
         """
         late: list[RLMemoryError] = []
         _refusals.set(late)
+        adapters: list[str] = []
+        _adapters.set(adapters)
         started = False
 
         async def send_unless_refused(message: Message) -> None:
@@ -116,7 +131,8 @@ class AdmissionGate:
                 return  # the refusal takes the place of this answer
             started = True
             if message["type"] == "http.response.start":
-                headers = [*message.get("headers", ()), *admitted, *self._answered_version()]
+                used = [(ADAPTER_VERSION, _quoted(version)) for version in adapters[:1]]
+                headers = [*message.get("headers", ()), *admitted, *self._answered_version(), *used]
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -144,7 +160,11 @@ async def _refuse(refusal: RLMemoryError, scope: Scope, receive: Receive, send: 
 
 
 def _version_header(name: bytes, engines: list[EngineStatus]) -> list[tuple[bytes, bytes]]:
-    return [(name, quote(weight_version(engines), safe=_UNQUOTED).encode())] if engines else []
+    return [(name, _quoted(weight_version(engines)))] if engines else []
+
+
+def _quoted(version: str) -> bytes:
+    return quote(version, safe=_UNQUOTED).encode()
 
 
 def posts_to(paths: Iterable[str]) -> Callable[[Scope], bool]:

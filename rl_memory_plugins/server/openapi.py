@@ -12,9 +12,19 @@ from typing import Any
 
 import msgspec
 
-from rl_memory_plugins.records import LONGEST_VERSION
+from rl_memory_plugins.records import LONGEST_ADAPTER, LONGEST_VERSION
 from rl_memory_plugins.server import examples
-from rl_memory_plugins.server.answers import Failed, Memory, Sleeping, Slept, Updated, Version, Woken
+from rl_memory_plugins.server.answers import (
+    AdapterRemoved,
+    AdapterUpdated,
+    Failed,
+    Memory,
+    Sleeping,
+    Slept,
+    Updated,
+    Version,
+    Woken,
+)
 from rl_memory_plugins.server.router import UPDATE_ROUTE
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, PauseMode
 from rl_memory_plugins.timing import LONGEST_S
@@ -93,6 +103,17 @@ _UPDATE: Json = {
         "description": "The longest silence of the trainer; the option `update_timeout_s` if none is given.",
     },
 }
+_NAME: Json = {"type": "string", "minLength": 1, "maxLength": LONGEST_ADAPTER, "description": "The adapter's name."}
+_ADAPTER: Json = {
+    "name": _NAME,
+    "config": {"type": "object", "description": "PEFT's `adapter_config.json`."},
+    **{name: _UPDATE[name] for name in ("endpoints", "token", "timeout_s")},
+    "adapter_version": {
+        "type": ["string", "null"],
+        "maxLength": LONGEST_ADAPTER,
+        "description": "The version of the adapter after the update; a counter if none is given.",
+    },
+}
 #: The body and the answer of SGLang's own callers of the root route `UPDATE_ROUTE`.
 _NATIVE_UPDATE: Json = {
     "title": "The engine's own",
@@ -153,6 +174,29 @@ def _routes() -> list[_Route]:
             _UPDATE,
             examples.UPDATE,
             required=("endpoints", "token"),
+        ),
+        _Route(
+            "post",
+            "/update_adapter",
+            "update_adapter",
+            "Take a LoRA adapter from a trainer's sockets; the requests that come afterwards use it",
+            AdapterUpdated,
+            examples.ADAPTER_UPDATED,
+            (409, 422, 502, 507),
+            _ADAPTER,
+            examples.ADAPTER,
+            required=("name", "config", "endpoints", "token"),
+        ),
+        _Route(
+            "post",
+            "/remove_adapter",
+            "remove_adapter",
+            "Remove an adapter; its running requests finish with it",
+            AdapterRemoved,
+            examples.ADAPTER_REMOVED,
+            (409, 422),
+            {"name": _NAME},
+            {"by its name": {"name": "policy"}},
         ),
         _Route("get", "/is_sleeping", "is_sleeping", sleeping, Sleeping, examples.SLEEPING),
         _Route("get", "/memory", "memory", memory, Memory, examples.MEMORY),

@@ -14,12 +14,22 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rl_memory_plugins import operations
+from rl_memory_plugins.adapters import version_in
 from rl_memory_plugins.admission import first_refusal, is_sleeping
 from rl_memory_plugins.engine_api import EngineApi
 from rl_memory_plugins.errors import RLMemoryError, as_rl_memory_error
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.records import weight_version as version_of
-from rl_memory_plugins.server.answers import Memory, Sleeping, Slept, Updated, Version, Woken
+from rl_memory_plugins.server.answers import (
+    AdapterRemoved,
+    AdapterUpdated,
+    Memory,
+    Sleeping,
+    Slept,
+    Updated,
+    Version,
+    Woken,
+)
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.parameters import read_arguments, read_body, reject_unknown
 from rl_memory_plugins.server.responses import error_response, json_response
@@ -75,6 +85,21 @@ def build_router(
         report = await api.run(api.transition(command))
         return Updated("updated", *_version(await status()), report)
 
+    async def update_adapter(request: Request) -> AdapterUpdated:
+        given = await read_body(request)
+        reject_unknown(request.query_params.keys(), ())
+        reject_unknown(given, {"name", "config", "endpoints", "token", "adapter_version", "timeout_s"})
+        command = operations.update_adapter(**given)
+        api = engine()
+        report = await api.run(api.transition(command))
+        return AdapterUpdated("updated", command.adapter, version_in(report), report)
+
+    async def remove_adapter(request: Request) -> AdapterRemoved:
+        command = operations.remove_adapter(**await read_arguments(request, {"name"}))
+        api = engine()
+        report = await api.run(api.transition(command))
+        return AdapterRemoved("removed", command.adapter, version_in(report), report)
+
     async def sleeping(request: Request) -> Sleeping:
         return Sleeping(is_sleeping(await status()))
 
@@ -108,6 +133,8 @@ def build_router(
             ("GET", "/is_sleeping", sleeping),
             ("GET", "/memory", memory),
             ("POST", UPDATE_ROUTE, update),
+            ("POST", "/update_adapter", update_adapter),
+            ("POST", "/remove_adapter", remove_adapter),
             ("GET", "/weight_version", weight_version),
             ("GET", "/weights/checksums", checksums),
         ]

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_memory_plugins.client import EngineClient
+    from rl_memory_plugins.trainer.adapters import Adapter
     from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache
     from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject
     from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
     from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
     from rl_memory_plugins.trainer.peers import Peers
-    from rl_memory_plugins.trainer.push import push_weights
+    from rl_memory_plugins.trainer.push import push_adapter, push_weights
     from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
     from rl_memory_plugins.trainer.sources.fsdp1 import FSDP1Source
     from rl_memory_plugins.trainer.sources.megatron import FusedQKV, GateUp, MegatronSource, Replicated, Split
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.weights.source import ResidentSource, TensorSource
 
 __all__ = [
+    "Adapter",
     "AsyncRolloutHandoff",
     "CacheClearing",
     "CheckpointSource",
@@ -60,6 +62,7 @@ __all__ = [
     "aggressive_empty_cache",
     "load",
     "offload",
+    "push_adapter",
     "push_from_all",
     "push_weights",
     "release_mapped",
@@ -72,12 +75,13 @@ _MODULES = {
     "rl_memory_plugins.weights.cuda_ipc": ["release_mapped"],
     "rl_memory_plugins.weights.manifest": ["TensorSpec"],
     "rl_memory_plugins.weights.source": ["ResidentSource", "TensorSource"],
+    f"{__name__}.adapters": ["Adapter"],
     f"{__name__}.cache": ["CacheClearing", "aggressive_empty_cache"],
     f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],
     f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
     f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
     f"{__name__}.peers": ["Peers"],
-    f"{__name__}.push": ["push_weights"],
+    f"{__name__}.push": ["push_adapter", "push_weights"],
     f"{__name__}.sources.checkpoint": ["CheckpointSource"],
     f"{__name__}.sources.fsdp1": ["FSDP1Source"],
     f"{__name__}.sources.megatron": ["FusedQKV", "GateUp", "MegatronSource", "Replicated", "Split"],

@@ -8,9 +8,11 @@ from typing import Any
 
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.sources.model import OwnSource, Tensors, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
+from rl_memory_plugins.weights.source import TensorSource
 
 
 def push_weights(
@@ -44,14 +46,66 @@ def push_weights(
     Raises:
         RLMemoryError: the update failed. If both sides fail, the more specific error.
     """
-    wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    request = {"weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
+    return _push(post, request, as_source(tensors, OwnSource), receivers, partial=partial, **options)
+
+
+def push_adapter(
+    post: Callable[[dict[str, Any]], Any],
+    name: str,
+    tensors: Tensors,
+    config: Any = None,
+    *,
+    receivers: int | Sequence[str] = 1,
+    adapter_version: str | None = None,
+    peft_name: str = "default",
+    timeout_s: float | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Add a LoRA adapter to an engine, or replace it. The base weights stay as they are.
+
+    Args:
+        post: Posts a body to `/update_adapter`; see `push_weights`.
+        name: The name by which requests use the adapter.
+        tensors: A PEFT model, of which the adapter alone is sent; or a mapping or a source with the names of
+            `adapter_model.safetensors`.
+        config: PEFT's configuration, or the content of `adapter_config.json`. Default: that of the PEFT model.
+        adapter_version: The version of the adapter after the update; a counter by default.
+        peft_name: The name of the adapter in the PEFT model.
+        receivers, timeout_s, **options: As for `push_weights`.
+
+    Returns: as `push_weights`.
+
+    Raises:
+        InvalidRequestError: there is no configuration, or the engine cannot serve an adapter with it.
+        RLMemoryError: as for `push_weights`. After every error the engine has the adapter's former version, or none.
+    """
+    adapter = Adapter(name, config, peft_name)
+    request = {
+        "name": name,
+        "config": adapter.sent_config(tensors),
+        "adapter_version": adapter_version,
+        "timeout_s": timeout_s,
+    }
+    return _push(post, request, adapter.source(tensors, OwnSource), receivers, **options)
+
+
+def _push(
+    post: Callable[[dict[str, Any]], Any],
+    request: dict[str, Any],
+    source: TensorSource,
+    receivers: int | Sequence[str],
+    *,
+    partial: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    wait_s = DEFAULT_TIMEOUT_S if request["timeout_s"] is None else request["timeout_s"]
     sender = WeightSender(receivers, timeout_s=wait_s, **options)
-    request = {"token": sender.token, "weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
-    call = EngineCall(post, {"endpoints": sender.endpoints, **request}, sender.cancel)
+    call = EngineCall(post, {"endpoints": sender.endpoints, "token": sender.token, **request}, sender.cancel)
     report: dict[str, Any] = {}
     failure: Exception | None = None
     try:
-        report = sender.send(as_source(tensors, OwnSource), partial=partial)
+        report = sender.send(source, partial=partial)
     except Exception as error:
         failure = error
     failure = most_specific([failure, call.finish(wait_s)])

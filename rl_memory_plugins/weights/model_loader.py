@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.casts import CastRule
@@ -66,6 +66,7 @@ class ModelLoader:
     """Keeps the valid plans of one model.
 
     Attributes:
+        writes_weights: Whether an update changes the content of the model's weights.
         load_weights: The model's loader. Planning runs it on meta tensors.
         parameters: The parameters that a complete update must cover, by the engine's name.
         buffers: The model's buffers, by the engine's name. Plans replay only writes into parameters and buffers; the
@@ -83,6 +84,8 @@ class ModelLoader:
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
         replays: The buckets of the latest update.
     """
+
+    writes_weights: ClassVar[bool] = True
 
     load_weights: Loader
     parameters: Callable[[], Mapping[str, torch.Tensor]]

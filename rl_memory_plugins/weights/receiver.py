@@ -34,7 +34,9 @@ class WeightReceiver:
         self._check_finite = check_finite
         self._mappings = Mappings()
 
-    def receive(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
+    def receive(
+        self, endpoints: dict[str, str], token: str, timeout_s: float, loader: ModelLoader | None = None
+    ) -> dict[str, Any]:
         """Receive one update from the trainer.
 
         Before the first bucket an error changes nothing. From the first bucket on the content of the weights is
@@ -44,6 +46,7 @@ class WeightReceiver:
             endpoints: The trainer's socket for each device; `"*"` stands for all devices.
             token: The token of the update.
             timeout_s: The longest wait for the trainer at any point, in seconds.
+            loader: Takes the tensors; the model by default.
 
         Returns: bytes, tensors (replayed and opaque), transport (`buffers.TRANSPORTS`), and seconds by step.
 
@@ -54,7 +57,7 @@ class WeightReceiver:
             WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
         """
         self._manager.require_writable()
-        session = Session(self._manager, self._model, self._mappings, timeout_s, self._check_finite)
+        session = Session(self._manager, loader or self._model, self._mappings, timeout_s, self._check_finite)
         with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)
         try:

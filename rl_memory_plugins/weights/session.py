@@ -156,7 +156,7 @@ class Session:
                 raise WeightUpdateError(
                     f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
-            if self._next_tensor == 0 and self._received_bytes == 0:
+            if self.model.writes_weights and self._next_tensor == 0 and self._received_bytes == 0:
                 self.manager.begin_writing()
             with timed(self.seconds, "load"):
                 repeated = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rl_memory_plugins.commands import AnyCommand, Checksums, Sleep, UpdateWeights, WakeUp
+from rl_memory_plugins.commands import AnyCommand, Checksums, RemoveAdapter, Sleep, UpdateAdapter, UpdateWeights, WakeUp
 from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.operations import Operation
 from rl_memory_plugins.records import EngineStatus, RankStatus, Reply, Report, TagChange, TagStatus
@@ -69,6 +69,10 @@ class FakeControl(AsyncioApi):
             case UpdateWeights():
                 await self._run("update_weights", msgspec.structs.replace(command, call=""))
                 result = Report(changes=[], seconds={"total": 0.1})
+            case UpdateAdapter() | RemoveAdapter():
+                await self._run(command.name, command)
+                details = {"adapter": command.adapter, "adapter_version": "a1"}
+                result = Report(changes=[], seconds={"total": 0.1}, details=details)
             case Checksums():
                 await self._run("checksums", None)
                 result = [{"layout": "engine", "parameters": {"layer.weight": "ab12"}}]

@@ -109,19 +109,21 @@ def limits_of(client: EngineClient, monkeypatch: pytest.MonkeyPatch, **of_call: 
         call(**of_call)  # type: ignore[operator]
     for ask in (client.is_sleeping, client.memory, client.devices, client.weight_version):
         ask(**of_call)  # type: ignore[operator]
+    client.remove_adapter("policy", **of_call)
     client.post_update({}, **of_call)
+    client.post_adapter({}, **of_call)
     return seen
 
 
 def test_the_limits_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineClient("http://127.0.0.1:1") as client:
-        assert limits_of(client, monkeypatch) == [TRANSITION_S] * 3 + [STATUS_S] * 4 + [None]
-        assert limits_of(client, monkeypatch, timeout_s=5) == [5] * 8
-        assert limits_of(client, monkeypatch, timeout_s=math.inf) == [None] * 8
+        assert limits_of(client, monkeypatch) == [TRANSITION_S] * 3 + [STATUS_S] * 4 + [TRANSITION_S] + [None] * 2
+        assert limits_of(client, monkeypatch, timeout_s=5) == [5] * 10
+        assert limits_of(client, monkeypatch, timeout_s=math.inf) == [None] * 10
     with EngineClient("http://127.0.0.1:1", timeout_s=7) as client:
-        assert limits_of(client, monkeypatch) == [7] * 8
+        assert limits_of(client, monkeypatch) == [7] * 10
     with EngineClient("http://127.0.0.1:1", timeout_s=None) as client:
-        assert limits_of(client, monkeypatch) == [None] * 8
+        assert limits_of(client, monkeypatch) == [None] * 10
 
 
 def test_an_address_with_a_path_is_shown_where_it_leads(url: str) -> None:

@@ -41,6 +41,9 @@ class IdleEngine:
 
     def reset_caches(self, *, frozen: bool = False) -> None: ...
 
+    def adapters_in_use(self) -> set[int]:
+        return set()
+
     def call_after_reply(self, act: Any) -> None: ...
 
     def show(self, asleep_tags: list[str], weight_version: str) -> None: ...

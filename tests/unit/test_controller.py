@@ -36,6 +36,7 @@ class Engine:
         self.hold_drain = False
         self.later: list[Any] = []
         self.drains: list[Future[None]] = []
+        self.used_adapters: set[int] = set()
 
     def drain(self, mode: PauseMode) -> Future[None]:
         self.calls.append(f"drain:{mode}")
@@ -50,6 +51,9 @@ class Engine:
 
     def reset_caches(self, *, frozen: bool = False) -> None:
         self.calls.append("reset_caches:frozen" if frozen else "reset_caches")
+
+    def adapters_in_use(self) -> set[int]:
+        return self.used_adapters
 
     def call_after_reply(self, act: Any) -> None:
         self.later.append(act)

@@ -286,3 +286,33 @@ def test_what_is_no_glob_is_refused(given: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         operations.sleep(2, keep=given)
     assert caught.value.details["field"] == "keep"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": ""},
+        {"name": None},
+        {"name": "n" * 257},
+        {"name": "\ud800"},
+        {"config": None},
+        {"config": "r=4"},
+        {"config": {1: 2}},
+        {"endpoints": {}},
+        {"token": ""},
+        {"timeout_s": 0},
+        {"adapter_version": 3},
+        {"adapter_version": "v" * 257},
+    ],
+)
+def test_a_wrong_update_of_an_adapter_is_refused_before_anything_is_sent(wrong: dict[str, Any]) -> None:
+    right = {"name": "policy", "config": {"r": 4}, "endpoints": {"*": "/s"}, "token": "t"}
+    assert operations.update_adapter(**right).adapter == "policy"
+    with pytest.raises(InvalidRequestError):
+        operations.update_adapter(**{**right, **wrong})
+
+
+@pytest.mark.parametrize("name", ["", None, 3, "n" * 257])
+def test_a_wrong_removal_is_refused_before_anything_is_sent(name: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        operations.remove_adapter(name)

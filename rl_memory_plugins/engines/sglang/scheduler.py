@@ -145,7 +145,7 @@ def capabilities_of(server_args: Any) -> Capabilities:
     """The abilities of an engine that its arguments decide."""
     no_freeze = frozen.why_not(server_args)
     modes = tuple(mode for mode in PauseMode if mode is not PauseMode.FREEZE or not no_freeze)
-    return Capabilities(modes=modes, no_freeze=no_freeze)
+    return Capabilities(modes=modes, no_freeze=no_freeze, no_adapters="this package sends none to SGLang yet")
 
 
 def given_version(server_args: Any) -> str | None:

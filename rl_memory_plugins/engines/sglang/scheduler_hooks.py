@@ -97,6 +97,9 @@ class SglangEngine:
         self._drains.append((mode, drained))
         return drained
 
+    def adapters_in_use(self) -> set[int]:
+        return set()
+
     def call_after_reply(self, act: Callable[[], None]) -> None:
         self._after_reply.append(act)
 

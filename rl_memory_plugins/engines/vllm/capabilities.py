@@ -22,6 +22,7 @@ def capabilities_of(core: Any, config: Any) -> Capabilities:
         steps_with_peers=hasattr(core, "_has_global_unfinished_reqs"),
         modes=tuple(mode for mode in PauseMode if not unable.get(mode)),
         no_freeze=no_freeze,
+        no_adapters="" if config.lora_config is not None else "vLLM was started without --enable-lora",
     )
 
 

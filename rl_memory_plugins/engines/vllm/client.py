@@ -19,7 +19,8 @@ from rl_memory_plugins.engines.enabled import Make, engine_method, on_enabled
 from rl_memory_plugins.engines.vllm import metrics
 from rl_memory_plugins.engines.vllm.core import REFUSED, notice_loads, refuse_resume, with_graphs, without_scheduling
 from rl_memory_plugins.engines.vllm.options import config_of
-from rl_memory_plugins.errors import EngineAsleepError
+from rl_memory_plugins.engines.vllm.served_adapters import request_for, with_present_versions
+from rl_memory_plugins.errors import EngineAsleepError, RLMemoryError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import Reply
@@ -39,6 +40,9 @@ ADDED = {
     "update_weights_from_ipc": "update_weights_from_ipc",
     "weight_version": "weight_version",
     "weight_checksums": "weight_checksums",
+    "update_adapter_from_ipc": "update_adapter_from_ipc",
+    "remove_adapter": "remove_adapter",
+    "lora_request": "lora_request",
 }
 
 
@@ -99,6 +103,14 @@ class VllmApi(EngineApi):
         """Take memory back. Returns whether nothing sleeps any more, as vLLM's own `wake_up` does."""
         yield from self.wake_as_engine(tags)
         return not (yield from self.is_sleeping())
+
+    def lora_request(self, name: str) -> Operation:
+        """The `LoRARequest` of the present version of an adapter, for calls like `generate`.
+
+        Raises:
+            InvalidRequestError: `update_adapter_from_ipc` has added no adapter of this name.
+        """
+        return request_for(name, (yield from self.status())[0].adapters)
 
     def wake_as_engine(self, tags: object = None) -> Operation:
         """Wake the CUDA graphs too if the tags would leave nothing else asleep."""
@@ -244,9 +256,11 @@ async def _native_resume(api: AsyncApi, original: Callable[..., Any], engine: An
 
 @on_enabled(_sync_api)
 def _gated_add(api: SyncApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    engines = api.run(api.status())
     try:
-        refuse_if_closed(api.run(api.status()))
-    except EngineAsleepError:
+        refuse_if_closed(engines)
+        args, kwargs = with_present_versions(engines, args, kwargs)
+    except RLMemoryError:
         if _has_images(engine):  # this side counts the images of the request among what the core has
             engine.reset_mm_cache()
         raise
@@ -274,6 +288,7 @@ def _gated_stream(
     api: AsyncApi, original: Callable[..., AsyncGenerator[Any, None]], engine: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[Any]:
     """Refuse `generate` and `encode` before anything is queued. The check costs nothing per token."""
+    args, kwargs = with_present_versions(api.status_now(), args, kwargs)
     outputs = original(engine, *args, **kwargs)
     if isinstance(args[0] if args else kwargs.get("prompt"), AsyncGenerator):
         outputs = _ending_when_aborted(outputs)

@@ -15,6 +15,7 @@ from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
 from rl_memory_plugins.engines.enabled import on_enabled, state_of
 from rl_memory_plugins.engines.vllm import external
+from rl_memory_plugins.engines.vllm.adapters import number_in
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.core_hooks import (
     VllmEngine,
@@ -35,6 +36,8 @@ CORE = "vllm.v1.engine.core:EngineCore"
 PROCESS = "vllm.v1.engine.core:EngineCoreProc"
 #: The stop reason of a request that reaches a closed core; `client.py` raises an error from it.
 REFUSED = "rl_memory:"
+#: The reason for a request whose adapter was removed while the request was on its way.
+REMOVED = "adapter removed"
 #: vLLM's own methods that read or write the weights, or the LoRA slots among them. While those sleep, a checkpoint
 #: would be saved as zeros, and an adapter be gone after the wake that brings the old slots back. A reload moves the
 #: parameters to the meta device before the first of them is written, and leaves them there if that is refused.
@@ -381,13 +384,13 @@ def _refuse_add(controller: Controller, original: Callable[..., Any], core: Any,
         return True
     notice_loads(core)
     refusal = controller.refusal()
-    if refusal is None:
+    number = number_in(request.lora_request)
+    if refusal is None and (number is None or controller.adapters.knows(number)):
         return False
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    output = EngineCoreOutput(
-        request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=REFUSED + refusal.details["reason"]
-    )
+    reason = REMOVED if refusal is None else refusal.details["reason"]
+    output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=REFUSED + reason)
     outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
     core.output_queue.put_nowait((request.client_index, outputs))
     return True

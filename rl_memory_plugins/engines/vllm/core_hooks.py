@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply
+from rl_memory_plugins.engines.vllm.adapters import number_in
 from rl_memory_plugins.engines.vllm.frozen import forget_prefixes, require_known_cache
 from rl_memory_plugins.errors import EngineFaultError, UnsupportedError
 from rl_memory_plugins.rank import encode_call
@@ -144,6 +145,10 @@ class VllmEngine:
         preempted them.
         """
         self.reset_caches(frozen=self._core.is_scheduler_paused() and not self._paused_here)
+
+    def adapters_in_use(self) -> set[int]:
+        requests = self._core.scheduler.requests.values()
+        return {number for request in requests if (number := number_in(request.lora_request)) is not None}
 
     def call_after_reply(self, act: Callable[[], None]) -> None:
         if _is_in_caller(self._core):

@@ -71,7 +71,7 @@ class ExternalRanks:
         Raises:
             StateConflictError: a rank did not reach the call in time, or reached another call.
         """
-        differing = ("endpoints", "token")  # each rank has its own
+        differing = ("endpoints", "token", "number", "numbers")  # each rank has its own
         common = {name: value for name, value in arguments.items() if name not in differing}
         self._store.set(self._key("join", self._rank), msgspec.json.encode((method, common)))
         try:

@@ -24,6 +24,8 @@ _OPERATIONS = {
 
 def measured(command: Transition) -> AbstractContextManager[None]:
     """The body runs the command, and vLLM's metrics of operations measure it if this version has any."""
+    if type(command) not in _OPERATIONS:
+        return contextlib.nullcontext()
     module, function, operation = _OPERATIONS[type(command)]
     try:
         metrics = getattr(importlib.import_module(module), function)()

@@ -21,6 +21,7 @@ from typing import Any
 from rl_memory_plugins.engines.vllm.client import AsyncApi, api_of
 from rl_memory_plugins.engines.vllm.metrics import FreshAtScrape
 from rl_memory_plugins.engines.vllm.options import may_serve
+from rl_memory_plugins.engines.vllm.served_adapters import ServedAdapters
 from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus
@@ -63,7 +64,20 @@ def install(hooks: Hooks) -> None:
         hooks.wrap("vllm.plugins:load_endpoint_plugins", _load_endpoint_plugins)
     else:
         hooks.wrap("vllm.entrypoints.serve:register_vllm_serve_api_routers", _register_routers)
+    hooks.wrap("vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__", _serve_adapters)
     attach_late(hooks, _attach_late, serves_enabled=_serves_enabled)
+
+
+def _serve_adapters(original: Callable[..., None]) -> Callable[..., None]:
+    """Serve adapters by their names."""
+
+    def __init__(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, engine_client, *args, **kwargs)
+        api = _api_of(engine_client)
+        if api is not None:
+            self.lora_requests = ServedAdapters(self.lora_requests, lambda: api)
+
+    return __init__
 
 
 def _load_endpoint_plugins(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,10 +105,13 @@ def _attach_late(app: Any) -> None:
 
 
 def _serves_enabled(app: Any) -> bool:
+    return _api_of(getattr(app.state, "engine_client", None)) is not None
+
+
+def _api_of(engine: Any) -> AsyncApi | None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = getattr(app.state, "engine_client", None)
-    return isinstance(engine, AsyncLLM) and api_of(engine, AsyncApi) is not None
+    return api_of(engine, AsyncApi) if isinstance(engine, AsyncLLM) else None
 
 
 def _meet_engine_at_start(app: Any, endpoints: RLMemoryEndpoints) -> None:

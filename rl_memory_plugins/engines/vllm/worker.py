@@ -14,6 +14,7 @@ from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
 from rl_memory_plugins.engines.vllm import modes, nccl_suspend, reload
+from rl_memory_plugins.engines.vllm.adapters import VllmAdapters
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
 from rl_memory_plugins.engines.vllm.native_allocator import NativeAllocator, stand_in
@@ -207,6 +208,7 @@ class VllmWorker:
                 model_config=lambda: self._worker.model_config.hf_config,
                 checkpoint=EngineCheckpoint(self._checkpoint),
                 draft=self._draft,
+                adapters=lambda: VllmAdapters(self._worker),
                 settle_writes=self._session.settle_writes,
                 after_wake=self._after_wake,
                 before_update=self._session.abandon,

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketDenialResponse
 
 from rl_memory_plugins.records import EngineStatus
-from rl_memory_plugins.server.gate import AdmissionGate, posts_to
+from rl_memory_plugins.server.gate import AdmissionGate, posts_to, report_adapter
 from rl_memory_plugins.tags import Content, TagState
 
 AWAKE = EngineStatus([rank_status()])
@@ -258,3 +258,20 @@ def test_an_answer_that_is_there_is_given_though_the_status_is_gone(client, engi
 def test_a_refusal_names_no_weights(client, engines):
     engines[:] = [ASLEEP]
     assert "x-weight-version" not in client.post("/v1/completions", json={}).headers
+
+
+def test_an_answer_of_an_adapter_names_its_version():
+    def ask(*used):
+        async def app(scope, receive, send):
+            for version in used:
+                report_adapter(version)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        start, _ = call(AdmissionGate(app, lambda: [AWAKE], lambda scope: True), {"type": "http"})
+        return [value for name, value in start["headers"] if name == b"x-adapter-version"]
+
+    assert ask() == []
+    assert ask("step 1") == [b"step%201"]
+    assert ask("1", "1") == [b"1"]
+    report_adapter("outside a request")

@@ -38,7 +38,7 @@ def test_all_routes_are_there_and_no_others(app: FastAPI, schema: dict[str, Any]
     routes = build_router(lambda: control, ControlAuth()).routes
     expected = {(method.lower(), route.path) for route in routes for method in route.methods}
     assert operations_of(schema).keys() == expected
-    assert len(expected) == 14
+    assert len(expected) == 18
 
 
 def test_every_operation_is_whole(schema: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ def test_every_operation_is_whole(schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_parameters_are_those_that_are_taken(client: TestClient, schema: dict[str, Any], prefix: str) -> None:
-    for route in ("/sleep", "/wake_up", "/update_weights_from_ipc"):
+    for route in ("/sleep", "/wake_up", "/update_weights_from_ipc", "/update_adapter", "/remove_adapter"):
         operation = schema["paths"][prefix + route]["post"]
         body = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
         allowed = client.post(prefix + route, json={"bogus": 1}).json()["error"]["details"]["allowed"]

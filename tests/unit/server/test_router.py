@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from rl_memory_plugins import errors
-from rl_memory_plugins.commands import UpdateWeights
+from rl_memory_plugins.commands import RemoveAdapter, UpdateAdapter, UpdateWeights
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.parameters import MAX_BODY_BYTES
@@ -18,8 +18,10 @@ from rl_memory_plugins.tags import Content, TagState
 ALL = ["kv_cache", "weights", "cuda_graph"]
 PREFIXES = ["", "/v1/rl_memory"]
 GETS = ["/is_sleeping", "/memory", "/weight_version", "/weights/checksums"]
-POSTS = ["/sleep", "/wake_up", "/update_weights_from_ipc"]
+POSTS = ["/sleep", "/wake_up", "/update_weights_from_ipc", "/update_adapter", "/remove_adapter"]
 UPDATE = {"endpoints": {"*": "/tmp/trainer.sock"}, "token": "t0ken"}
+ADAPTER = {"name": "policy", "config": {"r": 4}, **UPDATE}
+BODIES = {"/update_weights_from_ipc": UPDATE, "/update_adapter": ADAPTER, "/remove_adapter": {"name": "policy"}}
 
 
 def error_of(response, status):
@@ -323,7 +325,7 @@ def test_the_table_of_errors_is_complete():
 @pytest.mark.parametrize("method, route", [("GET", r) for r in GETS] + [("POST", r) for r in POSTS])
 def test_errors_reach_the_client_with_their_type_and_fields(client, control, cls, status, method, route):
     control.failure = cls("it went wrong", needed_bytes=5, rank=1)
-    response = client.request(method, route, json=UPDATE if "update" in route else None)
+    response = client.request(method, route, json=BODIES.get(route))
     error = error_of(response, status)
     assert error["code"] == cls.__name__
     assert error["message"] == "it went wrong"
@@ -407,3 +409,23 @@ def test_every_route_is_described(app):
         for route in GETS + POSTS:
             (operation,) = paths[prefix + route].values()
             assert operation["description"]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_adapters(client, control, prefix):
+    given = {**ADAPTER, "adapter_version": "a1", "timeout_s": 5}
+    answer = client.post(f"{prefix}/update_adapter", json=given).json()
+    assert answer.pop("report")["details"] == {"adapter": "policy", "adapter_version": "a1"}
+    assert answer == {"status": "updated", "adapter": "policy", "adapter_version": "a1"}
+    sent = {"adapter": given.pop("name"), **given}
+    assert control.calls.pop() == ("update_adapter", UpdateAdapter(**sent))
+    for body, query in (({"name": "policy"}, ""), (None, "?name=policy")):
+        answer = client.post(f"{prefix}/remove_adapter{query}", json=body).json()
+        assert (answer["status"], answer["adapter"], answer["adapter_version"]) == ("removed", "policy", "a1")
+        assert control.calls.pop() == ("remove_adapter", RemoveAdapter("policy"))
+
+
+def test_an_adapter_without_a_name_is_refused_by_the_name_of_the_field(client):
+    error = error_of(client.post("/update_adapter", json=UPDATE), 422)
+    assert "$.name" in error["message"]
+    error_of(client.post("/update_adapter?token=t", json=ADAPTER), 422)  # a token has no place in a URL
