@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.peers import Peers
     from rl_memory_plugins.trainer.push import push_adapter, push_weights
     from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
+    from rl_memory_plugins.trainer.sources.engine_dtypes import EngineDtypes
     from rl_memory_plugins.trainer.sources.fsdp1 import FSDP1Source
     from rl_memory_plugins.trainer.sources.megatron import FusedQKV, GateUp, MegatronSource, Replicated, Split
     from rl_memory_plugins.trainer.sources.model import ModelSource
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.weights.checksums import tensor_checksum
     from rl_memory_plugins.weights.cuda_ipc import release_mapped
     from rl_memory_plugins.weights.manifest import TensorSpec
-    from rl_memory_plugins.weights.source import ResidentSource, TensorSource
+    from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
 
 __all__ = [
     "Adapter",
@@ -40,6 +41,7 @@ __all__ = [
     "CacheClearing",
     "CheckpointSource",
     "EngineClient",
+    "EngineDtypes",
     "EngineHandle",
     "EngineObject",
     "FSDP1Source",
@@ -50,6 +52,7 @@ __all__ = [
     "ModelSource",
     "Movable",
     "Moved",
+    "NegotiableSource",
     "Offloader",
     "Peers",
     "Replicated",
@@ -74,7 +77,7 @@ _MODULES = {
     "rl_memory_plugins.weights.checksums": ["tensor_checksum"],
     "rl_memory_plugins.weights.cuda_ipc": ["release_mapped"],
     "rl_memory_plugins.weights.manifest": ["TensorSpec"],
-    "rl_memory_plugins.weights.source": ["ResidentSource", "TensorSource"],
+    "rl_memory_plugins.weights.source": ["NegotiableSource", "ResidentSource", "TensorSource"],
     f"{__name__}.adapters": ["Adapter"],
     f"{__name__}.cache": ["CacheClearing", "aggressive_empty_cache"],
     f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],
@@ -83,6 +86,7 @@ _MODULES = {
     f"{__name__}.peers": ["Peers"],
     f"{__name__}.push": ["push_adapter", "push_weights"],
     f"{__name__}.sources.checkpoint": ["CheckpointSource"],
+    f"{__name__}.sources.engine_dtypes": ["EngineDtypes"],
     f"{__name__}.sources.fsdp1": ["FSDP1Source"],
     f"{__name__}.sources.megatron": ["FusedQKV", "GateUp", "MegatronSource", "Replicated", "Split"],
     f"{__name__}.sources.model": ["ModelSource"],

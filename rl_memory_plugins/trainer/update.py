@@ -19,10 +19,10 @@ from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.known_names import Ignored, ignored_by_all
+from rl_memory_plugins.weights.answers import Findings, of_senders
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
-from rl_memory_plugins.weights.source import ResidentSource, TensorSource
+from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ def push_from_all(
         nonlocal sender
         if not served:
             return {}
-        sender = WeightSender(served, timeout_s=wait_s, token=token, settle_ignored=begin.settle, **options)
+        sender = WeightSender(served, timeout_s=wait_s, token=token, senders=begin, **options)
         return sender.endpoints
 
     try:
@@ -128,7 +128,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequestError: an option is unknown or has a bad value.
     """
-    allowed = {"partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "settle_ignored"}
+    allowed = {"partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "senders"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
         raise InvalidRequestError(
@@ -150,6 +150,13 @@ def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, part
         if sender is not None:
             return sender.send(once, partial=partial)
         once.specs()  # may prepare `tensors`; and all processes must learn its errors
+        while once.negotiable:
+            mismatches = begin.consult(None).all_mismatches()
+            if not mismatches:
+                break
+            if not once.revise(mismatches):
+                raise manifest_error(mismatches)
+            once.specs()
         begin.settle(None)
         once.drain()
     except Exception as error:
@@ -176,11 +183,11 @@ class _Begin:
         self.peers = peers
         self.agreed: bool | None = None
 
-    def settle(self, ignored: Ignored | None, error: Exception | None = None) -> Ignored:
-        """Share this process's vote, and return the names of tensors that all engine ranks ignore.
+    def settle(self, findings: Findings | None, error: Exception | None = None) -> Findings:
+        """Share this process's vote, and return the findings of all senders.
 
         Args:
-            ignored: The names that all receivers of this process's sender ignore; `None` without a sender.
+            findings: Those of this process's sender; `None` without one.
             error: The error that keeps this process from beginning.
 
         Raises:
@@ -188,13 +195,20 @@ class _Begin:
             ManifestError: this process has no sender, and no engine rank uses some of the names.
         """
         self.agreed = False
-        votes = self.peers.share(ignored, error, specificity, as_type=Ignored | None)
-        found = ignored_by_all([vote for vote in votes if vote is not None])
-        self.agreed = not found.unknown
-        if found.unknown and ignored is None:
-            unused = "no rank of the engine uses it"
-            raise manifest_error([Mismatch("unknown", name, unused) for name in found.unknown])
+        votes = self.peers.share(findings, error, specificity, as_type=Findings | None)
+        found = of_senders([vote for vote in votes if vote is not None])
+        mismatches = found.all_mismatches()
+        self.agreed = not mismatches
+        if mismatches and findings is None:
+            raise manifest_error(mismatches)
         return found
+
+    def consult(self, findings: Findings | None) -> Findings:
+        """See `Senders`. All processes call it as often, those without a sender too."""
+        self.agreed = False  # an error reaches all processes here, and none of them shares another
+        votes = self.peers.share(findings, as_type=Findings | None)
+        self.agreed = None
+        return of_senders([vote for vote in votes if vote is not None])
 
 
 class _Once:
@@ -210,6 +224,13 @@ class _Once:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._tensors = self._source.tensors()
         return itertools.chain(self._tensors)  # a chain has no `close`, so the sender cannot end the iteration
+
+    @property
+    def negotiable(self) -> bool:
+        return isinstance(self._source, NegotiableSource) and self._source.negotiable
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        return isinstance(self._source, NegotiableSource) and self._source.revise(mismatches)
 
     def resident(self) -> list[torch.Tensor] | None:
         return self._source.resident() if isinstance(self._source, ResidentSource) else None

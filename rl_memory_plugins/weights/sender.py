@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,12 +13,12 @@ import msgspec
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
+from rl_memory_plugins.weights.answers import Alone, Senders, of_ranks
 from rl_memory_plugins.weights.buffers import TRANSPORTS
-from rl_memory_plugins.weights.known_names import Ignored, hint, ignored_by_all
 from rl_memory_plugins.weights.listener import ConnectedRank, Listener
-from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec, manifest_error
 from rl_memory_plugins.weights.routes import Route, Routes
-from rl_memory_plugins.weights.source import ResidentSource, TensorSource, name_of
+from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource, name_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,7 @@ class WeightSender:
         directory: The parent of the private directory for the socket; by default the directory for temporary files.
             The engine must see it under the same path, which must be short: the path of a socket has at most 107 bytes.
         token: The secret that receivers must show; by default a new one. Several senders of one update share it.
-        settle_ignored: For several senders of one update. The sender calls it with the names that all its receivers
-            ignore. It returns those that all receivers of all senders ignore.
+        senders: The senders of this update, by default this one alone.
         transport: One of `buffers.TRANSPORTS`; or `auto`: for each receiver, the first transport that works. `auto`
             tries CUDA only if this process uses CUDA already.
         keep_mapped: Receivers leave the tensors' memory open until the next update or `cuda_ipc.release_mapped`, as
@@ -68,7 +67,7 @@ class WeightSender:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
-        settle_ignored: Callable[[Ignored], Ignored] = lambda ignored: ignored,
+        senders: Senders | None = None,
         transport: str = "auto",
         keep_mapped: bool = False,
     ) -> None:
@@ -89,7 +88,7 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._slots = slots
         self._timeout_s = timeout_s
-        self._settle_ignored = settle_ignored
+        self._senders = senders or Alone()
         self._current: Any = None  # the tensor that is packed in parts
         self._seconds: dict[str, float] = {}  # by step
         self._listener = Listener(receivers, timeout_s, directory, token)
@@ -134,12 +133,7 @@ class WeightSender:
         routes: Routes | None = None
         tensors: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
-            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
-            mismatches = manifest.mismatches()
-            if mismatches:
-                raise manifest_error(mismatches)
-            with timed(self._seconds, "connect"):
-                self._listener.connect()
+            manifest = self._negotiate(source, partial)
             resident = source.resident() if isinstance(source, ResidentSource) else None
             ranks = self._listener.ranks
             routes = Routes(manifest, self._transport, ranks, keep_mapped=self._keep_mapped, resident=resident)
@@ -213,28 +207,39 @@ class WeightSender:
                     waiting.append(rank)
         return answers, buckets
 
+    def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
+        """The manifest to offer. Ask the ranks first if the source can change what it sends."""
+        while True:
+            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
+            mismatches = manifest.mismatches()
+            if mismatches:
+                raise manifest_error(mismatches)
+            with timed(self._seconds, "connect"):
+                self._listener.connect()
+            if not (isinstance(source, NegotiableSource) and source.negotiable):
+                return manifest
+            with timed(self._seconds, "validate"):
+                for rank in self._listener.ranks:
+                    rank.connection.send(wire.Ask(manifest), self._timeout_s)
+                answers = self._listener.gather(self._listener.ranks, wire.Answer)
+            found = self._senders.consult(of_ranks([(rank.rank, answer) for rank, answer in answers]))
+            mismatches = found.all_mismatches()
+            if not mismatches:
+                return manifest
+            if not source.revise(mismatches):
+                raise manifest_error(mismatches, found.ignored.unknown)
+
     def _require_accepted(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> list[str]:
         """Raise one error with the mismatches of all ranks if there are any. Returns the names that all skip."""
-        merged: dict[Mismatch, list[int]] = {}
-        for rank, answer in answers:
-            for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
-                merged.setdefault(mismatch, []).append(rank.rank)
-        mismatches = [msgspec.structs.replace(m, ranks=tuple(sorted(ranks))) for m, ranks in merged.items()]
-        # With pipeline or expert parallelism, one rank may not use a name. It is an error if no rank does.
-        ignored = ignored_by_all([Ignored(answer.unused, answer.skipped) for _, answer in answers])
-        if not mismatches:
-            ignored = self._settle_ignored(ignored)
-        near = {name: found for _, answer in answers for name, found in answer.nearest.items()}
-        everywhere = tuple(sorted(rank.rank for rank in self._listener.ranks))
-        listed = {mismatch.name for mismatch in mismatches}
-        mismatches += [
-            Mismatch("unknown", name, f"no rank of the engine uses it{hint(near.get(name))}", everywhere)
-            for name in ignored.unknown
-            if name not in listed
-        ]
+        found = of_ranks([(rank.rank, answer) for rank, answer in answers])
+        if not found.mismatches:
+            found = self._senders.settle(found)
+        mismatches = found.all_mismatches()
         if mismatches:
-            raise manifest_error(mismatches, ignored.unknown)
-        return ignored.skipped
+            everywhere = tuple(sorted(rank.rank for rank in self._listener.ranks))
+            mismatches = [one if one.ranks else msgspec.structs.replace(one, ranks=everywhere) for one in mismatches]
+            raise manifest_error(mismatches, found.ignored.unknown)
+        return found.ignored.skipped
 
     def _stream(
         self,

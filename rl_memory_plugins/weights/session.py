@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Session:
         with timed(self.seconds, "connect"):
             connection.send(wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank), self.timeout_s)
             expected = self.model.drop_outdated()  # overlaps with the preparation of the offer
-            offer, buffer = self._attach(connection)
+            offer, buffer = self._attach(connection, expected)
         try:
             plan = self._validate(connection, offer.manifest, expected)
             arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
@@ -104,12 +105,18 @@ class Session:
         index = local_gpus().get(self.manager.device.name)
         return torch.device("cpu") if index is None else torch.device("cuda", index)
 
-    def _attach(self, connection: wire.Connection) -> tuple[wire.Offer, AttachedBuffer]:
-        """Receive offers until this rank can open the buffer."""
+    def _attach(
+        self, connection: wire.Connection, expected: Mapping[str, torch.Tensor]
+    ) -> tuple[wire.Offer, AttachedBuffer]:
+        """Answer questions, and receive offers until this rank can open the buffer."""
         while True:
-            offer, fds = connection.receive_with_fds(wire.Offer, timeout_s=self.timeout_s)
+            offer, fds = connection.receive_with_fds(wire.Offer, wire.Ask, timeout_s=self.timeout_s)
             try:
-                return offer, attach(offer.buffer, fds, device=self.manager.device.name, mappings=self.mappings)
+                if isinstance(offer, wire.Offer):
+                    return offer, attach(offer.buffer, fds, device=self.manager.device.name, mappings=self.mappings)
+                assert isinstance(offer, wire.Ask)
+                with contextlib.suppress(ManifestError):  # the trainer has heard of it, and goes on
+                    self._validate(connection, offer.manifest, expected)
             except UnsupportedError as error:
                 connection.send(wire.Unopened(str(error)), self.timeout_s)
             finally:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
-from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 
 
 @runtime_checkable
@@ -39,6 +39,27 @@ class ResidentSource(TensorSource, Protocol):
 
     def resident(self) -> list[torch.Tensor] | None:
         """The same tensor objects as `tensors()`, in the same order; `None` if `tensors()` makes some of them."""
+
+
+@runtime_checkable
+class NegotiableSource(TensorSource, Protocol):
+    """A source that can change its specs to what the engine takes.
+
+    Attributes:
+        negotiable: Whether it can. The sender then asks the engine before it offers the tensors.
+    """
+
+    @property
+    def negotiable(self) -> bool: ...
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        """Change the specs after the engine has refused them.
+
+        Args:
+            mismatches: Those of all ranks, the same in every process that iterates over the source.
+
+        Returns: Whether `specs` has changed.
+        """
 
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")

@@ -5,6 +5,8 @@ File descriptors travel with the first byte of a message. Every wait has a deadl
 
     receiver                              trainer
     Hello(protocol, device, token)   →
+                                     ←    Ask(manifest)
+    Accept(unused) | Reject(…)       →         … repeated, if the trainer can change what it sends
                                      ←    Offer(manifest, buffer) + descriptors
     Unopened(reason)                 →         … then an Offer of another kind of buffer
     Accept(unused) | Reject(…)       →
@@ -32,7 +34,7 @@ import msgspec
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
@@ -54,6 +56,12 @@ class Hello(Message, frozen=True):
 class Offer(Message, frozen=True):
     manifest: Manifest
     buffer: dict[str, Any]  # for `buffers.attach`
+
+
+class Ask(Message, frozen=True):
+    """Whether a manifest fits. Nothing follows from the answer."""
+
+    manifest: Manifest
 
 
 class Answer(Message, frozen=True):
@@ -100,7 +108,7 @@ class Failure(Message, frozen=True):
 
 
 _decode = msgspec.msgpack.Decoder(
-    Hello | Offer | Unopened | Accept | Reject | Bucket | Ack | Commit | Done | Failure
+    Hello | Ask | Offer | Unopened | Accept | Reject | Bucket | Ack | Commit | Done | Failure
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.extras import needs
-from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
+from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
 from rl_memory_plugins.weights.checkpoint_files import safetensors_files
-from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class CheckpointSource:
         self,
         path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Dtypes = None,
         rename: Rename | None = None,
     ) -> None:
         self._outgoing = Outgoing(dtype, rename)
@@ -43,7 +43,15 @@ class CheckpointSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._mapped():
-            yield name, self._outgoing.cast(tensor)
+            yield name, self._outgoing.cast(name, tensor)
+
+    @property
+    def negotiable(self) -> bool:
+        """See `weights.source.NegotiableSource`."""
+        return self._outgoing.negotiable
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        return self._outgoing.revise(mismatches)
 
     def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors as mappings of the files: no bytes are read before they are used."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rl_memory_plugins.trainer.offloading import host_view, temporarily_loaded
-from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
-from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,7 @@ class FSDP1Source:
         dtype, rename: See `Outgoing`.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, *, dtype: torch.dtype | None = None, rename: Rename | None = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, *, dtype: Dtypes = None, rename: Rename | None = None) -> None:
         self._model = model
         self._outgoing = Outgoing(dtype, rename)
         self._units: list[tuple[Any, list[_Parameter]]] = []
@@ -74,9 +72,17 @@ class FSDP1Source:
                 FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False),
             ):
                 for name, module, attribute, _ in parameters:
-                    yield name, self._outgoing.cast(getattr(module, attribute))
+                    yield name, self._outgoing.cast(name, getattr(module, attribute))
         for name, tensor in self._unmanaged():
-            yield name, self._outgoing.cast(host_view(tensor.detach()))
+            yield name, self._outgoing.cast(name, host_view(tensor.detach()))
+
+    @property
+    def negotiable(self) -> bool:
+        """See `weights.source.NegotiableSource`."""
+        return self._outgoing.negotiable
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        return self._outgoing.revise(mismatches)
 
     def _unmanaged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The persistent buffers, and the parameters outside FSDP."""

@@ -26,16 +26,16 @@ def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator
     batch: _Batch | None = None
     for name, tensor in named:
         group = _group(tensor)
-        if batch is not None and (group is None or not batch.has_room(tensor, group)):
+        if batch is not None and (group is None or not batch.has_room(name, tensor, group)):
             yield from batch.gather()
             batch = None
         if group is not None:
             batch = batch or _Batch(group, tensor.device_mesh.device_type, outgoing)
             batch.add(name, tensor)
         elif hasattr(tensor, "full_tensor"):
-            yield name, _redistributed(tensor, outgoing)
+            yield name, _redistributed(name, tensor, outgoing)
         else:
-            yield name, outgoing.cast(host_view(tensor.detach()))
+            yield name, outgoing.cast(name, host_view(tensor.detach()))
     if batch is not None:
         yield from batch.gather()
 
@@ -76,13 +76,13 @@ class _Batch:
         self._members: list[_Member] = []
         self._end = 0  # bytes of a rank's part
 
-    def has_room(self, tensor: Any, group: Any) -> bool:
+    def has_room(self, name: str, tensor: Any, group: Any) -> bool:
         same = group is self._group and tensor.device_mesh.device_type == self._device
-        return same and self._ranks * (self._end + self._shard_bytes(tensor)) <= BATCH_BYTES
+        return same and self._ranks * (self._end + self._shard_bytes(name, tensor)) <= BATCH_BYTES
 
     def add(self, name: str, tensor: Any) -> None:
-        nbytes = self._shard_bytes(tensor)
-        self._members.append(_Member(name, tensor, self._outgoing.sent_as(tensor.dtype), self._end, nbytes))
+        nbytes = self._shard_bytes(name, tensor)
+        self._members.append(_Member(name, tensor, self._outgoing.sent_as(name, tensor.dtype), self._end, nbytes))
         self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,10 +91,10 @@ class _Batch:
             whole = parts[:, member.start : member.start + member.shard_bytes].reshape(-1).view(member.dtype)
             yield member.name, whole[: member.tensor.numel()].view(member.tensor.shape)
 
-    def _shard_bytes(self, tensor: Any) -> int:
+    def _shard_bytes(self, name: str, tensor: Any) -> int:
         """Bytes of the largest shard of a tensor, in the dtype in which the tensor is sent."""
         shape = (-(-tensor.shape[0] // self._ranks), *tensor.shape[1:])
-        return int(math.prod(shape) * self._outgoing.sent_as(tensor.dtype).itemsize)
+        return int(math.prod(shape) * self._outgoing.sent_as(name, tensor.dtype).itemsize)
 
     def _parts(self) -> torch.Tensor:
         """The parts of all ranks: uint8, [ranks, bytes]."""
@@ -116,11 +116,11 @@ def all_gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> None:
     (renamed or torch.distributed.all_gather_into_tensor)(parts, own, group=group)
 
 
-def _redistributed(tensor: Any, outgoing: Outgoing) -> torch.Tensor:
+def _redistributed(name: str, tensor: Any, outgoing: Outgoing) -> torch.Tensor:
     """Gather a DTensor with other placements, in a collective of its own."""
     from torch.distributed.tensor import DTensor
 
-    part = outgoing.cast(host_view(tensor._local_tensor)).to(tensor.device_mesh.device_type)
+    part = outgoing.cast(name, host_view(tensor._local_tensor)).to(tensor.device_mesh.device_type)
     sharded = DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -13,8 +14,8 @@ from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.peers import Peers
-from rl_memory_plugins.trainer.sources.outgoing import Outgoing
-from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.source import name_of
 
 T = TypeVar("T")
@@ -123,7 +124,8 @@ class MegatronSource:
         pp_group: The group of the ranks that hold other parameters: pipeline stages and expert-parallel ranks. If
             several ranks hold a name, the first sends it. This rank must be the only rank in both `pp_group` and
             `tp_group`. `None` if every rank holds all parameters.
-        dtype: The dtype in which floating-point tensors are sent. Shards are cast before the gather.
+        dtype: See `Outgoing`. Shards are cast before the gather. All tensors of one parameter are sent in the dtype of
+            the first.
         device: The device of the gathers; by default the current GPU if this process uses one, else the CPU.
 
     Raises:
@@ -138,7 +140,7 @@ class MegatronSource:
         *,
         tp_group: Any = None,
         pp_group: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtypes = None,
         device: torch.device | str | None = None,
     ) -> None:
         self._parameters = parameters
@@ -152,7 +154,7 @@ class MegatronSource:
 
     def specs(self) -> list[TensorSpec]:
         return [
-            self._outgoing.spec(name, getattr(torch, entry.dtype), shape)
+            msgspec.structs.replace(self._outgoing.spec(entry.names[0], getattr(torch, entry.dtype), shape), name=name)
             for entry in self._entries
             for name, shape in zip(entry.names, entry.shapes, strict=True)
         ]
@@ -162,12 +164,20 @@ class MegatronSource:
         for entry in self._entries:
             if entry.owner == self._stage:
                 local, layout = self._own[entry.names]
-                tensors = self._gather(parameters[local], layout)
+                tensors = self._gather(entry.names[0], parameters[local], layout)
             else:
-                dtype = self._outgoing.sent_as(getattr(torch, entry.dtype))
+                dtype = self._outgoing.sent_as(entry.names[0], getattr(torch, entry.dtype))
                 tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape in entry.shapes]
             for name in entry.names:
                 yield name, self._broadcast(tensors.pop(0), entry.owner)
+
+    @property
+    def negotiable(self) -> bool:
+        """See `weights.source.NegotiableSource`."""
+        return self._outgoing.negotiable
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        return self._outgoing.revise(mismatches)
 
     def _broadcast(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
         """Broadcast from the owner to all stages. On the other stages `tensor` is the buffer that receives."""
@@ -177,8 +187,8 @@ class MegatronSource:
         dist.broadcast(tensor, dist.get_global_rank(self._pp_group, owner), self._pp_group)
         return tensor
 
-    def _gather(self, parameter: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-        shard = self._outgoing.cast(host_view(parameter.detach())).to(self._device).contiguous()
+    def _gather(self, name: str, parameter: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+        shard = self._outgoing.cast(name, host_view(parameter.detach())).to(self._device).contiguous()
         shards = [shard]
         if layout.sharded and self._tp_size > 1:
             shards = [torch.empty_like(shard) for _ in range(self._tp_size)]

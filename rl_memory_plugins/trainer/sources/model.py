@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,8 +10,8 @@ import torch
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.gather import gather_all
-from rl_memory_plugins.trainer.sources.outgoing import Outgoing, Rename
-from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.source import TensorSource, named_tensors
 
 Tensors: TypeAlias = TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]
@@ -35,7 +35,7 @@ class ModelSource:
         self,
         model: torch.nn.Module | Mapping[str, torch.Tensor],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Dtypes = None,
         rename: Rename | None = None,
     ) -> None:
         self._model = model
@@ -63,14 +63,22 @@ class ModelSource:
         named, self._listed = self._named(), None
         return gather_all(named, self._outgoing)
 
+    @property
+    def negotiable(self) -> bool:
+        """See `weights.source.NegotiableSource`."""
+        return self._outgoing.negotiable
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        return self._outgoing.revise(mismatches)
+
     def resident(self) -> list[torch.Tensor] | None:
         """See `weights.source.ResidentSource`. `None` if a tensor is gathered, cast, or made on access."""
         if not self._holds_tensors:
             return None
-        tensors = [tensor for _, tensor in self._named()]
-        if any(hasattr(t, "full_tensor") or self._outgoing.sent_as(t.dtype) != t.dtype for t in tensors):
+        named = list(self._named())
+        if any(hasattr(t, "full_tensor") or self._outgoing.sent_as(name, t.dtype) != t.dtype for name, t in named):
             return None
-        return [host_view(tensor.detach() if tensor.requires_grad else tensor) for tensor in tensors]
+        return [host_view(tensor.detach() if tensor.requires_grad else tensor) for _, tensor in named]
 
     def _named(self) -> Iterable[tuple[str, Any]]:
         """The tensors by the checkpoint's names: as `specs` has listed them, or else as they are now."""

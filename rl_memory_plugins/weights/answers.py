@@ -1,0 +1,76 @@
+"""What the ranks of an update answer to a manifest, and what the senders of one update make of it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.known_names import Ignored, hint, ignored_by_all
+from rl_memory_plugins.weights.manifest import Mismatch
+
+UNUSED = "no rank of the engine uses it"
+
+
+class Findings(NamedTuple):
+    """The answers of some ranks to a manifest.
+
+    Attributes:
+        mismatches: The mismatches of the ranks. An unknown name is one only if all ranks ignore the name.
+        ignored: The names that all these ranks ignore.
+        nearest: For unknown names, similar names that a rank knows.
+    """
+
+    mismatches: list[Mismatch]
+    ignored: Ignored
+    nearest: dict[str, str]
+
+    def all_mismatches(self) -> list[Mismatch]:
+        """The mismatches, and the ignored names that the engine may not ignore."""
+        listed = {mismatch.name for mismatch in self.mismatches}
+        return self.mismatches + [
+            Mismatch("unknown", name, UNUSED + hint(self.nearest.get(name)))
+            for name in self.ignored.unknown
+            if name not in listed
+        ]
+
+
+def of_ranks(answers: Sequence[tuple[int, wire.Answer]]) -> Findings:
+    """The answers of the ranks of one sender, with their numbers."""
+    merged: dict[Mismatch, list[int]] = {}
+    for rank, answer in answers:
+        for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
+            merged.setdefault(mismatch, []).append(rank)
+    return Findings(
+        [msgspec.structs.replace(mismatch, ranks=tuple(sorted(ranks))) for mismatch, ranks in merged.items()],
+        # With pipeline or expert parallelism, one rank may not use a name. It is an error if no rank does.
+        ignored_by_all([Ignored(answer.unused, answer.skipped) for _, answer in answers]),
+        {name: near for _, answer in answers for name, near in answer.nearest.items()},
+    )
+
+
+def of_senders(findings: Sequence[Findings]) -> Findings:
+    """The findings of all senders of one update."""
+    return Findings(
+        list(dict.fromkeys(mismatch for found in findings for mismatch in found.mismatches)),
+        ignored_by_all([found.ignored for found in findings]),
+        {name: near for found in findings for name, near in found.nearest.items()},
+    )
+
+
+class Senders(Protocol):
+    """The senders of one update. This one is a sender without others."""
+
+    def settle(self, findings: Findings) -> Findings:
+        """The findings of all senders, none of which has mismatches. No sender begins before all agree."""
+        return findings
+
+    def consult(self, findings: Findings) -> Findings:
+        """The findings of all senders, which may change their sources. Nothing begins yet."""
+        return findings
+
+
+class Alone(Senders):
+    """An update with one sender."""
