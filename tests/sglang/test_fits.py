@@ -10,6 +10,7 @@ import pytest
 from integration.engines.base import Launch, Server
 from integration.engines.sglang import _models_but
 from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.trainer import ModelSource
 from tests.checkpoints import write_glm4_moe
 from tests.conformance.trainers import push
 from tests.sglang.test_weight_kinds import ROUTING
@@ -58,6 +59,16 @@ def test_the_engines_own_files_are_an_update(server: Server, folders: list[Path]
     (cast,) = report["receivers"][0]["casts"]
     assert (cast["from"], cast["to"], cast["direction"]) == ("bfloat16", "float32", "widening")
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in cast["names"]
+
+
+def test_a_model_in_memory_is_sent_as_it_is_saved(server: Server, folders: list[Path], fresh: list[int]) -> None:
+    """transformers 5 stacks the experts; SGLang takes them one by one."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[1])
+    assert model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"].dim() == 3
+    push(server, ModelSource(model, dtype="engine"))
+    assert server.generate(PROMPT, TOKENS) == fresh
 
 
 def test_misspelt_names_are_errors(server: Server, folders: list[Path]) -> None:

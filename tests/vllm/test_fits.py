@@ -72,6 +72,18 @@ def test_the_engines_own_files_are_an_update(engine: Child, folders: list[Path],
         assert set(sent["unused"]) == set(rank["unused"]) == DRAFT
 
 
+def send_model(llm: Any, folder: Path) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    push(llm, ModelSource(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), dtype="engine"))
+    return generate(llm, 24)
+
+
+def test_a_model_in_memory_is_sent_as_it_is_saved(engine: Child, folders: list[Path], fresh: list[int]) -> None:
+    assert engine(send_model, folders[1]) == fresh
+    assert engine(send_model, folders[0]) != fresh
+
+
 def misspelt(llm: Any, folder: Path) -> dict[str, str]:
     tensors = checkpoint(folder)
     tensors["model.layers.2.eh_prj.weight"] = tensors.pop("model.layers.2.eh_proj.weight")

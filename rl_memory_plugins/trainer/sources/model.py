@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +11,8 @@ from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.gather import gather_all
 from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
+from rl_memory_plugins.trainer.sources.peft_names import base_names
+from rl_memory_plugins.trainer.sources.saved import OfParameters, SavedForm, reversal_of
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.source import TensorSource, named_tensors
 
@@ -21,6 +23,10 @@ Tensors: TypeAlias = TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]
 class ModelSource:
     """A module's parameters and persistent buffers, or a mapping such as a state dict; see `named_tensors`.
 
+    A module is sent as `save_pretrained` would write it: a transformers model under the names of its checkpoint, with
+    its experts one by one where the checkpoint has them so; of a model that PEFT has wrapped, the base model. If the
+    engine refuses that form and takes the module's own tensors, those are sent.
+
     DTensors are gathered in batches during the iteration: all ranks of their mesh must iterate in step. Each rank casts
     its shards first, so that a gather moves only the dtype that is sent. Tensors in host memory, by `offload` or by
     `.cpu()`, are read there.
@@ -28,7 +34,7 @@ class ModelSource:
     Args:
         model: The module, or names and tensors. Every update reads it again. A mapping that is no `dict` may make each
             tensor on access; the source then holds only one tensor at a time.
-        dtype, rename: See `Outgoing`.
+        dtype, rename: See `Outgoing`. `rename` gets the names of the module, before those of its checkpoint are made.
     """
 
     def __init__(
@@ -42,6 +48,10 @@ class ModelSource:
         self._outgoing = Outgoing(dtype, rename)
         self._holds_tensors = isinstance(model, (torch.nn.Module, dict))  # does not make them on access
         self._listed: list[tuple[str, Any]] | None = None  # from `specs` to `tensors`: listing takes as long as sending
+        self._form: SavedForm | None = None
+        self._as_held = False  # the tensors are sent as the module holds them
+        self._fits_neither = False  # both forms were refused in this update
+        self._is_agreed = False  # an engine has taken the specs in this form
 
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`.
@@ -50,42 +60,81 @@ class ModelSource:
             InvalidRequestError: a tensor has no memory, because other code than `offload` has freed it; see also
                 `named_tensors`.
         """
+        if self._listed is not None:  # the last specs led to no update
+            self._is_agreed = False
         self._listed = None
-        specs = []
         named = self._named()
+        dtypes, specs = {}, []
         for name, tensor in named:
             self._check(name, tensor)
+            dtypes[name] = tensor.dtype
             specs.append(self._outgoing.spec(name, tensor.dtype, tensor.shape))
         self._listed = named if isinstance(named, list) else None
-        return specs
+        form = self._saved_form()
+        if form is None:
+            return specs
+        return [self._outgoing.spec(sent, dtypes[name], shape) for sent, shape, name in form.specs()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        form, self._is_agreed = self._saved_form(), True
         named, self._listed = self._named(), None
-        return gather_all(named, self._outgoing)
+        if form is None:
+            return gather_all(named, self._outgoing)
+        held = dict(named)
+        ordered = [(name, held[name]) for group in form.groups for name in group.names]
+        whole = gather_all(ordered, OfParameters(self._outgoing, form))
+        return ((name, self._outgoing.cast(name, tensor)) for name, tensor in form.convert(whole))
 
     @property
     def negotiable(self) -> bool:
         """See `weights.source.NegotiableSource`."""
-        return self._outgoing.negotiable
+        return self._outgoing.negotiable or (not self._is_agreed and self._checkpoint_form() is not None)
 
     def revise(self, mismatches: Sequence[Mismatch]) -> bool:
-        return self._outgoing.revise(mismatches)
+        if self._outgoing.revise(mismatches):
+            return True
+        if self._as_held:  # neither form fits: the error will name the checkpoint's tensors
+            self._as_held, self._fits_neither = False, True
+            return True
+        self._as_held = not self._fits_neither and self._checkpoint_form() is not None
+        self._fits_neither = False
+        return self._as_held
 
     def resident(self) -> list[torch.Tensor] | None:
         """See `weights.source.ResidentSource`. `None` if a tensor is gathered, cast, or made on access."""
         if not self._holds_tensors:
             return None
-        named = list(self._named())
-        if any(hasattr(t, "full_tensor") or self._outgoing.sent_as(name, t.dtype) != t.dtype for name, t in named):
+        named, form = list(self._named()), self._saved_form()
+        outgoing = self._outgoing if form is None else OfParameters(self._outgoing, form)
+        if any(hasattr(t, "full_tensor") or outgoing.sent_as(name, t.dtype) != t.dtype for name, t in named):
             return None
-        return [host_view(tensor.detach() if tensor.requires_grad else tensor) for _, tensor in named]
+        held = {name: host_view(tensor.detach() if tensor.requires_grad else tensor) for name, tensor in named}
+        return list(held.values()) if form is None else form.resident(held)
 
     def _named(self) -> Iterable[tuple[str, Any]]:
-        """The tensors by the checkpoint's names: as `specs` has listed them, or else as they are now."""
+        """The tensors by the module's names: as `specs` has listed them, or else as they are now."""
         if self._listed is not None:
             return self._listed
-        named = named_tensors(self._model, self._outgoing.name)
+        rename: Callable[[str], str | None] = self._outgoing.name
+        base = base_names(self._model) if isinstance(self._model, torch.nn.Module) else None
+        if base is not None:
+            rename = lambda name: None if (own := base(name)) is None else self._outgoing.name(own)  # noqa: E731
+        named = named_tensors(self._model, rename)
         return list(named) if self._holds_tensors else named
+
+    def _saved_form(self) -> SavedForm | None:
+        """The form in which the tensors are sent; `None` if that is the module's own."""
+        return None if self._as_held else self._checkpoint_form()
+
+    def _checkpoint_form(self) -> SavedForm | None:
+        """The form of the module's checkpoint; `None` if that is the module's own."""
+        revert = reversal_of(self._model) if isinstance(self._model, torch.nn.Module) else None
+        if revert is None:
+            return None
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._named()}
+        if self._form is None or self._form.shapes != shapes:
+            self._form = SavedForm(revert, shapes)
+        return None if self._form.is_identity else self._form
 
     def _check(self, name: str, tensor: Any) -> None:
         part = getattr(tensor, "_local_tensor", tensor)
