@@ -11,7 +11,7 @@ from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.gather import gather_all
 from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
-from rl_memory_plugins.trainer.sources.peft_names import base_names
+from rl_memory_plugins.trainer.sources.peft_names import base_names, warn_of_adapters
 from rl_memory_plugins.trainer.sources.saved import OfParameters, SavedForm, reversal_of
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.source import TensorSource, named_tensors
@@ -63,6 +63,8 @@ class ModelSource:
         if self._listed is not None:  # the last specs led to no update
             self._is_agreed = False
         self._listed = None
+        if isinstance(self._model, torch.nn.Module):
+            warn_of_adapters(self._model)
         named = self._named()
         dtypes, specs = {}, []
         for name, tensor in named:

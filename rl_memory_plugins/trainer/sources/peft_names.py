@@ -11,17 +11,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 _OUTER = "base_model.model."
-_INNER = "base_layer."
+_INNER = "base_layer"
 
 
 def base_names(module: torch.nn.Module) -> Callable[[str], str | None] | None:
     """Maps the module's names to those of the base model, and those of adapters to `None`; `None` without adapters.
 
-    A module that PEFT trains as a whole (`modules_to_save`) counts in the version of the active adapter. Warns if an
-    adapter that is not merged changes what the model computes.
+    A module that PEFT trains as a whole (`modules_to_save`) counts in the version of the active adapter.
     """
     own, moved = set[str](), dict[str, str]()
-    active: list[str] = []
     for path, layer in module.named_modules():
         attributes = getattr(layer, "adapter_layer_names", None)
         if attributes is None:
@@ -33,16 +31,8 @@ def base_names(module: torch.nn.Module) -> Callable[[str], str | None] | None:
             own.update((f"{path}.modules_to_save.", f"{path}.original_module."))
             continue
         own.update(f"{path}.{name}" for name in (*attributes, *getattr(layer, "other_param_names", ())))
-        if not getattr(layer, "merged", True) and not getattr(layer, "disable_adapters", False):
-            active += getattr(layer, "active_adapters", ())
     if not own:
         return None
-    if active:
-        logger.warning(
-            "the weights of the base model are sent without the adapters %s, which are not merged: call "
-            "merge_adapter() before an update to send what the model computes",
-            ", ".join(sorted(set(active))),
-        )
 
     def base_name(name: str) -> str | None:
         for prefix in _prefixes(name):
@@ -51,9 +41,25 @@ def base_names(module: torch.nn.Module) -> Callable[[str], str | None] | None:
                 break
             if prefix in own and not any(name.startswith(kept) for kept in moved):
                 return None
-        return name.removeprefix(_OUTER).replace(f".{_INNER}", ".").removeprefix(_INNER)
+        return ".".join(part for part in name.removeprefix(_OUTER).split(".") if part != _INNER)
 
     return base_name
+
+
+def warn_of_adapters(module: torch.nn.Module) -> None:
+    """Warn if adapters that are not merged change what the module computes."""
+    active = {
+        name
+        for layer in module.modules()
+        if not getattr(layer, "merged", True) and not getattr(layer, "disable_adapters", False)
+        for name in getattr(layer, "active_adapters", ())
+    }
+    if active:
+        logger.warning(
+            "the weights of the base model are sent without the adapters %s, which are not merged: call "
+            "merge_adapter() before an update to send what the model computes",
+            ", ".join(sorted(active)),
+        )
 
 
 def _prefixes(name: str) -> Iterator[Any]:

@@ -254,7 +254,7 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base):
         super().__init__()
-        self.base_layer = base
+        self.base_layer = base  # PEFT wraps a module once for each of its parameters that it adapts
         self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
         self.merged = False
@@ -275,7 +275,7 @@ class Saving(nn.Module):
 def peft_model(active="default"):
     base = nn.Module()
     base.model = nn.Module()
-    base.model.q_proj = LoraLinear(nn.Linear(2, 2))
+    base.model.q_proj = LoraLinear(LoraLinear(nn.Linear(2, 2)))
     base.model.head = Saving(nn.Linear(2, 2), active)
     model = nn.Module()
     model.base_model = nn.Module()
@@ -291,18 +291,19 @@ def test_of_a_peft_model_the_base_is_sent(active, of, caplog):
     assert_same(
         found,
         {
-            "model.q_proj.weight": inner.q_proj.base_layer.weight,
-            "model.q_proj.bias": inner.q_proj.base_layer.bias,
+            "model.q_proj.weight": inner.q_proj.base_layer.base_layer.weight,
+            "model.q_proj.bias": inner.q_proj.base_layer.base_layer.bias,
             "model.head.weight": inner.head.get_submodule(of).weight,
             "model.head.bias": inner.head.get_submodule(of).bias,
         },
     )
-    assert "default, which are not merged" in caplog.text
+    assert caplog.text.count("default, which are not merged") == 1
 
 
 def test_merged_adapters_are_part_of_what_is_sent(caplog):
     caplog.set_level(logging.WARNING)
     model = peft_model()
-    model.base_model.model.model.q_proj.merged = True
+    outer = model.base_model.model.model.q_proj
+    outer.merged = outer.base_layer.merged = True
     sent(ModelSource(model))
     assert not caplog.records
