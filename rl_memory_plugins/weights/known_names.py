@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 #: The most unknown names for which a near name is sought.
 SOUGHT = 20
@@ -63,7 +63,7 @@ def skipped_twins(
     return [name for name, twin in twins.items() if twin in ignored]
 
 
-def nearest(unknown: Iterable[str], known: Collection[str]) -> dict[str, str]:
+def nearest(unknown: Iterable[str], known: Mapping[str, Any]) -> dict[str, str]:
     """For each unknown name the most similar known name, if there is a similar one. Looks at the first `SOUGHT`."""
     by_shape = {_NUMBER.sub("*", name): name for name in known}
     found = {}

@@ -252,7 +252,7 @@ def trace(
     near: dict[str, str] = {}
     if unused or any(problem.kind == "unknown" for problem in problems):
         unknown = [*unused, *(problem.name for problem in problems if problem.kind == "unknown")]
-        near = nearest(unknown, {*tracer.steps, *expected, *checkpoint()})
+        near = nearest(unknown, dict.fromkeys([*tracer.steps, *expected, *checkpoint()]))
         problems = [_with_hint(problem, near) for problem in problems]
     counted = expected if whole_layers or not manifest.partial else {}
     written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}

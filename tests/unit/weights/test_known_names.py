@@ -129,6 +129,6 @@ def test_groups_of_ranks_agree():
 def test_the_search_for_near_names_is_short():
     known = [f"model.layers.{i}.mlp.experts.{j}.up_proj.weight" for i in range(60) for j in range(256)]
     names = [f"model.layers.{i}.mlp.experts.{i}.up_prj.weight" for i in range(60)]
-    found = nearest(names, set(known))
+    found = nearest(names, dict.fromkeys(known))
     assert len(found) == 20
     assert found[names[7]] == "model.layers.7.mlp.experts.7.up_proj.weight"
