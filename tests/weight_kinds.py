@@ -45,7 +45,7 @@ def write_int8(folder: Path, seed: int, dtype: str) -> Path:
     activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
     def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
         return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
 
     config = _compressed_tensors("int-quantized", {"weights": weights, "input_activations": activations})
@@ -96,6 +96,17 @@ def write_block_fp8(folder: Path, seed: int, dtype: str) -> Path:
         scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / torch.finfo(FP8).max
         return {name: (blocks / scale).to(FP8).view(weight.shape), f"{name}_scale_inv": scale.view(rows, columns)}
 
+    return _quantised(write_dense(folder, seed, dtype), config, quantise)
+
+
+def write_tensor_fp8(folder: Path, seed: int, dtype: str) -> Path:
+    """FP8 weights with one scale for each tensor; engines that fuse tensors give them one scale."""
+
+    def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        scale = weight.float().abs().max() / torch.finfo(FP8).max
+        return {name: (weight.float() / scale).to(FP8), f"{name}_scale": scale}
+
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     return _quantised(write_dense(folder, seed, dtype), config, quantise)
 
 

@@ -17,6 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_memory_plugins.engines.layer_templates import LayerTemplate
+from rl_memory_plugins.engines.layer_tensors import held_by_methods, tensors_of
+from rl_memory_plugins.engines.saved_layers import Graphs
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.trace import takes_shape_only
 from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
@@ -35,6 +38,8 @@ class PostLoad:
 
     Attributes:
         model: The model. Call `watch` before its weights are loaded.
+        graphs: What CUDA graphs read and the model's layers no longer hold.
+        templates: The layouts of layers before their weights were loaded; empty without `keep_templates`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -44,6 +49,8 @@ class PostLoad:
         self._this_load = self._first_load
         self._derived: dict[torch.nn.Module, list[StorageWeakRef]] = {}
         self._keeping: set[torch.nn.Module] = set()
+        self.graphs = Graphs(self._is_derived)
+        self.templates: dict[torch.nn.Module, LayerTemplate] = {}
 
     def watch(self) -> None:
         """Wrap the steps that are not wrapped yet. Engines replace quantisation methods between loads."""
@@ -53,16 +60,23 @@ class PostLoad:
                 if step is not None and not hasattr(step, _ATTRIBUTE):
                     setattr(owner, STEP, self._watched(step, layer if owner is layer else None))
 
+    def keep_templates(self) -> None:
+        """Record the layouts of the layers that have a step, for a reload. Call this before weights are loaded."""
+        for layer in self.model.modules():
+            if hasattr(getattr(layer, "quant_method", None), STEP):
+                self.templates[layer] = LayerTemplate(layer)
+
     def transformed(self) -> dict[str, str]:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""
         return self._described(layer for layer, _ in self._first_load)
 
     def hidden(self) -> dict[str, str]:
-        """The transformed layers that keep derived tensors outside all modules, where a reload cannot replace them."""
+        """The transformed layers that keep derived tensors where a reload cannot replace them: outside all modules, and
+        outside the objects of their quantisation methods."""
         held = {
             StorageWeakRef(tensor.untyped_storage())
             for layer in self.model.modules()
-            for tensor in tensors_of(layer).values()
+            for tensor in (*tensors_of(layer).values(), *(one.tensor for one in held_by_methods(layer).values()))
         }
         return self._described(
             layer
@@ -73,6 +87,10 @@ class PostLoad:
     def kept_elsewhere(self) -> dict[str, str]:
         """The layers whose kernels keep weights in memory of their own, which cannot be released or compared."""
         return self._described(self._keeping)
+
+    def _is_derived(self, layer: torch.nn.Module, tensor: torch.Tensor) -> bool:
+        """Whether a step has computed a tensor from the layer's weights."""
+        return StorageWeakRef(tensor.untyped_storage()) in self._derived.get(layer, ())
 
     def _described(self, layers: Iterable[torch.nn.Module]) -> dict[str, str]:
         """The names of layers, with their quantisation methods."""
@@ -121,6 +139,9 @@ class PostLoad:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             layer: torch.nn.Module = next(iter((*args, *kwargs.values()))) if owner is None else owner
+            template = self.templates.get(layer)
+            if template is not None and not template.ready:
+                template.before_step()
             before = _layout(layer)
             reads = _Derivations(layer.parameters())
             with reads, _Calls(reads):
@@ -139,9 +160,15 @@ class PostLoad:
         return watched
 
 
-def attach(model: torch.nn.Module) -> None:
-    """Watch a new model. Call this before its weights are loaded."""
+def attach(model: torch.nn.Module, *, templates: bool = False) -> None:
+    """Watch a new model. Call this before its weights are loaded.
+
+    Args:
+        templates: Record the layouts of its layers; see `PostLoad.keep_templates`.
+    """
     post_load = PostLoad(model)
+    if templates:
+        post_load.keep_templates()
     post_load.watch()
     setattr(model, _ATTRIBUTE, post_load)
 
@@ -155,12 +182,6 @@ def transformed_in(model: torch.nn.Module) -> int:
     """The number of a model's post-load steps that have transformed weights; 0 if the model is not watched."""
     watch = of(model)
     return 0 if watch is None else len(watch._first_load)
-
-
-def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a layer by attribute name: parameters, buffers and plain attributes. Excludes submodules."""
-    own: Mapping[str, Any] = {**vars(layer), **layer._buffers, **layer._parameters}
-    return {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
 
 
 class _Derivations(TorchDispatchMode):  # type: ignore[misc]

@@ -47,14 +47,19 @@ class Reload(Protocol):
 
     why: str
 
+    @property
+    def is_temporary(self) -> Callable[[torch.Tensor], bool] | None:
+        """Tells whether a tensor has memory of `checkpoint_layout` that is no memory of the model. Only tensors that
+        are loaded into such memory need the reload. `None`: all tensors need it."""
+
     def checkpoint_layout(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """Give the model's parameters the shapes and loaders that they had before the transformation, without memory.
 
         The context yields the parameters as `"layer.parameter"`. At its exit the model is unchanged.
         """
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
-        """Load and transform the weights at the same addresses. It may keep the tensors until it returns.
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
+        """Load and transform the opaque tensors of a plan at the same addresses. It may keep them until it returns.
 
         Raises:
             WeightUpdateError: the engine did not repeat the steps of its first load.
@@ -131,6 +136,7 @@ class ModelLoader:
                 owned=[*expected.values(), *self.buffers().values()] if reload is None else None,
                 casts=self.casts,
                 whole_layers="" if reload is None else reload.why,
+                is_temporary=None if reload is None else reload.is_temporary,
             )
         if reload is not None and plan.omitted:
             plan.omitted = _of_kept_layers(expected, expected, kept)  # their names after the transformation
@@ -150,7 +156,7 @@ class ModelLoader:
             return
         reload = self.reload()
         if reload is not None:
-            reload.load(weights, partial=plan.partial or bool(plan.omitted))
+            reload.load(weights, plan)
             return
         load = self.load_opaque or self.load_weights
         if not plan.unproven:
@@ -188,6 +194,6 @@ class ModelLoader:
         return expected
 
     def note_complete(self, plan: LoadPlan) -> None:
-        """Note a complete update with this plan. A plan that replays nothing gives no checkpoint checksums."""
+        """Note a complete update with this plan. Without the copies of all layers it gives no checkpoint checksums."""
         if plan.digest in self._plans:
-            self.complete = plan if plan.steps else None
+            self.complete = plan if plan.steps and not plan.rebuilt else None

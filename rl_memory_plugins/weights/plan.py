@@ -62,6 +62,8 @@ class LoadPlan:
         traced: If parameters are unproven, the memory that the trace has seen written.
         omitted: The kept parameters that a complete update leaves out. The plan is complete only while these are kept.
         casts: The casts of its copies, see `casts.summary`.
+        rebuilt: For each opaque name that is copied into temporary parameters of a `Reload`, these copies and fills.
+        derived_from: The parameters, by the engine's name, from which the loader itself computes other tensors.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class LoadPlan:
         self.casts: list[dict[str, Any]] = []
         self.skipped: list[str] = []
         self.nearest: dict[str, str] = {}
+        self.rebuilt: dict[str, list[Step]] = {}
+        self.derived_from: frozenset[str] = frozenset()
         self.digest = manifest.digest()
         self.partial = manifest.partial
         self.specs = {spec.name: spec for spec in manifest.tensors}
@@ -212,6 +216,7 @@ def trace(
     owned: Iterable[torch.Tensor] | None = None,
     casts: CastRule | None = None,
     whole_layers: str = "",
+    is_temporary: Callable[[torch.Tensor], bool] | None = None,
 ) -> LoadPlan:
     """Run the loader on meta tensors and record its copies and fills. Writes no real memory.
 
@@ -225,8 +230,9 @@ def trace(
         owned: The model's parameters and buffers. The caller drops the plan if their memory is replaced. A name whose
             loading writes other memory is opaque.
         casts: Which tensors may have another dtype than the engine's memory; the copy casts.
-        whole_layers: If the engine reloads whole layers, the reason; else empty. An update must then cover each layer
-            of `expected` completely or not at all, and every name is opaque.
+        whole_layers: If the engine reloads whole layers, the reason; else empty. An update must then cover each
+            reloaded layer of `expected` completely or not at all, and every name that is loaded into one is opaque.
+        is_temporary: Whether a tensor has memory of a parameter of a reloaded layer. Default: all layers are reloaded.
 
     Raises:
         ManifestError: the manifest does not fit. `details["mismatches"]` lists every mismatch, `details["unused"]` the
@@ -238,7 +244,13 @@ def trace(
     expected = expected or {}
     tracer = Tracer(manifest.tensors, expected.values(), casts=casts)
     failures, untried = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
-    tracer.finish(owned)
+    addresses = None if owned is None else {tensor.untyped_storage().data_ptr() for tensor in owned}
+
+    def is_owned(tensor: torch.Tensor) -> bool:
+        known = addresses is None or tensor.untyped_storage().data_ptr() in addresses
+        return known or (is_temporary is not None and is_temporary(tensor))
+
+    tracer.finish(is_owned)
     problems = [*failures.values(), *tracer.wrong_dtype.values()]
     if untried:
         reason = f"not tried after {MAX_FAILURES} failures in a row, nor {len(untried) - 1} more names"
@@ -254,26 +266,35 @@ def trace(
         unknown = [*unused, *(problem.name for problem in problems if problem.kind == "unknown")]
         near = nearest(unknown, dict.fromkeys([*tracer.steps, *expected, *checkpoint()]))
         problems = [_with_hint(problem, near) for problem in problems]
-    counted = expected if whole_layers or not manifest.partial else {}
+    temporary = is_temporary or (lambda tensor: bool(whole_layers))
+    reloaded = {name for name, parameter in expected.items() if temporary(parameter)}
+    counted = expected if not manifest.partial else {name: expected[name] for name in expected if name in reloaded}
     written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}
     any_may_lack = manifest.partial or (tracer.unseen_writes and whole_layers)
-    missing = _missing(written, frozenset(written) if any_may_lack else kept, whole_layers=bool(whole_layers))
+    missing = _missing(written, frozenset(written) if any_may_lack else kept, reloaded)
     if whole_layers or not tracer.unseen_writes:
         problems += missing
     if problems:
         error = manifest_error(problems, unused)
         error.details["nearest"] = near
         raise error
-    if tracer.derives:
-        whole_layers = whole_layers or f"the loader runs {tracer.derives} on the model's memory"
-    if whole_layers:
-        plan = LoadPlan(manifest, {}, {spec.name: whole_layers for spec in manifest.tensors}, unused)
-    else:
-        plan = LoadPlan(manifest, tracer.steps, tracer.opaque, unused)
-        if not manifest.partial and tracer.unseen_writes:
-            plan.traced = tracer.written
-            plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
+    opaque, rebuilt = tracer.opaque, {}
+    if is_temporary is not None:
+        rebuilt = {
+            name: steps for name, steps in tracer.steps.items() if any(is_temporary(s.destination) for s in steps)
+        }
+        opaque = {**opaque, **dict.fromkeys(rebuilt, whole_layers)}
+    if tracer.derives or (whole_layers and is_temporary is None):
+        why = whole_layers or f"the loader runs {tracer.derives} on the model's memory"
+        opaque = {spec.name: why for spec in manifest.tensors}
+    steps = {name: steps for name, steps in tracer.steps.items() if name not in opaque}
+    plan = LoadPlan(manifest, steps, opaque, unused)
     plan.casts, plan.skipped, plan.nearest = summary(tracer.casts), skipped, near
+    plan.rebuilt = rebuilt
+    plan.derived_from = frozenset(name for name, parameter in expected.items() if tracer.derives_from(parameter))
+    if not (whole_layers or tracer.derives or manifest.partial) and tracer.unseen_writes:
+        plan.traced = tracer.written
+        plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
     if not manifest.partial:
         plan.omitted = frozenset(name for name in kept & written.keys() if not written[name])
     return plan
@@ -367,20 +388,21 @@ def _mismatch(name: str, error: Exception) -> Mismatch:
     return Mismatch("loader", name, text)
 
 
-def _missing(written: Mapping[str, float], may_omit: frozenset[str], *, whole_layers: bool) -> list[Mismatch]:
+def _missing(written: Mapping[str, float], may_omit: frozenset[str], reloaded: set[str]) -> list[Mismatch]:
     """The parameters that the manifest does not cover.
 
     Args:
         written: The fraction of each parameter that the manifest covers.
         may_omit: Parameters that the manifest may leave out.
-        whole_layers: The manifest must cover a layer completely or not at all.
+        reloaded: The parameters of layers that the manifest must cover completely or not at all.
     """
     touched = {layer_of(name) for name, fraction in written.items() if fraction}
     missing = []
     for name, fraction in written.items():
-        if fraction >= 1 or (name in may_omit and not (layer_of(name) in touched if whole_layers else fraction)):
+        whole = name in reloaded
+        if fraction >= 1 or (name in may_omit and not (layer_of(name) in touched if whole else fraction)):
             continue
-        reason = ", but the engine reloads whole layers" if whole_layers and name in may_omit else ""
+        reason = ", but the engine reloads whole layers" if whole and name in may_omit else ""
         missing.append(Mismatch("missing", name, f"the manifest covers {fraction:.1%} of this parameter{reason}"))
     return missing
 

@@ -7,7 +7,7 @@ then only the loader can load it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._memory = {_storage(tensor) for tensor in memory}
         self.derives = ""
+        self._derived_from: set[int] = set()  # the storages of `memory` that such operators read
         self.unseen_writes = False
         self.steps: dict[str, list[Step]] = {}
         self.opaque: dict[str, str] = {}
@@ -104,20 +105,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.refuse("the loader reads its values", tensor)
         return 1.0 if tensor.is_floating_point() else 1
 
-    def finish(self, owned: Iterable[torch.Tensor] | None) -> None:
+    def derives_from(self, tensor: torch.Tensor) -> bool:
+        """Whether the loader computes other tensors from this tensor of the model."""
+        return _storage(tensor) in self._derived_from
+
+    def finish(self, owned: Callable[[torch.Tensor], bool] | None) -> None:
         """Assign the remaining fills and drop the steps of opaque names. Call this once, after the loader.
 
         Args:
-            owned: A name that writes other storages becomes opaque: nobody would notice if the model replaced them.
+            owned: Whether a written tensor is one of the model's. A name that writes others becomes opaque: nobody
+                would notice if the model replaced them.
         """
         for _, fill, name in self._pending:  # fills of memory without a copy
             if name is not None:
                 self.steps.setdefault(name, []).append(fill)
         self._pending = []
         if owned is not None:
-            addresses = {tensor.untyped_storage().data_ptr() for tensor in owned}
             for name, steps in self.steps.items():
-                if any(step.destination.untyped_storage().data_ptr() not in addresses for step in steps):
+                if not all(owned(step.destination) for step in steps):
                     self.mark_opaque([name], "the loader writes memory outside the model's parameters and buffers")
         for name in self.opaque:
             self.steps.pop(name, None)
@@ -142,6 +147,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return out
         if fresh and known & self._memory and not takes_shape_only(func):
             self.derives = self.derives or str(func)
+            self._derived_from |= known & self._memory
         names = self._names(*inputs)
         if not names:
             return out

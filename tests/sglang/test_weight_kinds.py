@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 from integration.engines.base import Launch, Server
 from integration.engines.sglang import _models_but
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.checksums import tensor_checksum
+from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.source import spec_of
 from tests.conformance.trainers import push
+from tests.sglang import torch_kernels
 from tests.weight_kinds import (
     PROMPT,
     TOKENS,
@@ -22,7 +28,10 @@ from tests.weight_kinds import (
     started,
     state,
     write_dense,
+    write_int4,
+    write_int8,
     write_moe,
+    write_tensor_fp8,
     write_tied,
 )
 
@@ -40,7 +49,7 @@ ROUTING = """
         topk.fused_topk_cpu = fused_topk_cpu
 """
 
-#: An SGLang plugin: a linear method that packs after loading, as quantising ones do. None of SGLang's runs here.
+#: An SGLang plugin: a linear method that packs after loading, as quantising ones do.
 PACKING = """
     def register():
         import torch
@@ -55,6 +64,26 @@ PACKING = """
         UnquantizedLinearMethod.process_weights_after_loading = process_weights_after_loading
         UnquantizedLinearMethod.apply = apply
 """
+
+#: An SGLang plugin: a linear method whose kernel copies the weights into memory that no tensor shows.
+KEEPING = """
+    import torch
+
+    library = torch.library.Library("keeping_kernel", "DEF")
+
+    def register():
+        from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+        library.define("pack(Tensor weight) -> int")
+        library.impl("pack", lambda weight: 7, "CompositeImplicitAutograd")
+
+        def process_weights_after_loading(self, layer):
+            layer.handle = torch.ops.keeping_kernel.pack(layer.weight)
+
+        UnquantizedLinearMethod.process_weights_after_loading = process_weights_after_loading
+"""
+
+TORCH_KERNELS = Path(torch_kernels.__file__).read_text()
 
 
 def start(folder: Path, log: Path, plugin: str = "", *arguments: str, tp: int = 1) -> AbstractContextManager[Server]:
@@ -85,12 +114,69 @@ def test_after_an_update_an_engine_is_a_fresh_one_of_these_weights(write: Write,
             assert server.control.checksums()["tensors"] == own
 
 
-def test_weights_that_sglang_transforms_are_refused(tmp_path: Path) -> None:
-    """They could be copied in: a square matrix fits where it lies transposed, and would be garbage there."""
+class Quantised(NamedTuple):
+    """A checkpoint whose weights SGLang transforms, and what the engine needs to run it here."""
+
+    write: Write
+    dtype: str = "bfloat16"
+    plugin: str = TORCH_KERNELS
+    arguments: tuple[str, ...] = ()
+
+
+QUANTISED = {
+    "transposed": Quantised(write_dense, "float32", PACKING),
+    "fp8 by tensor": Quantised(write_tensor_fp8),
+    "fp8 by the engine": Quantised(write_dense, arguments=("--quantization", "fp8")),
+    "int8": Quantised(write_int8),
+    "int4": Quantised(write_int4),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED.values(), ids=QUANTISED)
+def test_transformed_weights_are_those_of_a_fresh_engine(kind: Quantised, tmp_path: Path) -> None:
+    """A copy would fit too: a square matrix fits where it lies transposed, and would be garbage there."""
+    folders = [kind.write(tmp_path / name, seed, kind.dtype) for name, seed in (("first", SEED), ("other", OTHER_SEED))]
+    arguments = ("--dtype", kind.dtype, *kind.arguments)
+    with start(folders[1], tmp_path / "fresh.log", kind.plugin, *arguments) as fresh:
+        other = state(fresh)
+    with start(folders[0], tmp_path / "server.log", kind.plugin, *arguments) as server:
+        first = state(server)
+        assert first.tokens != other.tokens
+        report = push(server, checkpoint(folders[1]))
+        assert report["receivers"][0]["opaque"] > 0
+        assert state(server) == other
+        with pytest.raises(WeightUpdateError):
+            push(server, Breaking(checkpoint(folders[0])))
+        assert server.control.memory()["content"] == "failed"
+        for number in (0, 1):
+            renew(server, folders[number])
+            assert state(server) == (first, other)[number]
+        server.control.sleep(1)
+        server.control.wake_up()
+        assert state(server) == other
+
+
+class Breaking:
+    """A trainer that breaks in the middle of an update."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def specs(self) -> list[TensorSpec]:
+        return [spec_of(name, tensor) for name, tensor in self._tensors.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(self._tensors.items()):
+            if number == len(self._tensors) // 2:
+                raise WeightUpdateError("the trainer broke")
+            yield item
+
+
+def test_weights_that_a_kernel_keeps_for_itself_are_refused(tmp_path: Path) -> None:
     first = write_dense(tmp_path / "first", SEED, "float32")
-    with start(first, tmp_path / "server.log", PACKING) as server:
+    with start(first, tmp_path / "server.log", KEEPING) as server:
         before = state(server)
-        with pytest.raises(UnsupportedError) as error:
+        with pytest.raises(UnsupportedError, match="packed copies in memory of their own") as error:
             push(server, checkpoint(write_dense(tmp_path / "other", OTHER_SEED, "float32")))
         assert error.value.details["layers"]["model.layers.0.self_attn.o_proj"] == "UnquantizedLinearMethod"
         assert server.control.memory()["content"] == "valid"

@@ -51,7 +51,7 @@ SCRIPT = """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.reload import layerwise
-    from rl_memory_plugins.engines import post_load
+    from rl_memory_plugins.engines import layer_tensors, post_load
     from rl_memory_plugins.engines.vllm import first_load, reload, worker
     from rl_memory_plugins.errors import UnsupportedError
     from rl_memory_plugins.hooking import Hooks
@@ -76,7 +76,7 @@ SCRIPT = """
         return {
             f"{layer}.{name}": (tensor_checksum(tensor), tensor.data_ptr())
             for layer, module in model.named_modules()
-            for name, tensor in post_load.tensors_of(module).items()
+            for name, tensor in layer_tensors.tensors_of(module).items()
         }
 
     def checksums(found):
@@ -111,7 +111,7 @@ SCRIPT = """
             whole_layers=loader.why,
         )
     traced = tensors(model)
-    loader.load(checkpoint.items(), partial=False)
+    loader.load(checkpoint.items(), plan)
     after = tensors(model)
     print(json.dumps({
         "compiled code is refused": refused,

@@ -14,6 +14,7 @@ from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_a
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
+from rl_memory_plugins.engines.sglang.reload import LayerReload
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
@@ -76,6 +77,18 @@ class Memory:
         """The model's folder or name, and its revision."""
         return self._server_args.model_path, self._server_args.revision
 
+    def has_graphs(self) -> bool:
+        """Whether compiled code or CUDA graphs refer to the weights by address."""
+        if getattr(self._server_args, "enable_torch_compile", False):
+            return True
+        if self.allocator.name == "host":
+            return False
+        try:
+            from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+        except ImportError:  # older releases
+            return not self._server_args.disable_cuda_graph
+        return not cuda_graph_fully_disabled()
+
     @property
     def notes(self) -> list[str]:
         return [f"CUDA graphs stay resident: {self.resident_graphs}"] if self.resident_graphs else []
@@ -128,7 +141,7 @@ def _initialize_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_model(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
         if _memory is not None:
-            post_load.attach(model)
+            post_load.attach(model, templates=True)
         return model
 
     return _initialize_model
@@ -197,13 +210,14 @@ class SglangWorker:
     def __init__(self, model: torch.nn.Module, memory: Memory, config: RLMemoryConfig, rank: int) -> None:
         self._model = model
         self._allocator = memory.allocator
+        self._graphs = memory.has_graphs
         self.manager = build_manager(config, rank, memory.chosen, self._discardable, memory.notes)
         self.agent = build_agent(
             config,
             self.manager,
             lambda: model,
             load_weights=model.load_weights,
-            reload=self._refuse_transformed,
+            reload=self._reload,
             model_config=lambda: getattr(model, "config", None),
             checkpoint=EngineCheckpoint(memory.checkpoint),
             resident_graphs=memory.resident_graphs,
@@ -215,15 +229,11 @@ class SglangWorker:
         """The region for code that makes new weights."""
         return self._allocator.region(Tag.WEIGHTS)
 
-    def _refuse_transformed(self) -> None:
-        """Refuse models whose weights SGLang has transformed after loading.
-
-        SGLang can restore them before a load for few quantisation methods only, and may move memory that CUDA graphs
-        have captured.
+    def _reload(self) -> LayerReload | None:
+        """The reload of the layers that SGLang has transformed after loading; `None` if there are none.
 
         Raises:
-            UnsupportedError: SGLang has transformed weights, or may have, or keeps tensors derived from weights where
-                no update reaches them.
+            UnsupportedError: no update can reach the weights.
         """
         derived = derived_weights_error(self._model)
         if derived is not None:
@@ -234,12 +244,9 @@ class SglangWorker:
                 "this load format hides from the plugin whether SGLang transforms weights after loading them"
             )
         layers = watch.transformed()
-        if layers:
-            raise post_load.unsupported(
-                layers,
-                "SGLang transforms them after loading, and cannot transform new weights in place: start SGLang without "
-                "this quantisation",
-            )
+        if not layers:
+            return None
+        return LayerReload(watch, layers, self._model.load_weights, graphs=self._graphs())
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release

@@ -9,17 +9,16 @@ plain tensors keep their addresses, and every post-load step of the first load r
 from __future__ import annotations
 
 import inspect
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, tensors_of, unsupported
+from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, unsupported
+from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
-from rl_memory_plugins.errors import WeightUpdateError
-from rl_memory_plugins.weights.plan import Loader
+from rl_memory_plugins.weights.plan import Loader, LoadPlan
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 #: The symbols that this package uses; `worker.py` requires them at the start.
@@ -71,6 +70,7 @@ class LayerwiseReload:
         self._region = region
         self._graphs = graphs
         self._device = next(self._model.parameters()).device
+        self.is_temporary: Callable[[torch.Tensor], bool] | None = None
         name, method = next(iter(layers.items()))
         self.why = f"vLLM transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
         if not repeats_every_step():
@@ -111,7 +111,7 @@ class LayerwiseReload:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         skipped = getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)  # vLLM's reload does not load them
-        layers = _SavedLayers(self._model)
+        layers = SavedLayers(dict(self._model.named_modules()))
         try:
             expected: dict[str, torch.Tensor] = {}
             for name, layer in self._model.named_modules():
@@ -135,7 +135,7 @@ class LayerwiseReload:
         finally:
             layers.restore()
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
         """See `Reload`."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import layerwise
@@ -144,13 +144,13 @@ class LayerwiseReload:
         config = self._vllm_config.model_config
         # Not the hook of `worker.py`, which watches the loads of other callers.
         finalize = getattr(layerwise.finalize_layerwise_processing, "__wrapped__")  # noqa: B009
-        layers = _SavedLayers(self._model)
+        layers = SavedLayers(dict(self._model.named_modules()))
         try:
             with (
                 set_current_vllm_config(self._vllm_config),
                 set_default_torch_dtype(config.dtype),
                 torch.no_grad(),
-                self._post_load.repeating(partial=partial),
+                self._post_load.repeating(partial=plan.partial or bool(plan.omitted)),
                 _new_moe_kernels(self._model) if self._device.type == "cpu" else nullcontext(),
             ):
                 layerwise.initialize_layerwise_reload(self._model)
@@ -159,7 +159,7 @@ class LayerwiseReload:
                     finalize(self._model, config)
                     if hasattr(self._model, "process_weights_after_loading"):
                         self._model.process_weights_after_loading()
-                    layers.keep_addresses(self._graphs)
+                    layers.keep_addresses(self._post_load.graphs if self._graphs else None)
         except BaseException:
             layers.restore()
             for layer in self._model.modules():
@@ -194,88 +194,9 @@ def transformed_layers(post_load: PostLoad) -> dict[str, str]:
     return found
 
 
-class _SavedLayers:
-    """The attributes, tensors and tables of a model's layers at one moment."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._names = {layer: name for name, layer in model.named_modules()}
-        self._attributes = {layer: dict(vars(layer)) for layer in self._names}
-        self._tensors = {layer: tensors_of(layer) for layer in self._names}
-        self._tables = {
-            layer: (dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
-            for layer in self._names
-        }
-        self._owner: dict[Any, torch.nn.Module] = {}  # by the memory of a parameter: the first layer that has it
-        for layer in self._names:
-            for parameter in layer._parameters.values():
-                self._owner.setdefault(_memory(parameter), layer)
-
-    def tied(self, layer: torch.nn.Module) -> set[str]:
-        """The names of a layer's parameters that an earlier layer has too, and which are loaded with that layer."""
-        parameters = self._tables[layer][0]
-        return {name for name, parameter in parameters.items() if self._owner[_memory(parameter)] is not layer}
-
-    def restore(self) -> None:
-        """Restore the layers, but not the values in their tensors."""
-        for layer, attributes in self._attributes.items():
-            vars(layer).clear()
-            vars(layer).update(attributes)
-            for table, former in zip((layer._parameters, layer._buffers), self._tables[layer][:2], strict=True):
-                table.clear()
-                table.update(former)
-            layer._non_persistent_buffers_set.clear()
-            layer._non_persistent_buffers_set.update(self._tables[layer][2])
-
-    def keep_addresses(self, graphs: bool) -> None:
-        """Copy the values of new tensors into the old tensors, and put the old tensors back.
-
-        Raises:
-            WeightUpdateError: the shape, dtype or device of a tensor has changed, or a number that is part of a graph.
-        """
-        for layer, former in self._tensors.items():
-            now = tensors_of(layer)
-            for name, old in former.items():
-                new = now.get(name)
-                if new is None or new is old:
-                    self._require(new is old or name not in layer._parameters, layer, name)
-                    continue
-                same = (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
-                self._require(same, layer, name)
-                if new.data_ptr() != old.data_ptr():
-                    old.data.copy_(new.data)
-                    setattr(layer, name, old)
-            if graphs:
-                for name, value in self._attributes[layer].items():
-                    if isinstance(value, (int, float)):
-                        changed = vars(layer).get(name)
-                        self._require(changed is value or changed == value, layer, name)
-
-    def _require(self, condition: bool, layer: torch.nn.Module, name: str) -> None:
-        if not condition:
-            where = f"{self._names[layer]}.{name}"
-            raise WeightUpdateError(f"vLLM's reload changed {where}, which must not change", name=where)
-
-
-def _memory(parameter: torch.Tensor | None) -> Any:
-    """Equal for parameters that are the same elements in memory, also if they are two objects."""
-    if parameter is None or parameter.is_meta or not parameter.numel():
-        return id(parameter)
-    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
-
-
-def _without_memory(meta: torch.Tensor) -> torch.Tensor:
-    """A tensor like the recorded `meta`, with its loader, at an address of its own, without physical memory."""
-    last = sum((extent - 1) * step for extent, step in zip(meta.shape, meta.stride(), strict=True))
-    nbytes = (last + 1) * meta.element_size() if meta.numel() else 0
-    if nbytes:
-        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-        flat = torch.frombuffer(pages, dtype=torch.uint8).view(meta.dtype)
-        tensor = flat.as_strided(meta.shape, meta.stride())
-    else:
-        tensor = torch.empty(meta.shape, dtype=meta.dtype)
-    tensor.__class__ = meta.__class__
-    tensor.__dict__ = dict(meta.__dict__)
+def _without_memory(recorded: torch.Tensor) -> torch.Tensor:
+    """A tensor like the recorded one, with its own loader, without physical memory."""
+    tensor: Any = without_memory(recorded)
     loader: Any = getattr(tensor, "weight_loader", None)
     # The first load may have left its collecting loader around the parameter's own.
     unwrapped = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")

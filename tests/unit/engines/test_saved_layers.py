@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_memory_plugins.engines.vllm.reload import _SavedLayers
+from rl_memory_plugins.engines.saved_layers import SavedLayers
 
 
 class Model(torch.nn.Module):
@@ -26,11 +26,11 @@ class Model(torch.nn.Module):
 )
 def test_a_tied_parameter_belongs_to_the_first_layer(tie: str, tied: set[str]) -> None:
     model = Model(tie)
-    layers = _SavedLayers(model)
+    layers = SavedLayers(dict(model.named_modules()))
     assert layers.tied(model.head) == tied
     assert layers.tied(model.embedding) == set()
 
 
 def test_parameters_without_memory_are_not_tied() -> None:
     model = Model("").to("meta")
-    assert _SavedLayers(model).tied(model.head) == set()
+    assert SavedLayers(dict(model.named_modules())).tied(model.head) == set()

@@ -1,0 +1,152 @@
+"""The layout that the parameters of layers had before the engine transformed them, recorded without their memory.
+
+A reload gives a layer parameters of this layout again: same shapes, strides, classes and loaders. They begin with the
+values that the engine gave its own, where these were small: a scale that no checkpoint has keeps its default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.engines.layer_tensors import walk
+from rl_memory_plugins.engines.saved_layers import extent, like, without_memory
+
+_SMALL = 1 << 20
+"""Up to this number of elements the first values of a parameter are compared. Larger ones are weights."""
+
+_KEPT_BYTES = 1 << 16
+"""Up to this size, first values that are not all equal are kept."""
+
+
+class LayerTemplate:
+    """The parameters and buffers of one layer before its weights were loaded.
+
+    Attributes:
+        parameters: By name; on the meta device, with their classes and attributes. `None` where the layer has none.
+        optional: The parameters that the first load left as they were, because the checkpoint does not have them.
+        ready: Whether `before_step` has run.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+        self.parameters = {name: _on_meta(parameter) for name, parameter in layer._parameters.items()}
+        self._buffers = dict(layer._buffers)
+        self._first = {name: _first_values(tensor) for name, tensor in layer._parameters.items() if tensor is not None}
+        self.optional: frozenset[str] = frozenset()
+        self.ready = False
+        self._dtype = torch.get_default_dtype()
+        self._attributes: dict[str, Any] = {}
+        self._methods: list[tuple[Any, dict[str, Any]]] = []
+
+    def before_step(self) -> None:
+        """Record what the post-load step may change. Call this before the step of the first load."""
+        layer = self._layer
+        self.ready = True
+        self._dtype = torch.get_default_dtype()
+        self.optional = frozenset(
+            name
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and _is_still(parameter, self._first.get(name))
+        )
+        self._attributes = {name: value for name, value in vars(layer).items() if name not in _TABLES}
+        self._methods = [
+            (owner, dict(vars(owner)))
+            for _, _, owner in walk(layer)
+            if owner is not None and hasattr(owner, "__dict__")
+        ]
+
+    @functools.cached_property
+    def blank(self) -> dict[str, torch.Tensor]:
+        """The parameters without physical memory, each at an address of its own, for a trace of the loader."""
+        return {name: without_memory(meta) for name, meta in self.parameters.items() if meta is not None}
+
+    def materialised(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """New parameters on a device. Large ones are undefined."""
+        made: dict[str, torch.Tensor] = {}
+        for name, meta in self.parameters.items():
+            if meta is not None:
+                memory = torch.empty(extent(meta), dtype=meta.dtype, device=device)
+                tensor = memory.as_strided(meta.shape, meta.stride())
+                first = self._first.get(name)
+                if first is not None:
+                    tensor.copy_(first)
+                made[name] = like(tensor, meta)
+        return made
+
+    def rewind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Give the layer these parameters, and the attributes from before its step, as do its method's objects."""
+        layer = self._layer
+        self.give(parameters)
+        layer._buffers.clear()
+        layer._buffers.update(self._buffers)
+        for name in [name for name in vars(layer) if name not in _TABLES]:
+            del vars(layer)[name]
+        vars(layer).update(self._attributes)
+        for owner, attributes in self._methods:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+
+    def give(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Give the layer these parameters in place of its own."""
+        table = self._layer._parameters
+        table.clear()
+        table.update({name: parameters.get(name) for name in self.parameters})
+
+    @contextmanager
+    def default_dtype(self) -> Iterator[None]:
+        """torch's default dtype is the one of the first step while the body runs."""
+        former = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(former)
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """The layer has the blank parameters while the body runs."""
+        former = dict(self._layer._parameters)
+        self.give(self.blank)
+        try:
+            yield
+        finally:
+            self._layer._parameters.clear()
+            self._layer._parameters.update(former)
+
+
+_TABLES = frozenset(vars(torch.nn.Module()))
+"""The attributes that every module has."""
+
+
+def _on_meta(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    if parameter is None:
+        return None
+    meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return like(meta, parameter)
+
+
+def _first_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a small tensor, on the host: one element if all are equal. `None` if they are not worth keeping."""
+    if tensor.is_meta or not 0 < tensor.numel() <= _SMALL:
+        return None
+    with torch.no_grad(), contextlib.suppress(NotImplementedError):  # not all dtypes can be compared
+        values = tensor.data.as_subclass(torch.Tensor).cpu()
+        one = values.reshape(-1)[:1]
+        if bool((values == one).all()):
+            return one.reshape(()).clone()
+        if values.nbytes <= _KEPT_BYTES:
+            return values.clone()
+    return None
+
+
+def _is_still(tensor: torch.Tensor, first: torch.Tensor | None) -> bool:
+    """Whether a parameter still has its first values."""
+    if first is None or tensor.is_meta or not 0 < tensor.numel() <= _SMALL:
+        return False
+    return bool((tensor.data.as_subclass(torch.Tensor).cpu() == first).all())

@@ -1,0 +1,231 @@
+"""Updates of models whose weights SGLang has transformed after loading: quantised, packed, permuted.
+
+SGLang itself can load such a layer again for few quantisation methods only, and then at new addresses. This module
+gives a transformed layer parameters of the checkpoint's layout again, in temporary memory, as soon as the first tensor
+of the layer arrives. Once all have arrived, it runs the post-load step of the layer's own quantisation method and
+copies the result into the old memory, where CUDA graphs read it. The temporary memory is that of one layer at a time if
+the tensors arrive layer by layer.
+
+A tensor is written by the copies that the trace of the model's loader recorded. A tensor of which the loader computes
+something goes to the loader; the layers that it may write keep their temporary memory until the loader returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from rl_memory_plugins.engines.layer_templates import LayerTemplate
+from rl_memory_plugins.engines.post_load import STEP, PostLoad, unsupported
+from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
+from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.plan import Loader, LoadPlan
+from rl_memory_plugins.weights.trace import CopyStep, Step
+from rl_memory_plugins.weights.write_recorder import recording
+
+
+class LayerReload:
+    """The reload of one model that has transformed layers.
+
+    Args:
+        post_load: Observes the post-load steps of the model, with templates of its layers.
+        layers: The names of the transformed layers, with their quantisation methods.
+        load_weights: The model's own loader.
+        graphs: Whether compiled code or CUDA graphs refer to the model's tensors by address.
+
+    Raises:
+        UnsupportedError: the reload cannot replace what one of these layers keeps.
+    """
+
+    def __init__(self, post_load: PostLoad, layers: Mapping[str, str], load_weights: Loader, *, graphs: bool) -> None:
+        self._post_load = post_load
+        self._load_weights = load_weights
+        self._graphs = post_load.graphs if graphs else None
+        modules = dict(post_load.model.named_modules())
+        self._layers = {name: modules[name] for name in layers}
+        name, method = next(iter(layers.items()))
+        self.why = f"SGLang transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
+        templates = post_load.templates
+        unknown = {name: layers[name] for name, layer in self._layers.items() if layer not in templates}
+        if unknown:
+            raise unsupported(unknown, "their layout before SGLang transformed them is not known")
+        kept = post_load.kept_elsewhere()
+        if kept:
+            raise unsupported(kept, "their kernels keep packed copies in memory of their own")
+        hidden = post_load.hidden()
+        if graphs and hidden:
+            why = "they keep tensors that CUDA graphs use and that a reload would replace: disable CUDA graphs"
+            raise unsupported(hidden, why)
+        self._templates = {name: templates[layer] for name, layer in self._layers.items()}
+        self._places = {  # by the address of a blank parameter
+            _address(blank): (name, key)
+            for name, template in self._templates.items()
+            for key, blank in template.blank.items()
+        }
+
+    def is_temporary(self, tensor: torch.Tensor) -> bool:
+        """See `Reload`."""
+        return _address(tensor) in self._places
+
+    @contextmanager
+    def checkpoint_layout(self) -> Iterator[dict[str, torch.Tensor]]:
+        """See `Reload`. Only transformed layers change. Parameters that the checkpoint did not have are left out."""
+        with ExitStack() as stack:
+            for template in self._templates.values():
+                stack.enter_context(template.traced())
+            expected: dict[str, torch.Tensor] = dict(self._post_load.model.named_parameters())
+            for name, template in self._templates.items():
+                for key in template.optional:
+                    expected.pop(f"{name}.{key}", None)
+            yield expected
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
+        """See `Reload`."""
+        held = self._held(plan)
+        layers_of = {name: self._layers_of(steps) for name, steps in plan.rebuilt.items()}
+        streamed = {name: layers for name, layers in layers_of.items() if held.isdisjoint(layers)}
+        missing = Counter(itertools.chain(*streamed.values()))  # the tensors of each layer that have not arrived
+        opened: dict[str, _Opened] = {}
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            """Load the streamed tensors, and yield those for the model's own loader."""
+            for name, tensor in weights:
+                if name not in streamed:
+                    yield name, tensor
+                    continue
+                for layer in streamed[name]:
+                    if layer not in opened:
+                        opened[layer] = self._open(layer)
+                for step in plan.rebuilt[name]:
+                    layer, key = self._places.get(_address(step.destination), ("", ""))
+                    _replay(step, opened[layer].parameters[key] if layer else step.destination, tensor)
+                for layer in streamed[name]:
+                    missing[layer] -= 1
+                    if not missing[layer]:
+                        opened.pop(layer).close(self._graphs)
+
+        try:
+            with torch.no_grad(), self._post_load.repeating(partial=True):
+                opened.update((layer, self._open(layer)) for layer in sorted(held))
+                written = Coverage()
+                if held or streamed.keys() != plan.opaque.keys():
+                    with recording(written) if held else ExitStack():
+                        self._load_weights(stream())
+                for _ in stream():
+                    pass
+                for layer in sorted(held):
+                    opened.pop(layer).close_if_written(written, self._templates[layer].optional, self._graphs)
+                for layer in self._without_tensors(plan, held | missing.keys()):
+                    self._open(layer).close(self._graphs)
+        except BaseException:
+            for one in opened.values():
+                one.saved.restore()
+            raise
+
+    def _layers_of(self, steps: Iterable[Step]) -> set[str]:
+        """The transformed layers that these steps write."""
+        addresses = {_address(step.destination) for step in steps}
+        return {self._places[address][0] for address in addresses if address in self._places}
+
+    def _without_tensors(self, plan: LoadPlan, loaded: Set[str]) -> list[str]:
+        """The layers of a complete update without tensors in the checkpoint. They get their defaults again."""
+        if plan.partial:
+            return []
+        return [name for name in self._layers.keys() - loaded if not self._is_kept(name, plan.omitted)]
+
+    def _is_kept(self, layer: str, omitted: Set[str]) -> bool:
+        return any(f"{layer}.{name}" in omitted for name in self._layers[layer]._parameters)
+
+    def _open(self, layer: str) -> _Opened:
+        device = next(parameter.device for parameter in self._post_load.model.parameters() if not parameter.is_meta)
+        return _Opened(layer, self._layers[layer], self._templates[layer], device)
+
+    def _held(self, plan: LoadPlan) -> set[str]:
+        """The layers that only the model's own loader can load, or that it reads to compute other tensors."""
+        held = {name.rpartition(".")[0] for name in plan.derived_from}
+        passed = plan.opaque.keys() - plan.rebuilt.keys()
+        if passed:
+            covered = Coverage()
+            for steps in plan.rebuilt.values():
+                for step in steps:
+                    covered.add(step.destination)
+            ends = {name.rpartition(".")[2] for name in passed}
+            held |= {
+                name
+                for name, template in self._templates.items()
+                for key, blank in template.blank.items()
+                if (key not in template.optional or key in ends) and covered.fraction(blank) < 1
+            }
+        return held & self._layers.keys()
+
+
+class _Opened:
+    """A layer with temporary parameters of the checkpoint's layout.
+
+    Attributes:
+        parameters: The temporary parameters.
+        saved: The layer as it was.
+    """
+
+    def __init__(self, name: str, layer: torch.nn.Module, template: LayerTemplate, device: torch.device) -> None:
+        self._name = name
+        self._layer = layer
+        self._template = template
+        self.saved = SavedLayers({name: layer})
+        self.parameters = template.materialised(device)
+        template.give(self.parameters)
+
+    def close(self, graphs: Graphs | None) -> None:
+        """Transform the layer as the first load did, into its old memory."""
+        now = {name: parameter for name, parameter in self._layer._parameters.items() if parameter is not None}
+        self._template.rewind(now)  # the model's loader may have replaced a temporary parameter
+        try:
+            with self._template.default_dtype():
+                getattr(self._layer.quant_method, STEP)(self._layer)
+            self.saved.keep_addresses(graphs)
+        except BaseException:
+            self.saved.restore()
+            raise
+
+    def close_if_written(self, written: Coverage, optional: frozenset[str], graphs: Graphs | None) -> None:
+        """Close a layer that the model's loader has written; restore a layer that the update has left out.
+
+        Raises:
+            WeightUpdateError: the loader has written a part of the layer.
+        """
+        covered = {name: written.fraction(parameter) for name, parameter in self.parameters.items()}
+        if not any(covered.values()):
+            self.saved.restore()
+            return
+        missing = [name for name, fraction in covered.items() if fraction < 1 and name not in optional]
+        if missing:
+            self.saved.restore()
+            names = [f"{self._name}.{name}" for name in missing]
+            raise WeightUpdateError(
+                f"the update did not cover {names[0]}, but the engine reloads whole layers",
+                reason="incomplete",
+                missing=names,
+            )
+        self.close(graphs)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _replay(step: Step, parameter: torch.Tensor, source: torch.Tensor) -> None:
+    """Run a recorded step on a parameter in place of the blank parameter of the trace."""
+    planned = step.destination
+    memory = parameter.data.as_subclass(torch.Tensor)
+    destination = torch.empty(0, dtype=planned.dtype, device=memory.device).set_(
+        memory.untyped_storage(), planned.storage_offset(), planned.size(), planned.stride()
+    )
+    if isinstance(step, CopyStep):
+        destination.copy_(source.contiguous().as_strided(step.size, step.stride, step.offset))
+    else:
+        destination.fill_(step.value)

@@ -1,0 +1,282 @@
+"""The reload of layers that SGLang has transformed: the state of a first load, in the old memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines.sglang import reload as reload_module
+from rl_memory_plugins.engines.sglang.reload import LayerReload
+from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.weights.manifest import Manifest
+from rl_memory_plugins.weights.model_loader import ModelLoader
+from rl_memory_plugins.weights.source import spec_of
+
+SIZE = 4
+
+
+class Kernel:
+    """Holds constants of its own, made anew by each step."""
+
+    def __init__(self) -> None:
+        self.workspace: torch.Tensor | None = None
+        self.steps = 0
+
+
+class Packing:
+    """A quantisation method: eight bits with a scale, transposed. A second step of one object would do nothing."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel()
+        self.packed = False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.packed:
+            return
+        self.packed = True
+        self.kernel.workspace = torch.zeros(3)
+        self.kernel.steps += 1
+        scale = layer.weight.abs().max() / 127 * layer.multiplier
+        packed = (layer.weight / scale).round().to(torch.int8).t().contiguous()
+        self.kernel.row_sums = packed.sum(0)
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scale.reshape(1), requires_grad=False)
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, method: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(SIZE, SIZE).fill_(9), requires_grad=False)
+        self.weight.weight_loader = self.load
+        self.multiplier = torch.nn.Parameter(torch.ones(()), requires_grad=False)  # no checkpoint has it
+        self.quant_method = method
+
+    def load(self, parameter: Any, weight: torch.Tensor) -> None:
+        assert parameter.shape == weight.shape
+        parameter.data.copy_(weight)
+
+
+class Model(torch.nn.Module):
+    """Two transformed layers and a plain one; and `absorbed`, which the loader computes of the second layer."""
+
+    def __init__(self, absorbs: bool = False, method: Any = Packing) -> None:
+        super().__init__()
+        self.one, self.two = Linear(method()), Linear(method())
+        self.norm = torch.nn.Parameter(torch.zeros(SIZE), requires_grad=False)
+        self.absorbed = torch.zeros(SIZE)
+        self.absorbs = absorbs
+        self.loaded: list[str] = []  # what the loader itself got, without the first load and traces
+
+    def load_weights(self, weights: Any) -> None:
+        parameters = dict(self.named_parameters())
+        for name, weight in weights:
+            if not weight.is_meta:
+                self.loaded.append(name)
+            if name not in parameters:
+                raise ValueError(f"There is no parameter named {name!r}")
+            parameter: Any = parameters[name]
+            if hasattr(parameter, "weight_loader"):
+                parameter.weight_loader(parameter, weight)
+            else:
+                parameter.data.copy_(weight)
+        if self.absorbs:
+            self.absorbed.copy_(self.two.weight.sum(0) * 2)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {
+        "one.weight": torch.randn(SIZE, SIZE),
+        "norm": torch.randn(SIZE),
+        "two.weight": torch.randn(SIZE, SIZE),
+    }
+
+
+def loaded(tensors: dict[str, torch.Tensor], **options: Any) -> Model:
+    """The model after a first load."""
+    model = Model(**options)
+    post_load.attach(model, templates=True)
+    model.load_weights(tensors.items())
+    for layer in (model.one, model.two):
+        layer.quant_method.process_weights_after_loading(layer)
+    model.loaded.clear()
+    return model
+
+
+def state(model: Model) -> dict[str, torch.Tensor]:
+    found = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    for name, layer in (("one", model.one), ("two", model.two)):
+        found |= {
+            f"{name}.{key}": value.clone() for key, value in vars(layer.quant_method.kernel).items() if key != "steps"
+        }
+    return {**found, "absorbed": model.absorbed.clone()}
+
+
+def addresses(model: Model) -> dict[str, int]:
+    found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    return {**found, "row sums": model.one.quant_method.kernel.row_sums.data_ptr()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def loader_of(model: Model, graphs: bool = True) -> ModelLoader:
+    watch: Any = post_load.of(model)
+    return ModelLoader(
+        model.load_weights,
+        lambda: dict(model.named_parameters()),
+        reload=lambda: LayerReload(watch, watch.transformed(), model.load_weights, graphs=graphs),
+        transformed=lambda: post_load.transformed_in(model),
+    )
+
+
+def update(loader: ModelLoader, tensors: dict[str, torch.Tensor], *, partial: bool = False) -> Any:
+    manifest = Manifest([spec_of(name, tensor) for name, tensor in tensors.items()], partial=partial)
+    plan = loader.plan(manifest, loader.drop_outdated())
+
+    def arrivals() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            if name in plan.opaque:
+                yield name, tensor
+            else:
+                plan.apply(name, tensor)
+
+    feed = arrivals()
+    loader.load_with_engine(plan, feed)
+    assert not list(feed)
+    return plan
+
+
+@pytest.mark.parametrize("absorbs", [False, True])
+def test_after_an_update_the_model_is_one_that_loaded_these_weights_first(absorbs: bool) -> None:
+    model = loaded(weights(1), absorbs=absorbs)
+    loader, before = loader_of(model), addresses(model)
+    workspace = model.one.quant_method.kernel.workspace
+    for seed in (2, 3, 1):
+        plan = update(loader, weights(seed))
+        assert_equal(state(model), state(loaded(weights(seed), absorbs=absorbs)))
+        assert addresses(model) == before
+        assert model.one.quant_method.kernel.workspace is workspace
+    assert set(plan.opaque) == ({*weights(1)} if absorbs else {"one.weight", "two.weight"})
+    # The loader gets only the layer of which it computes something, and the plain parameter beside it.
+    assert set(model.loaded) == ({"norm", "two.weight"} if absorbs else set())
+
+
+def test_one_layer_at_a_time_has_temporary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opened = loaded(weights(1)), []
+    loader = loader_of(model)
+    original = reload_module._Opened.close
+
+    def close(self: Any, graphs: Any) -> None:
+        opened.append([layer.weight.dtype is torch.float32 for layer in (model.one, model.two)])
+        original(self, graphs)
+
+    monkeypatch.setattr(reload_module._Opened, "close", close)
+    update(loader, weights(2))
+    assert opened == [[True, False], [False, True]]
+
+
+def test_a_partial_update_transforms_its_layers_only() -> None:
+    model = loaded(weights(1))
+    update(loader_of(model), {"two.weight": weights(2)["two.weight"]}, partial=True)
+    assert_equal(state(model), state(loaded({**weights(1), "two.weight": weights(2)["two.weight"]})))
+
+
+def test_a_manifest_is_checked_against_the_checkpoint_s_layout() -> None:
+    model = loaded(weights(1))
+    before = state(model)
+    wrong = {"one.weight": torch.zeros(SIZE, 3), "norm": torch.zeros(SIZE), "unheard.of": torch.zeros(2)}
+    with pytest.raises(ManifestError) as error:
+        update(loader_of(model), wrong)
+    found = {(mismatch["kind"], mismatch["name"]) for mismatch in error.value.details["mismatches"]}
+    assert {("shape", "one.weight"), ("unknown", "unheard.of"), ("missing", "two.weight")} <= found
+    assert not any("multiplier" in name for _, name in found)
+    assert_equal(state(model), before)
+
+
+def test_an_update_that_breaks_off_leaves_layers_that_the_next_one_can_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(weights(1), absorbs=True)
+    loader, before = loader_of(model), addresses(model)
+    keep = reload_module.SavedLayers.keep_addresses
+
+    def fail(*_: Any) -> None:
+        raise WeightUpdateError("the step failed")
+
+    monkeypatch.setattr(reload_module.SavedLayers, "keep_addresses", fail)
+    with pytest.raises(WeightUpdateError, match="the step failed"):
+        update(loader, weights(2))
+    assert addresses(model) == before
+    monkeypatch.setattr(reload_module.SavedLayers, "keep_addresses", keep)
+    update(loader, weights(3))
+    assert_equal(state(model), state(loaded(weights(3), absorbs=True)))
+    assert addresses(model) == before
+
+
+class Optional(Packing):
+    """The checkpoint has no tensor of this layer's; its parameter is defined by the step."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.scale.copy_(1.0 if layer.scale <= 0 else layer.scale.item())
+
+
+def test_a_layer_that_the_checkpoint_leaves_out_gets_its_default_again() -> None:
+    """As scales of the KV cache: discarded memory must not keep what lies in it."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+            self.quant_method = Optional()
+
+    model = Model()
+    model.attention = Attention()
+    post_load.attach(model, templates=True)
+    model.load_weights(weights(1).items())
+    for layer in (model.one, model.two, model.attention):
+        layer.quant_method.process_weights_after_loading(layer)
+    model.attention.scale.data.fill_(float("nan"))
+    loader = loader_of(model)
+    update(loader, weights(2))
+    assert model.attention.scale == 1.0
+    update(loader, {**weights(2), "attention.scale": torch.tensor(0.5)})
+    assert model.attention.scale == 0.5
+    update(loader, {"one.weight": weights(3)["one.weight"]}, partial=True)
+    assert model.attention.scale == 0.5
+    update(loader, weights(2))
+    assert model.attention.scale == 1.0
+
+
+class Hiding(Packing):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        hidden = layer.weight.float() * 2
+        self.multiply = lambda x: x @ hidden
+
+
+def test_a_method_that_hides_derived_weights_is_refused_where_graphs_read_them() -> None:
+    model = loaded(weights(1), method=Hiding)
+    with pytest.raises(UnsupportedError, match=r"such as one by Hiding.*CUDA graphs"):
+        update(loader_of(model), weights(2))
+    update(loader_of(model, graphs=False), weights(2))
+    x = torch.eye(SIZE)
+    assert torch.equal(model.one.quant_method.multiply(x), x @ (model.one.weight.float() * 2))
+
+
+class Growing(Packing):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        rows = int((layer.weight > 0).sum())
+        layer.index = torch.nn.Parameter(layer.weight.flatten()[:rows].clone(), requires_grad=False)
+
+
+def test_a_step_that_makes_another_shape_of_other_weights_is_an_error() -> None:
+    model = loaded(weights(1), method=Growing)
+    with pytest.raises(WeightUpdateError, match=r"changed (one|two)\.index, which must not change"):
+        update(loader_of(model), weights(2))
+    update(loader_of(model), weights(1))
