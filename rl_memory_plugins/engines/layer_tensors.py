@@ -38,9 +38,11 @@ def held_by_methods(layer: torch.nn.Module) -> dict[tuple[Any, ...], Held]:
 def walk(layer: torch.nn.Module) -> Iterator[tuple[tuple[Any, ...], Held | None, Any]]:
     """The path of each tensor and each object of a layer's quantisation method."""
     seen: set[int] = {id(layer)}
-    roots = {name: vars(layer).get(name) for name in METHODS}
+    roots = {name: getattr(layer, name, None) for name in METHODS}
     pending: list[tuple[tuple[Any, ...], Any]] = [
-        ((name,), root) for name, root in roots.items() if _may_hold_tensors(root)
+        ((name,), root)
+        for name, root in roots.items()
+        if isinstance(root, torch.nn.Module) or _may_hold_tensors(root)  # a method may be a module
     ]
     while pending:
         path, owner = pending.pop()

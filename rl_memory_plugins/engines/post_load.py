@@ -70,6 +70,10 @@ class PostLoad:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""
         return self._described(layer for layer, _ in self._first_load)
 
+    def own_steps(self) -> dict[str, str]:
+        """The layers that were transformed by a step of their own, not by that of a quantisation method."""
+        return self._described(layer for layer, own in self._first_load if own)
+
     def hidden(self) -> dict[str, str]:
         """The transformed layers that keep derived tensors where a reload cannot replace them: outside all modules, and
         outside the objects of their quantisation methods."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.rearranged import Elements, Rearranged
 from rl_memory_plugins.weights.write_recorder import overwritten_by, tensors_in, written_by
 
 aten = torch.ops.aten
@@ -82,6 +83,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         # By storage, the names whose data it holds or would hold. `_tainted` keeps the tensors, so no id is reused.
         self._taint: dict[int, set[str]] = {storage: {name} for storage, name in self._sources.items()}
         self._tainted: list[torch.Tensor] = []
+        self._rearranged: dict[int, Rearranged] = {}  # by storage
         self._pending: list[tuple[int, FillStep, str | None]] = []
         self._previous: tuple[int, str] | None = None  # storage and name of the copy recorded last
 
@@ -153,6 +155,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return out
         if func in (aten._to_copy.default, aten.clone.default) and _same_layout(out, args[0]):
             return args[0]
+        if func in (aten._to_copy.default, aten.clone.default) and out.dtype == args[0].dtype:
+            elements = self._elements(args[0])
+            if elements is not None:
+                self._rearranged[_storage(out)] = Rearranged(elements, tuple(out.shape), tuple(out.stride()))
+        for tensor in written:
+            self._rearranged.pop(_storage(tensor), None)
         if written:
             changed = {self._sources[s] for s in map(_storage, written) if s in self._sources}
             self.mark_opaque(changed, f"the loader modifies the tensor with {func}")
@@ -182,10 +190,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         return tuple(written)
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        name = self._sources.get(_storage(source))
-        if name is None:
+        elements = self._elements(source)
+        if elements is None:
             self.refuse("the loader computes the values that it writes", source, destination=destination)
         else:
+            name = elements.name
             if source.shape != destination.shape:
                 if source.numel() != destination.numel() and source.dim() > 0:
                     raise RuntimeError(
@@ -200,8 +209,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 steps = self.steps.setdefault(name, [])
                 steps += [fill for storage, fill, _ in self._pending if storage == target]
                 self._pending = [pending for pending in self._pending if pending[0] != target]
-                layout = tuple(source.shape), tuple(source.stride()), int(source.storage_offset())
-                steps.append(CopyStep(destination, *layout))
+                _, stride, offset = self._elements(source) or elements
+                steps.append(CopyStep(destination, tuple(source.shape), stride, offset))
                 self._previous = (target, name)
         if not destination.is_meta:
             self.written.add(destination)
@@ -212,6 +221,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         else:
             text = f"the trainer sends {spec.dtype}, the engine has {held}: send it, or choose a dtype (`dtype=`)"
             self.wrong_dtype[spec.name] = Mismatch("dtype", spec.name, text, expected=held)
+
+    def _elements(self, tensor: torch.Tensor) -> Elements | None:
+        """The elements of a manifest's tensor that a tensor holds; `None` if it holds others."""
+        storage = _storage(tensor)
+        if storage in self._rearranged:
+            return self._rearranged[storage].elements_of(tensor)
+        name = self._sources.get(storage)
+        return None if name is None else Elements(name, tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:
         """Record a fill (e.g. of vocabulary padding) with the name whose copy writes the same storage."""

@@ -279,6 +279,17 @@ def test_a_reload_that_leaves_out_a_step_does_not_answer(tmp_path: Path) -> None
     assert "experts" in message and "without its post-load processing" in message
 
 
+def never_updatable(llm: Any) -> dict[str, str]:
+    """What the engine says of itself. Level 2 of the weights would lose them for good."""
+    with pytest.raises(UnsupportedError, match="cannot be updated"):
+        llm.sleep(2)
+    capabilities = llm.memory_status()[0].capabilities
+    assert "load_weights" in capabilities.fixed_weights
+    llm.sleep(1)
+    llm.wake_up()
+    return dict(capabilities.fixed_layers)
+
+
 def test_weights_that_a_kernel_keeps_for_itself_are_refused(tmp_path: Path) -> None:
     """oneDNN packs eight-bit weights into memory of its own and keeps pointers to the scales: vLLM's reload would
     leave them dangling."""
@@ -287,6 +298,7 @@ def test_weights_that_a_kernel_keeps_for_itself_are_refused(tmp_path: Path) -> N
     try:
         before = engine(state)
         layers = engine(refused_as_a_whole, kind.write(tmp_path / "other", OTHER_SEED, kind.dtype))
+        assert engine(never_updatable) == layers
         assert engine(state) == before
     finally:
         engine.stop()
@@ -320,28 +332,26 @@ def write_gpt_oss(folder: Path, seed: int, dtype: str) -> Path:
     return folder
 
 
-def never_updatable(llm: Any) -> dict[str, str]:
-    """What the engine says of itself. Level 2 of the weights would lose them for good."""
-    with pytest.raises(UnsupportedError, match="cannot be updated"):
-        llm.sleep(2)
-    capabilities = llm.memory_status()[0].capabilities
-    assert "load_weights" in capabilities.fixed_weights
-    llm.sleep(1)
-    llm.wake_up()
-    return dict(capabilities.fixed_layers)
-
-
-def test_a_model_of_which_the_reload_would_lose_weights_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_which_vllm_s_reload_would_lose_weights(tmp_path: Path) -> None:
     """vLLM's own reload of it gets none of the experts, keeps the former ones, and says that all went well."""
     kind = Kind(write_gpt_oss, dtype="bfloat16")
-    engine = start(kind, kind.write(tmp_path / "first", SEED, kind.dtype))
+    folders = [kind.write(tmp_path / name, seed, kind.dtype) for name, seed in (("first", SEED), ("other", OTHER_SEED))]
+    other = start(kind, folders[1])
     try:
-        before = engine(state)
-        layers = engine(refused_as_a_whole, kind.write(tmp_path / "other", OTHER_SEED, kind.dtype))
-        assert layers["model.layers.0.mlp.experts.routed_experts"] == "UnquantizedFusedMoEMethod"
-        assert "model.layers.0.attn" in layers  # its sinks
-        assert "model.layers.0.attn.qkv_proj" not in layers
-        assert engine(never_updatable) == layers
-        assert engine(state) == before
+        fresh = other(state)
+    finally:
+        other.stop()
+    engine = start(kind, folders[0])
+    try:
+        first = engine(state)
+        report = engine(update, folders[1])
+        assert report["opaque"] and report["replayed"]  # the experts, and all others
+        assert engine(state)[:2] == fresh[:2]
+        engine(break_off, folders[0])
+        for number in (0, 1, 0):
+            tokens, checksums, addresses = engine(renew, folders[number])
+            assert (tokens, checksums) == (first, fresh)[number][:2]
+            assert addresses == first[2]  # what CUDA graphs would refer to
+        assert engine(sleep_and_wake) == first
     finally:
         engine.stop()

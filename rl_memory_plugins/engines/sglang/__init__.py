@@ -7,7 +7,6 @@
 | modes.py     | every process           | modes that are refused at the start                                 |
 | install.py   | every process           | the composition root: all hooks, and how SGLang starts processes    |
 | worker.py    | each scheduler process  | regions, the rank's agent, the model's loader                       |
-| reload.py    | each scheduler process  | updates of weights that SGLang transforms after loading             |
 | scheduler.py | each scheduler process  | the controller's ranks and engine, refusal of requests              |
 | native_calls.py | each scheduler process | SGLang's own release, resume and weight updates                     |
 | client.py    | the tokenizer's process | calls to the schedulers, `Engine`'s methods, SGLang's own calls     |

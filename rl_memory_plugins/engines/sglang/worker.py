@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
+from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
-from rl_memory_plugins.engines.sglang.reload import LayerReload
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
@@ -246,7 +246,7 @@ class SglangWorker:
         layers = watch.transformed()
         if not layers:
             return None
-        return LayerReload(watch, layers, self._model.load_weights, graphs=self._graphs())
+        return LayerReload(watch, layers, self._model.load_weights, engine="SGLang", graphs=self._graphs())
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release

@@ -29,13 +29,13 @@ class FirstLoad:
 
     Attributes:
         filled: The layers and names of these parameters. Empty for dummy weights, which no loader fills.
-        passed_over: For `reload.py`: the layers with a parameter that `load_weights` filled itself; `None` until known.
+        passed_over: For `reload.py`: whether `load_weights` filled a parameter itself; `None` until known.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-        self.passed_over: dict[str, str] | None = None
+        self.passed_over: bool | None = None
         self._model = model
         self.filled: set[tuple[torch.nn.Module, str]] = set()
         for layer in model.modules():
@@ -109,7 +109,7 @@ def _watch(original: Callable[..., None]) -> Callable[..., None]:
     def record_metadata_for_reloading(model: Any) -> None:
         original(model)
         if _loading is not None:
-            post_load.attach(model)
+            post_load.attach(model, templates=True)
             first_load = FirstLoad(model)
             setattr(model, _ATTRIBUTE, first_load)
             _loading.append(first_load)

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
+from rl_memory_plugins.weights.model_loader import Reload
 from rl_memory_plugins.weights.plan import Loader, LoadPlan
 
 RELOAD = "vllm.model_executor.model_loader.reload"
@@ -37,6 +39,38 @@ def repeats_every_step() -> bool:
     from vllm.model_executor.model_loader.reload import layerwise
 
     return hasattr(layerwise, "_wrap_parameters_weight_loader")
+
+
+def reload_of(
+    post_load: PostLoad,
+    layers: Mapping[str, str],
+    vllm_config: Any,
+    load_weights: Loader,
+    region: Callable[[], AbstractContextManager[None]],
+    graphs: bool,
+) -> Reload:
+    """vLLM's own reload; or this package's, where vLLM's would lose weights. The arguments are `LayerwiseReload`'s.
+
+    Raises:
+        UnsupportedError: neither can transform one of these layers again.
+    """
+    from vllm.config import set_current_vllm_config
+
+    own = LayerwiseReload(post_load, layers, vllm_config, load_weights, region, graphs)
+    if not own.loses_weights():
+        return own
+    steps = post_load.own_steps()
+    if steps:
+        why = "the model's load_weights copies into parameters by itself, where vLLM's reload sees no weights"
+        raise unsupported(steps, why)
+    return LayerReload(
+        post_load,
+        layers,
+        load_weights,
+        engine="vLLM",
+        graphs=graphs,
+        context=lambda: set_current_vllm_config(vllm_config),
+    )
 
 
 class LayerwiseReload:
@@ -80,10 +114,6 @@ class LayerwiseReload:
         kept = post_load.kept_elsewhere()
         if kept:
             raise unsupported(kept, "their kernels keep packed copies in memory of their own")
-        passed_over = self._passed_over(layers)
-        if passed_over:
-            why = "the model's load_weights copies into their parameters by itself, where vLLM's reload sees no weights"
-            raise unsupported(passed_over, why)
         if graphs and self._device.type == "cpu":
             raise unsupported(layers, "compiled code on the CPU keeps packed weights: start with enforce_eager")
         hidden = post_load.hidden()
@@ -91,17 +121,16 @@ class LayerwiseReload:
             why = "they keep tensors that CUDA graphs use and that a reload would replace: start with enforce_eager"
             raise unsupported(hidden, why)
 
-    def _passed_over(self, transformed: Mapping[str, str]) -> dict[str, str]:
-        """The layers with a parameter whose weights a reload would lose, see `FirstLoad`; empty if none is known."""
+    def loses_weights(self) -> bool:
+        """Whether the model copies into a parameter by itself, where this reload sees no weights; see `FirstLoad`."""
         first_load = first_load_of(self._model)
         if first_load is None or not first_load.filled:
-            return {}
+            return False
         if first_load.passed_over is None:
             layers = dict(self._model.named_modules())
             with self.checkpoint_layout() as layout:
                 places = [name.rpartition(".") for name in layout]
-            names = [layer for layer, _, name in places if (layers[layer], name) not in first_load.filled]
-            first_load.passed_over = {name: transformed.get(name, type(layers[name]).__name__) for name in names}
+            first_load.passed_over = any((layers[layer], name) not in first_load.filled for layer, _, name in places)
         return first_load.passed_over
 
     @contextmanager

@@ -35,6 +35,7 @@ from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
+from rl_memory_plugins.weights.model_loader import Reload
 from rl_memory_plugins.weights.names import parameter_blocks
 
 if TYPE_CHECKING:
@@ -240,8 +241,8 @@ class VllmWorker:
         with set_current_vllm_config(self._worker.vllm_config):
             self._loads.original(weights)
 
-    def _reload(self) -> reload.LayerwiseReload | None:
-        """vLLM's own reload, if it has transformed weights after loading them."""
+    def _reload(self) -> Reload | None:
+        """The reload of the layers that vLLM has transformed after loading; `None` if there are none."""
         watch = post_load.of(self.model)
         if watch is None:
             load_format = self._worker.vllm_config.load_config.load_format
@@ -252,7 +253,7 @@ class VllmWorker:
         layers = reload.transformed_layers(watch)
         if not layers:
             return None
-        return reload.LayerwiseReload(
+        return reload.reload_of(
             watch,
             layers,
             self._worker.vllm_config,

@@ -1,4 +1,4 @@
-"""The reload of layers that SGLang has transformed: the state of a first load, in the old memory."""
+"""The reload of layers that an engine has transformed: the state of a first load, in the old memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rl_memory_plugins.engines import layer_reload as reload_module
 from rl_memory_plugins.engines import post_load
-from rl_memory_plugins.engines.sglang import reload as reload_module
-from rl_memory_plugins.engines.sglang.reload import LayerReload
+from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.model_loader import ModelLoader
@@ -132,7 +132,7 @@ def loader_of(model: Model, graphs: bool = True) -> ModelLoader:
     return ModelLoader(
         model.load_weights,
         lambda: dict(model.named_parameters()),
-        reload=lambda: LayerReload(watch, watch.transformed(), model.load_weights, graphs=graphs),
+        reload=lambda: LayerReload(watch, watch.transformed(), model.load_weights, engine="SGLang", graphs=graphs),
         transformed=lambda: post_load.transformed_in(model),
     )
 

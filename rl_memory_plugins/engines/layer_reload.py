@@ -1,10 +1,12 @@
-"""Updates of models whose weights SGLang has transformed after loading: quantised, packed, permuted.
+"""Updates of models whose weights the engine has transformed after loading: quantised, packed, permuted.
 
-SGLang itself can load such a layer again for few quantisation methods only, and then at new addresses. This module
-gives a transformed layer parameters of the checkpoint's layout again, in temporary memory, as soon as the first tensor
-of the layer arrives. Once all have arrived, it runs the post-load step of the layer's own quantisation method and
-copies the result into the old memory, where CUDA graphs read it. The temporary memory is that of one layer at a time if
-the tensors arrive layer by layer.
+A transformed layer gets parameters of the checkpoint's layout again, in temporary memory, as soon as its first tensor
+arrives. Once all have arrived, the post-load step of the layer's own quantisation method runs, and the result is copied
+into the old memory, where CUDA graphs read it. The temporary memory is that of one layer at a time if the tensors
+arrive layer by layer.
+
+SGLang itself can load such a layer again for few quantisation methods only, and then at new addresses. vLLM's own
+reload loses weights that a model copies into its parameters by itself.
 
 A tensor is written by the copies that the trace of the model's loader recorded. A tensor of which the loader computes
 something goes to the loader; the layers that it may write keep their temporary memory until the loader returns.
@@ -14,8 +16,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -36,24 +39,36 @@ class LayerReload:
         post_load: Observes the post-load steps of the model, with templates of its layers.
         layers: The names of the transformed layers, with their quantisation methods.
         load_weights: The model's own loader.
+        engine: The engine's name, for messages.
+        context: Gives the context in which the engine runs post-load steps.
         graphs: Whether compiled code or CUDA graphs refer to the model's tensors by address.
 
     Raises:
         UnsupportedError: the reload cannot replace what one of these layers keeps.
     """
 
-    def __init__(self, post_load: PostLoad, layers: Mapping[str, str], load_weights: Loader, *, graphs: bool) -> None:
+    def __init__(
+        self,
+        post_load: PostLoad,
+        layers: Mapping[str, str],
+        load_weights: Loader,
+        *,
+        engine: str,
+        graphs: bool,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._post_load = post_load
         self._load_weights = load_weights
+        self._context = context
         self._graphs = post_load.graphs if graphs else None
         modules = dict(post_load.model.named_modules())
         self._layers = {name: modules[name] for name in layers}
         name, method = next(iter(layers.items()))
-        self.why = f"SGLang transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
+        self.why = f"{engine} transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
         templates = post_load.templates
         unknown = {name: layers[name] for name, layer in self._layers.items() if layer not in templates}
         if unknown:
-            raise unsupported(unknown, "their layout before SGLang transformed them is not known")
+            raise unsupported(unknown, f"their layout before {engine} transformed them is not known")
         kept = post_load.kept_elsewhere()
         if kept:
             raise unsupported(kept, "their kernels keep packed copies in memory of their own")
@@ -110,7 +125,7 @@ class LayerReload:
                         opened.pop(layer).close(self._graphs)
 
         try:
-            with torch.no_grad(), self._post_load.repeating(partial=True):
+            with self._context(), torch.no_grad(), self._post_load.repeating(partial=True):
                 opened.update((layer, self._open(layer)) for layer in sorted(held))
                 written = Coverage()
                 if held or streamed.keys() != plan.opaque.keys():
