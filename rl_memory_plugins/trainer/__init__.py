@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.sources.fsdp1 import FSDP1Source
     from rl_memory_plugins.trainer.sources.megatron import FusedQKV, GateUp, MegatronSource, Replicated, Split
     from rl_memory_plugins.trainer.sources.model import ModelSource
+    from rl_memory_plugins.trainer.sources.quantised import QuantisedSource
     from rl_memory_plugins.trainer.sources.stream import StreamSource
     from rl_memory_plugins.trainer.update import push_from_all
     from rl_memory_plugins.weights.checksums import tensor_checksum
@@ -55,6 +56,7 @@ __all__ = [
     "NegotiableSource",
     "Offloader",
     "Peers",
+    "QuantisedSource",
     "Replicated",
     "ResidentSource",
     "RolloutHandoff",
@@ -90,6 +92,7 @@ _MODULES = {
     f"{__name__}.sources.fsdp1": ["FSDP1Source"],
     f"{__name__}.sources.megatron": ["FusedQKV", "GateUp", "MegatronSource", "Replicated", "Split"],
     f"{__name__}.sources.model": ["ModelSource"],
+    f"{__name__}.sources.quantised": ["QuantisedSource"],
     f"{__name__}.sources.stream": ["StreamSource"],
     f"{__name__}.update": ["push_from_all"],
 }

@@ -284,7 +284,7 @@ def never_updatable(llm: Any) -> dict[str, str]:
     with pytest.raises(UnsupportedError, match="cannot be updated"):
         llm.sleep(2)
     capabilities = llm.memory_status()[0].capabilities
-    assert "load_weights" in capabilities.fixed_weights
+    assert "packed copies" in capabilities.fixed_weights
     llm.sleep(1)
     llm.wake_up()
     return dict(capabilities.fixed_layers)

@@ -129,7 +129,6 @@ OPAQUE = {
     "cast": lambda p, w, m: p.copy_(w.to(torch.float16)),
     "cat": lambda p, w, m: p.copy_(torch.cat([w[2:], w[:2]])),
     "arithmetic": lambda p, w, m: p.copy_(w + 1),
-    "permutation into new memory": lambda p, w, m: p.copy_(w.t().contiguous()),
     "add in place": lambda p, w, m: p.add_(w),
     "index_put": lambda p, w, m: p.__setitem__(torch.tensor([0, 1, 2, 3]), w),
     "value": lambda p, w, m: p.fill_(w[0, 0].item()),
@@ -163,6 +162,7 @@ VIEWS = {
     "foreach": (lambda p, w, m: torch._foreach_copy_([p[:2], p[2:]], [w[:2], w[2:]]), lambda w: w),
     "setitem": (lambda p, w, m: p.__setitem__(slice(None), w), lambda w: w),
     "zeroed first": (lambda p, w, m: (p.zero_(), p[:2].copy_(w[2:])), lambda w: torch.cat([w[2:], w[2:] * 0])),
+    "permutation into new memory": (lambda p, w, m: p.copy_(w.t().contiguous()), lambda w: w.t()),
     "reshaped": (lambda p, w, m: p.view(2, 8).copy_(w.view(2, 8)), lambda w: w),
 }
 

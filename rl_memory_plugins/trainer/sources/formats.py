@@ -1,0 +1,220 @@
+"""The tensors by which checkpoints store a quantised weight, made of the weight by rounding to the nearest value.
+
+Every function takes a weight of shape (outputs, inputs) and gives its tensors by the last part of their names. None of
+them reads a value on the host: on the meta device they give the shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_memory_plugins.errors import InvalidRequestError
+
+FP8 = torch.float8_e4m3fn
+
+Quantise = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The columns of eight that one integer of AWQ holds, from its lowest bits."""
+
+
+class Format(NamedTuple):
+    """How a checkpoint stores quantised weights.
+
+    Attributes:
+        marker: The last part of a name that only quantised weights have.
+        quantise: Makes the tensors of one weight.
+    """
+
+    marker: str
+    quantise: Quantise
+
+
+def format_of(config: Mapping[str, Any]) -> Format:
+    """The format of a checkpoint, by the `quantization_config` of its `config.json`.
+
+    Raises:
+        InvalidRequestError: no trainer's weights alone give this format's tensors, or the format is not known.
+    """
+    method = str(config.get("quant_method", "")).lower()
+    if method == "fp8":
+        _require(config.get("activation_scheme", "dynamic") == "dynamic", config, "its scales of activations are fixed")
+        block = config.get("weight_block_size")
+        if block:
+            power = config.get("scale_fmt") == "ue8m0"
+            quantise = functools.partial(fp8_by_block, block=tuple(block), power_of_two=power, scale="weight_scale_inv")
+            return Format("weight_scale_inv", quantise)
+        return Format("weight_scale", functools.partial(by_scale, dtype=FP8, scale_shape=()))
+    if method in ("w8a8_int8", "w8a8_fp8"):
+        return Format("weight_scale", functools.partial(by_row, dtype=FP8 if method.endswith("fp8") else torch.int8))
+    if method == "compressed-tensors":
+        return _compressed_tensors(config)
+    if method in ("gptq", "gptq_marlin"):
+        return Format("qweight", functools.partial(gptq, **_gptq_arguments(config)))
+    if method in ("awq", "awq_marlin"):
+        _require(config.get("bits") == 4 and config.get("version", "gemm") == "gemm", config, "only 4 bits, gemm")
+        _require(bool(config.get("zero_point", True)), config, "it has no zero points")
+        return Format("qweight", functools.partial(awq, group=int(config.get("group_size", 128))))
+    _require(False, config, "the format is not known")
+    raise AssertionError
+
+
+def _gptq_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    _require(config.get("bits") in (4, 8), config, "only 4 and 8 bits")
+    return {
+        "bits": config["bits"],
+        "group": int(config.get("group_size", -1)),
+        "symmetric": bool(config.get("sym", True)),
+        "stored_zero": 0 if config.get("checkpoint_format") == "gptq_v2" else -1,
+    }
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Format:
+    groups = list(config.get("config_groups", {}).values())
+    _require(len(groups) == 1, config, "its layers have several formats")
+    weights, activations = groups[0]["weights"], groups[0].get("input_activations") or {}
+    layout = groups[0].get("format") or config.get("format")
+    _require(activations.get("dynamic", True) is True, config, "its scales of activations are fixed")
+    _require(not weights.get("actorder"), config, "it orders inputs by their activations")
+    strategy, bits = weights.get("strategy"), weights.get("num_bits")
+    if layout == "pack-quantized":
+        group = -1 if strategy == "channel" else int(weights["group_size"])
+        symmetric = bool(weights.get("symmetric", True))
+        return Format("weight_packed", functools.partial(packed, bits=bits, group=group, symmetric=symmetric))
+    _require(bits == 8 and bool(weights.get("symmetric", True)), config, "only 8 bits without zero points, or packed")
+    dtype = FP8 if weights.get("type") == "float" else torch.int8
+    if strategy == "channel":
+        return Format("weight_scale", functools.partial(by_row, dtype=dtype))
+    if strategy == "tensor":
+        return Format("weight_scale", functools.partial(by_scale, dtype=dtype, scale_shape=(1,)))
+    _require(strategy == "block" and dtype is FP8, config, f"strategy {strategy!r}")
+    block = tuple(weights["block_structure"])
+    return Format(
+        "weight_scale", functools.partial(fp8_by_block, block=block, power_of_two=False, scale="weight_scale")
+    )
+
+
+def by_scale(weight: torch.Tensor, *, dtype: torch.dtype, scale_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Eight bits with one scale."""
+    scale = _scale(weight.abs().amax().float(), _most(dtype))
+    return {"weight": _rounded(weight, scale, dtype), "weight_scale": scale.reshape(scale_shape)}
+
+
+def by_row(weight: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Eight bits with a scale for each output, of shape (outputs, 1)."""
+    scale = _scale(weight.abs().amax(dim=1, keepdim=True).float(), _most(dtype))
+    return {"weight": _rounded(weight, scale, dtype), "weight_scale": scale}
+
+
+def fp8_by_block(
+    weight: torch.Tensor, *, block: tuple[int, int], power_of_two: bool, scale: str
+) -> dict[str, torch.Tensor]:
+    """FP8 with a scale for each block, as DeepSeek publishes it. Blocks at the edges may be smaller."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    scales = _scale(blocks.abs().amax(dim=(1, 3)).float(), _most(FP8))
+    if power_of_two:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    values = _rounded(blocks, scales[:, None, :, None], FP8).view(padded.shape)
+    return {"weight": values[:rows, :columns].contiguous(), scale: scales}
+
+
+def packed(weight: torch.Tensor, *, bits: int, group: int, symmetric: bool) -> dict[str, torch.Tensor]:
+    """Integers of compressed-tensors, packed along the inputs, with scales of shape (outputs, groups)."""
+    values, scales, zeros = _grouped(weight, bits, group, symmetric)
+    tensors = {
+        "weight_packed": _pack(values, bits, 1),
+        "weight_scale": scales.to(weight.dtype),
+        "weight_shape": torch.tensor(weight.shape, device=None if weight.is_meta else "cpu"),
+    }
+    return tensors if symmetric else {**tensors, "weight_zero_point": _pack(zeros, bits, 0)}
+
+
+def gptq(weight: torch.Tensor, *, bits: int, group: int, symmetric: bool, stored_zero: int) -> dict[str, torch.Tensor]:
+    """Integers of GPTQ, packed along the inputs, with the inputs in their own order.
+
+    Args:
+        stored_zero: Added to the zero points that are stored; the first version of GPTQ's format stores them less one.
+    """
+    values, scales, zeros = _grouped(weight, bits, group, symmetric, least_zero=-stored_zero)
+    inputs = weight.shape[1]
+    return {
+        "qweight": _pack(values.t(), bits, 0),
+        "qzeros": _pack(zeros.t().to(torch.int32) + stored_zero, bits, 1),
+        "scales": scales.t().contiguous().to(_half(weight.dtype)),
+        "g_idx": torch.arange(inputs, dtype=torch.int32, device=weight.device) // (inputs if group < 0 else group),
+    }
+
+
+def awq(weight: torch.Tensor, *, group: int) -> dict[str, torch.Tensor]:
+    """Integers of AWQ, packed along the outputs."""
+    values, scales, zeros = _grouped(weight, 4, group, symmetric=False)
+    return {
+        "qweight": _pack(values.t(), 4, 1, _AWQ_ORDER),
+        "qzeros": _pack(zeros.t(), 4, 1, _AWQ_ORDER),
+        "scales": scales.t().contiguous().to(_half(weight.dtype)),
+    }
+
+
+def _grouped(
+    weight: torch.Tensor, bits: int, group: int, symmetric: bool, least_zero: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The integers from 0 of a weight, as uint8; and of each group of inputs the scale and the zero point."""
+    most = 2**bits - 1
+    groups = weight.unflatten(1, (-1, weight.shape[1] if group < 0 else group)).float()
+    if symmetric:
+        scales = _scale(groups.abs().amax(dim=2), most / 2)
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+        scales = _scale(high - low, most)
+        zeros = (-low / scales).round().clamp(least_zero, most)
+    scales = scales.to(_half(weight.dtype)).float()  # the engine multiplies by the rounded scale
+    values = ((groups / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)).clamp(0, most)
+    return values.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8)
+
+
+def _pack(values: torch.Tensor, bits: int, dimension: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Pack integers into int32 along a dimension, the first into the lowest bits or in the given order."""
+    count = 32 // bits
+    several = values.unflatten(dimension, (-1, count))
+    result: torch.Tensor | None = None
+    for position, index in enumerate(order or range(count)):
+        part = several.select(dimension + 1, index).to(torch.int32) << (bits * position)
+        result = part if result is None else result | part
+    assert result is not None
+    return result.contiguous()
+
+
+def _scale(range_: torch.Tensor, most: float) -> torch.Tensor:
+    """The scales that map `range_` to `most`; 1 where all values are 0."""
+    return torch.where(range_ > 0, range_ / most, 1.0)
+
+
+def _rounded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    most = _most(dtype)
+    values = (weight.float() / scale).clamp(-most, most)
+    return (values if dtype.is_floating_point else values.round()).to(dtype)
+
+
+def _most(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).max) if dtype.is_floating_point else float(torch.iinfo(dtype).max)
+
+
+def _half(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+
+
+def _require(condition: bool, config: Mapping[str, Any], why: str) -> None:
+    if not condition:
+        raise InvalidRequestError(
+            f"the trainer's weights cannot be quantised as the engine's checkpoint is: {why}. Send the checkpoint's "
+            "own tensors, or start the engine with a checkpoint that is not quantised and its own quantisation",
+            field="quantization_config",
+            got=dict(config),
+        )

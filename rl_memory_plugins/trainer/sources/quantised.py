@@ -1,0 +1,83 @@
+"""A source that quantises a trainer's weights as the engine's checkpoint is quantised."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer.sources.formats import format_of
+from rl_memory_plugins.trainer.sources.model import Tensors, as_source
+from rl_memory_plugins.weights.checkpoint_files import dtypes_in
+from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.source import TensorSource, spec_of
+
+
+class QuantisedSource:
+    """The tensors of a trainer in 16 or 32 bits, for an engine with a quantised checkpoint.
+
+    Each weight that the checkpoint stores quantised is rounded to the nearest value on its own device, just before it
+    is sent. Only one weight is held twice. All other tensors stay as they are. An engine that quantises by itself
+    (`--quantization fp8` with a checkpoint in 16 bits) needs no such source.
+
+    Args:
+        source: A source, a module or a mapping, under the names of the checkpoint before quantisation (`….weight`).
+        config: The `quantization_config` of the checkpoint's `config.json`.
+        names: The names of the checkpoint's tensors. They decide which weights are quantised.
+
+    Raises:
+        InvalidRequestError: weights alone do not give the checkpoint's tensors (fixed scales of activations), or the
+            format is not known; or the checkpoint has no quantised weight.
+    """
+
+    def __init__(self, source: Tensors, config: Mapping[str, Any], names: Collection[str]) -> None:
+        self._source: TensorSource = as_source(source)
+        self._format = format_of(config)
+        end = f".{self._format.marker}"
+        self._weights = {f"{name.removesuffix(end)}.weight" for name in names if name.endswith(end)}
+        if not self._weights:
+            raise InvalidRequestError(
+                f"the checkpoint has no tensor whose name ends with {end}", field="names", expected=end
+            )
+
+    @classmethod
+    def for_checkpoint(cls, source: Tensors, folder: str | os.PathLike[str]) -> QuantisedSource:
+        """The source for an engine that was started with the checkpoint in `folder`.
+
+        Raises:
+            InvalidRequestError: the checkpoint is not quantised; see also the class.
+        """
+        config = json.loads((Path(folder) / "config.json").read_text())
+        quantised = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+        if quantised is None:
+            raise InvalidRequestError(f"the checkpoint in {folder} is not quantised", field="folder", got=str(folder))
+        return cls(source, quantised, dtypes_in(Path(folder)))
+
+    def specs(self) -> list[TensorSpec]:
+        """See `TensorSource`."""
+        return [
+            spec_of(name, tensor)
+            for spec in self._source.specs()
+            for name, tensor in self._tensors(
+                spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            )
+        ]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._source.tensors():
+            yield from self._tensors(name, tensor)
+
+    def _tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if name not in self._weights:
+            yield name, tensor
+            return
+        base = name.removesuffix("weight")
+        with torch.no_grad():
+            made = self._format.quantise(tensor.detach())
+        for part, value in made.items():
+            yield f"{base}{part}", value

@@ -1,0 +1,196 @@
+"""What a trainer sends for a quantised checkpoint: read back element by element, as the formats define it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer import QuantisedSource
+
+ROWS, COLUMNS, GROUP = 24, 64, 32
+FP8 = torch.float8_e4m3fn
+
+
+def compressed(layout: str, weights: dict[str, Any], **activations: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    if activations:
+        group["input_activations"] = activations
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+def bits_of(packed: torch.Tensor, row: int, column: int, bits: int, dimension: int, order: Any = None) -> int:
+    """One integer of a packed tensor, by its place before packing."""
+    place = [row, column]
+    index, inside = divmod(place[dimension], 32 // bits)
+    place[dimension] = index
+    inside = inside if order is None else order.index(inside)
+    return (int(packed[tuple(place)]) >> (bits * inside)) & (2**bits - 1)
+
+
+def by_scale(t: dict[str, torch.Tensor], row: int, column: int) -> float:
+    return float(t["weight"].float()[row, column] * t["weight_scale"])
+
+
+def by_row(t: dict[str, torch.Tensor], row: int, column: int) -> float:
+    return float(t["weight"].float()[row, column] * t["weight_scale"][row, 0])
+
+
+def by_block(t: dict[str, torch.Tensor], row: int, column: int) -> float:
+    scale = t.get("weight_scale_inv", t.get("weight_scale"))
+    assert scale is not None
+    return float(t["weight"].float()[row, column] * scale[row // 16, column // 48])
+
+
+def by_packed(t: dict[str, torch.Tensor], row: int, column: int) -> float:
+    zero = bits_of(t["weight_zero_point"], row, column // GROUP, 4, 0) if "weight_zero_point" in t else 8
+    return (bits_of(t["weight_packed"], row, column, 4, 1) - zero) * float(t["weight_scale"][row, column // GROUP])
+
+
+def by_gptq(t: dict[str, torch.Tensor], row: int, column: int, bits: int = 4, stored: int = 1) -> float:
+    group = int(t["g_idx"][column])
+    zero = bits_of(t["qzeros"], group, row, bits, 1) + stored
+    return (bits_of(t["qweight"], column, row, bits, 0) - zero) * float(t["scales"][group, row])
+
+
+def by_awq(t: dict[str, torch.Tensor], row: int, column: int) -> float:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    zero = bits_of(t["qzeros"], column // GROUP, row, 4, 1, order)
+    return (bits_of(t["qweight"], column, row, 4, 1, order) - zero) * float(t["scales"][column // GROUP, row])
+
+
+CHANNEL_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+FORMATS: dict[str, tuple[dict[str, Any], Any, float]] = {  # the error allowed, relative to the largest weight
+    "fp8 by tensor": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, by_scale, 1 / 16),
+    "fp8 by block": ({"quant_method": "fp8", "weight_block_size": [16, 48]}, by_block, 1 / 16),
+    "fp8 by block, ue8m0": (
+        {"quant_method": "fp8", "weight_block_size": [16, 48], "scale_fmt": "ue8m0"},
+        by_block,
+        1 / 16,
+    ),
+    "w8a8_int8": ({"quant_method": "w8a8_int8"}, by_row, 1 / 254),
+    "int8 by row": (compressed("int-quantized", CHANNEL_INT8, dynamic=True), by_row, 1 / 254),
+    "int8 by tensor": (compressed("int-quantized", {**CHANNEL_INT8, "strategy": "tensor"}), by_scale, 1 / 254),
+    "ct fp8 by row": (compressed("float-quantized", {**CHANNEL_INT8, "type": "float"}), by_row, 1 / 16),
+    "ct fp8 by block": (
+        compressed(
+            "float-quantized", {**CHANNEL_INT8, "type": "float", "strategy": "block", "block_structure": [16, 48]}
+        ),
+        by_block,
+        1 / 16,
+    ),
+    "int4": (compressed("pack-quantized", INT4), by_packed, 1 / 14),
+    "int4 with zero points": (compressed("pack-quantized", {**INT4, "symmetric": False}), by_packed, 1 / 14),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}, by_gptq, 1 / 14),
+    "gptq with zero points": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}, by_gptq, 1 / 14),
+    "gptq v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+        lambda *args: by_gptq(*args, stored=0),
+        1 / 14,
+    ),
+    "gptq, 8 bits by row": (
+        {"quant_method": "gptq", "bits": 8, "group_size": -1},
+        lambda *args: by_gptq(*args, bits=8),
+        1 / 127,
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, by_awq, 1 / 14),
+}
+
+
+def weight(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    torch.manual_seed(1)
+    made = torch.randn(ROWS, COLUMNS)
+    made[3] = 0  # a scale of zero would make NaNs
+    return made.to(dtype)
+
+
+def markers(config: dict[str, Any]) -> list[str]:
+    ends = ("weight", "weight_scale", "weight_scale_inv", "weight_packed", "qweight")
+    method = config["quant_method"]
+    kept = {"fp8": ends[:3], "gptq": ends[4:], "awq": ends[4:]}.get(method, ends[:2] + ends[3:4])
+    return [f"layer.{end}" for end in kept]
+
+
+@pytest.mark.parametrize(("config", "read", "error"), FORMATS.values(), ids=FORMATS)
+def test_a_weight_is_rounded_to_the_nearest_value(config: dict[str, Any], read: Any, error: float) -> None:
+    tensors = {"norm.weight": torch.ones(4), "layer.weight": weight(), "layer.bias": torch.ones(ROWS)}
+    source = QuantisedSource(tensors, config, [*markers(config), "norm.weight"])
+    sent = dict(source.tensors())
+    assert torch.equal(sent.pop("norm.weight"), tensors["norm.weight"])
+    assert torch.equal(sent.pop("layer.bias"), tensors["layer.bias"])
+    parts = {name.removeprefix("layer."): tensor for name, tensor in sent.items()}
+    largest = float(weight().abs().max())
+    for row in range(ROWS):
+        for column in range(0, COLUMNS, 5):
+            value = read(parts, row, column)
+            assert abs(value - float(weight()[row, column])) <= error * largest + 0.004 * abs(value), (row, column)
+    assert all(tensor.is_contiguous() for tensor in parts.values())
+    if config.get("scale_fmt"):
+        assert torch.equal(torch.frexp(parts["weight_scale_inv"])[0], torch.full_like(parts["weight_scale_inv"], 0.5))
+    listed = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in source.specs()]
+    found = [(name, str(tensor.dtype)[6:], tuple(tensor.shape)) for name, tensor in source.tensors()]
+    assert listed == found
+
+
+def test_names_decide_which_weights_are_quantised() -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    tensors = {"lm_head.weight": weight(), "layer.weight": weight(), "gate.weight": weight()}
+    names = ["lm_head.weight", "layer.weight", "layer.weight_scale_inv", "gate.weight"]
+    sent = dict(QuantisedSource(tensors, config, names).tensors())
+    assert {name: tensor.dtype for name, tensor in sent.items()} == {
+        "lm_head.weight": torch.bfloat16,
+        "layer.weight": FP8,
+        "layer.weight_scale_inv": torch.float32,
+        "gate.weight": torch.bfloat16,
+    }
+
+
+def test_one_weight_at_a_time_is_quantised() -> None:
+    made = []
+
+    class Source:
+        def specs(self) -> Any:
+            raise AssertionError
+
+        def tensors(self) -> Any:
+            for name in ("one", "two"):
+                made.append(name)
+                yield f"{name}.weight", weight()
+
+    names = ["one.weight_scale", "two.weight_scale"]
+    arriving = QuantisedSource(Source(), {"quant_method": "fp8"}, names).tensors()
+    assert next(arriving)[0] == "one.weight" and made == ["one"]
+    assert next(arriving)[0] == "one.weight_scale" and made == ["one"]
+
+
+REFUSED = {
+    "fixed scales of activations": {"quant_method": "fp8", "activation_scheme": "static"},
+    "an unknown format": {"quant_method": "mxfp4"},
+    "inputs in another order": compressed("pack-quantized", {**INT4, "actorder": "group"}),
+    "awq of another kernel": {"quant_method": "awq", "bits": 4, "version": "gemv"},
+}
+
+
+@pytest.mark.parametrize("config", REFUSED.values(), ids=REFUSED)
+def test_what_weights_alone_do_not_give_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be quantised") as error:
+        QuantisedSource({"layer.weight": weight()}, config, ["layer.qweight", "layer.weight_packed"])
+    assert error.value.details["field"] == "quantization_config"
+
+
+def test_the_engine_s_checkpoint_gives_format_and_names(tmp_path: Any) -> None:
+    plain = QuantisedSource({"layer.weight": weight()}, {"quant_method": "fp8"}, ["layer.weight_scale"])
+    save_file({name: tensor.clone() for name, tensor in plain.tensors()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    sent = dict(QuantisedSource.for_checkpoint({"layer.weight": weight()}, tmp_path).tensors())
+    assert sent.keys() == {"layer.weight", "layer.weight_scale"}
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequestError, match="is not quantised"):
+        QuantisedSource.for_checkpoint({"layer.weight": weight()}, tmp_path)
+    with pytest.raises(InvalidRequestError, match="no tensor whose name ends"):
+        QuantisedSource({"layer.weight": weight()}, {"quant_method": "fp8"}, ["layer.weight"])
