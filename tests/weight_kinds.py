@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, write_model
+from rl_memory_plugins.trainer import QuantisedSource
 from tests.conformance.trainers import push
 
 PROMPT = [5, 6, 7, 8]
@@ -110,6 +111,27 @@ def write_tensor_fp8(folder: Path, seed: int, dtype: str) -> Path:
     return _quantised(write_dense(folder, seed, dtype), config, quantise)
 
 
+def write_gptq(folder: Path, seed: int, dtype: str) -> Path:
+    """Four-bit weights as GPTQ stores them."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "sym": True, "desc_act": False}
+    return _as_sent(write_dense(folder, seed, dtype), config, "qweight")
+
+
+def write_awq(folder: Path, seed: int, dtype: str) -> Path:
+    """Four-bit weights with zero points, as AWQ stores them."""
+    config = {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "zero_point": True, "version": "gemm"}
+    return _as_sent(write_dense(folder, seed, dtype), config, "qweight")
+
+
+def _as_sent(folder: Path, config: dict[str, Any], marker: str) -> Path:
+    """The checkpoint that a trainer sends by `QuantisedSource`."""
+    file = folder / "model.safetensors"
+    plain = load_file(file)
+    names = [name.replace("_proj.weight", f"_proj.{marker}") for name in plain]
+    save_file(dict(QuantisedSource(plain, config, names).tensors()), file)
+    return _with_config(folder, config)
+
+
 def _quantised(
     folder: Path, config: dict[str, Any], quantise: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
 ) -> Path:
@@ -118,6 +140,10 @@ def _quantised(
     for name, tensor in load_file(file).items():
         tensors |= quantise(name, tensor) if name.endswith("_proj.weight") else {name: tensor}
     save_file(tensors, file)
+    return _with_config(folder, config)
+
+
+def _with_config(folder: Path, config: dict[str, Any]) -> Path:
     plain = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**plain, "quantization_config": config}))
     return folder

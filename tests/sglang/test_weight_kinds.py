@@ -13,6 +13,7 @@ import torch
 from integration.engines.base import Launch, Server
 from integration.engines.sglang import _models_but
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
+from rl_memory_plugins.trainer import QuantisedSource
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import spec_of
@@ -27,7 +28,9 @@ from tests.weight_kinds import (
     renew,
     started,
     state,
+    write_awq,
     write_dense,
+    write_gptq,
     write_int4,
     write_int8,
     write_moe,
@@ -121,14 +124,17 @@ class Quantised(NamedTuple):
     dtype: str = "bfloat16"
     plugin: str = TORCH_KERNELS
     arguments: tuple[str, ...] = ()
+    rounds: bool = False  # as `QuantisedSource` does
 
 
 QUANTISED = {
     "transposed": Quantised(write_dense, "float32", PACKING),
-    "fp8 by tensor": Quantised(write_tensor_fp8),
+    "fp8 by tensor": Quantised(write_tensor_fp8, rounds=True),
     "fp8 by the engine": Quantised(write_dense, arguments=("--quantization", "fp8")),
-    "int8": Quantised(write_int8),
+    "int8": Quantised(write_int8, rounds=True),
     "int4": Quantised(write_int4),
+    "gptq": Quantised(write_gptq, rounds=True),
+    "awq": Quantised(write_awq, rounds=True),
 }
 
 
@@ -154,6 +160,10 @@ def test_transformed_weights_are_those_of_a_fresh_engine(kind: Quantised, tmp_pa
         server.control.sleep(1)
         server.control.wake_up()
         assert state(server) == other
+        if kind.rounds:
+            plain = checkpoint(write_dense(tmp_path / "trained", SEED, kind.dtype))
+            push(server, QuantisedSource.for_checkpoint(plain, folders[1]))
+            assert state(server) == first
 
 
 class Breaking:

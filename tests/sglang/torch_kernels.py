@@ -6,7 +6,7 @@ replaced: a kernel that packs weights permutes them, and a multiplication takes 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 def register() -> None:
     _fp8()
     _compressed_tensors()
+    if importlib.util.find_spec("sglang.srt.hardware_backend.gpu"):  # older releases keep these kernels elsewhere
+        _gptq()
+        _awq()
 
 
 def _fp8() -> None:
@@ -64,18 +67,68 @@ def _compressed_tensors() -> None:
 
 
 def _marlin(module: Any) -> None:
-    """Weights of four or eight bits: `gptq_marlin_repack` transposes, and the multiplication undoes it."""
+    """Weights of four or eight bits."""
+    _marlin_functions(module)
+
+    def apply_weights(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        values = unpacked(layer.weight_packed, 32 // self.pack_factor) - 2 ** (32 // self.pack_factor - 1)
+        return multiplied(x, values, layer.weight_scale.flip(1).t(), bias)
+
+    module.CompressedTensorsWNA16.apply_weights = apply_weights
+
+
+def _marlin_functions(module: Any) -> None:
+    """`gptq_marlin_repack` transposes, scales are reversed, and the multiplication undoes both."""
     module.marlin_make_workspace = lambda device, *args: torch.zeros(8, dtype=torch.int32, device=device)
     module.gptq_marlin_repack = lambda packed, *, perm, size_k, size_n, num_bits: packed.t().contiguous()
     module.marlin_permute_scales = lambda scales, *, size_k, size_n, group_size: scales.flip(1).contiguous()
 
-    def apply_weights(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        bits = 32 // self.pack_factor
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        values = (layer.weight_packed.unsqueeze(2) >> shifts) & (2**bits - 1)  # rows of outputs
-        values = values.reshape(values.shape[0], -1).float() - 2 ** (bits - 1)
-        scales = layer.weight_scale.flip(1).t().float()
-        weight = values * scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
-        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
-    module.CompressedTensorsWNA16.apply_weights = apply_weights
+def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The integers of rows that are packed along the second dimension."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((packed.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
+
+
+def multiplied(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply by integers of shape (outputs, inputs) with scales of shape (outputs, groups)."""
+    weight = values.float() * scales.float().repeat_interleave(values.shape[1] // scales.shape[1], 1)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def _gptq() -> None:
+    kernels = importlib.import_module("sglang.srt.hardware_backend.gpu.quantization.gptq_kernels")
+    _marlin_functions(kernels)
+    for module in ("gptq", "schemes.gptq_marlin"):
+        _supported(importlib.import_module(f"{QUANTIZATION}.gptq.{module}"))
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return multiplied(x, unpacked(layer.qweight, 4) - 8, layer.scales.flip(1).t(), bias)
+
+    kernels.GPTQMarlinLinearKernel.apply = apply
+
+
+def _awq() -> None:
+    kernels = importlib.import_module("sglang.srt.hardware_backend.gpu.quantization.awq_kernels")
+    _marlin_functions(kernels)
+    kernels.awq_marlin_repack = lambda packed, **_: packed.flip(0).contiguous()
+    kernels.awq_to_marlin_zero_points = lambda packed, **_: packed.flip(0).contiguous()
+    for module in ("awq", "schemes.awq_marlin"):
+        _supported(importlib.import_module(f"{QUANTIZATION}.awq.{module}"))
+
+    def in_order(packed: torch.Tensor) -> torch.Tensor:
+        values = unpacked(packed.flip(0), 4)
+        return values.unflatten(1, (-1, 8))[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        values, zeros = in_order(layer.qweight), in_order(layer.qzeros)
+        shifted = values - zeros.repeat_interleave(values.shape[1] // zeros.shape[1], 1)
+        return multiplied(x, shifted, layer.scales.flip(1).t(), bias)
+
+    kernels.AWQMarlinLinearKernel.apply = apply
+
+
+def _supported(module: Any) -> None:
+    for name in ("check_marlin_supported", "verify_marlin_supported", "verify_marlin_supports_shape"):
+        if hasattr(module, name):
+            setattr(module, name, lambda *args, **kwargs: True)

@@ -17,7 +17,17 @@ from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment
 from tests.vllm.test_python import generate, push
-from tests.weight_kinds import Write, checkpoint, write_dense, write_int4, write_int8, write_moe, write_tied
+from tests.weight_kinds import (
+    Write,
+    checkpoint,
+    write_awq,
+    write_dense,
+    write_gptq,
+    write_int4,
+    write_int8,
+    write_moe,
+    write_tied,
+)
 
 RANK = 8
 
@@ -35,6 +45,8 @@ KINDS = {
     "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": RANK}),
     "moe": Kind(write_moe, transformed=True),
     "int4": Kind(write_int4, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),  # which takes no other
+    "gptq": Kind(write_gptq, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),
+    "awq": Kind(write_awq, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),
 }
 
 
