@@ -140,11 +140,11 @@ class EngineClient:
         )
 
     def update_adapter(
-        self, name: str, tensors: Any, config: Any, *, receivers: Sequence[str] | None = None, **options: Any
+        self, name: str, tensors: Any, config: Any = None, *, receivers: Sequence[str] | None = None, **options: Any
     ) -> dict[str, Any]:
         """Send a LoRA adapter from this process to every rank of the engine, which must be on the same host.
 
-        The requests that come afterwards use it as `model=name`. The base weights and their version stay as they are.
+        The requests that come afterwards use it by this name. The base weights and their version stay as they are.
 
         Args:
             tensors, config, **options: As for `trainer.push_adapter`.

@@ -42,7 +42,7 @@ class Adapter:
     def saved_name(self, name: str) -> str | None:
         """The name in `adapter_model.safetensors` for a name of a PEFT model; `None` if the file does not hold it."""
         own = re.escape(self.peft_name)
-        saved = re.sub(rf"\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.{own}(?=\.|$)", r".\1", name)
+        saved = re.sub(rf"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.{own}(?=\.|$)", r"\1", name)
         saved = re.sub(rf"\.modules_to_save\.{own}\.", ".", saved)
         return saved if saved != name else None
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.memory.threads import on_this_gpu
 
 
@@ -56,6 +56,9 @@ class EngineObject:
     def post_update(self, body: dict[str, Any]) -> Any:
         return self._result(self._engine.update_weights_from_ipc(**body))
 
+    def post_adapter(self, body: dict[str, Any]) -> Any:
+        return self._result(self._engine.update_adapter_from_ipc(**body))
+
     def _result(self, result: Any) -> Any:
         if not asyncio.iscoroutine(result):
             return result
@@ -90,3 +93,15 @@ def on_all(engines: Sequence[EngineHandle], call: Callable[[EngineHandle], objec
             error.details.setdefault("engine", index)
         if error is not None:
             raise error
+
+
+def post_adapter_of(engine: EngineHandle) -> Callable[[dict[str, Any]], Any]:
+    """`post_update` for a LoRA adapter: the method `post_adapter` of a handle, which not every handle has.
+
+    Raises:
+        UnsupportedError: this handle has none.
+    """
+    post = getattr(engine, "post_adapter", None)
+    if post is None:
+        raise UnsupportedError(f"{type(engine).__name__} has no method post_adapter, which sends adapters")
+    return post  # type: ignore[no-any-return]

@@ -26,8 +26,9 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import on_this_gpu
-from rl_memory_plugins.tags import PauseMode, Tag
+from rl_memory_plugins.tags import Level, PauseMode, Tag
 from rl_memory_plugins.timing import timed
+from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
@@ -97,18 +98,22 @@ class RolloutHandoff:
         others: Objects that only training needs: optimisers, reference models.
         from_host: Offload the weights before the engines wake theirs, and send them from host memory. The device then
             never holds both. `source` must read offloaded tensors, as all sources of this package do.
-        level: The sleep level of the engines; 1 keeps a copy of their weights, which partial updates need.
+        level: The sleep level of the engines; 1 keeps a copy of their weights, which partial updates and adapters need.
+            Default: 2, or 1 with an adapter.
         mode: The treatment of running requests at the sleep: `abort`, `wait` or `keep`. With `freeze` the sleep leaves
             the KV cache on the device, and running requests keep theirs over the update too.
         keep: Names of the engines' weights, or globs, that level 2 preserves; `source` may leave these out.
+        adapter: Send a LoRA adapter alone, and leave the engines' base weights as they are. `source` is then a PEFT
+            model, or has the names of `adapter_model.safetensors`; see `trainer.Adapter`. A name stands for
+            `Adapter(name)`. The versions of `training` and `sync` are then those of the adapter.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
         group: The process group of the trainer; see `Peers`.
         **update: Options of `push_from_all`, e.g. `bucket_bytes`, `timeout_s`.
 
     Raises:
-        InvalidRequestError: `memory_fraction` is not above 0 and at most 1, or an option of the update is unknown or
-            has a bad value.
+        InvalidRequestError: `memory_fraction` is not above 0 and at most 1, an option of the update is unknown or has a
+            bad value, or an adapter is to be sent to engines that discard their base weights.
     """
 
     def __init__(
@@ -119,9 +124,10 @@ class RolloutHandoff:
         weights: Sequence[Any] = (),
         others: Sequence[Any] = (),
         from_host: bool = False,
-        level: int = 2,
+        level: int | None = None,
         mode: str = "abort",
         keep: Sequence[str] | None = None,
+        adapter: Adapter | str | None = None,
         memory_fraction: float = 1.0,
         group: Any = None,
         **update: Any,
@@ -133,6 +139,15 @@ class RolloutHandoff:
                 got=memory_fraction,
             )
         require_options(update)
+        if adapter is not None and level == Level.DISCARD:
+            raise InvalidRequestError(
+                "level 2 discards the base weights, and an update of an adapter does not bring them back: use level=1",
+                field="level",
+                got=level,
+            )
+        self._adapter = Adapter(adapter) if isinstance(adapter, str) else adapter
+        if level is None:
+            level = (Level.DISCARD if adapter is None else Level.PRESERVE).value
         self.engines = as_engines(engines)
         self._source = source
         self._weights = [_movable(part, gradients=False) for part in weights]
@@ -189,7 +204,12 @@ class RolloutHandoff:
             self._on_engines(report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
             with timed(report.seconds, "sync"), self._step("sync"):
                 report.update = push_from_all(
-                    self.engines, self._source, self._peers, weight_version=weight_version, **self._update
+                    self.engines,
+                    self._source,
+                    self._peers,
+                    weight_version=weight_version,
+                    adapter=self._adapter,
+                    **self._update,
                 )
             self._move(report, "offload", self._weights)
             self._limit(1.0)

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
-from rl_memory_plugins.trainer.engine_handle import as_engines
+from rl_memory_plugins.trainer.adapters import Adapter
+from rl_memory_plugins.trainer.engine_handle import as_engines, post_adapter_of
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
@@ -45,6 +46,7 @@ def push_from_all(
     weight_version: str | None = None,
     mode: str = "keep",
     timeout_s: float | None = None,
+    adapter: Adapter | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Update all engines. All trainer processes call the function, and it succeeds on all or fails on all.
@@ -61,6 +63,8 @@ def push_from_all(
         tensors: The tensors to send, the same on every process.
         peers: The processes of the trainer; by default this process alone.
         partial, weight_version, mode, timeout_s: As for `push_weights`, the same on every process.
+        adapter: Update this LoRA adapter, and not the base weights. `tensors` is then a PEFT model, or has the names of
+            `adapter_model.safetensors`; `weight_version` is the version of the adapter, and `mode` has no meaning.
         **options: Options of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
     Returns: the sender's report of this process (`receivers` is empty if it did not send), and under `engines` the
@@ -72,7 +76,7 @@ def push_from_all(
     engines = as_engines(engines)
     peers = peers or Peers()
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    source = as_source(tensors)
+    source = as_source(tensors) if adapter is None else adapter.source(tensors)
     sites: list[_Site] = peers.agree(
         lambda: _Site(secrets.token_urlsafe(32), own_gpu(), [engine.devices() for engine in engines]), as_type=_Site
     )
@@ -85,7 +89,11 @@ def push_from_all(
         if _server_of(device, controller, sites) == peers.rank
     ]
     begin = _Begin(peers)
-    request = {"token": token, "weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
+    request: dict[str, Any] = {"token": token, "timeout_s": timeout_s}
+    if adapter is None:
+        request |= {"weight_version": weight_version, "mode": mode}
+    else:
+        request |= {"name": adapter.name, "adapter_version": weight_version}
     sender: WeightSender | None = None
     report: dict[str, Any] = {}
     failure: Exception | None = None
@@ -99,11 +107,14 @@ def push_from_all(
         return sender.endpoints
 
     try:
+        if adapter is not None:
+            request["config"] = peers.agree(lambda: adapter.sent_config(tensors))[peers.rank]
         sockets = peers.agree(listen)
         for engine, devices in zip(engines, sites[peers.rank].engines, strict=True):
             endpoints = {device: sockets[_server_of(device, peers.rank, sites)][device] for device in devices}
             fail = functools.partial(_fail_senders, [(device, endpoints[device]) for device in devices], token)
-            calls.append(EngineCall(engine.post_update, {"endpoints": endpoints, **request}, fail))
+            post = engine.post_update if adapter is None else post_adapter_of(engine)
+            calls.append(EngineCall(post, {"endpoints": endpoints, **request}, fail))
         try:
             report = _send(sender, source, begin, partial)
         except Exception as error:

@@ -62,6 +62,8 @@ class AdapterLoader(ModelLoader):
         """
         problems = manifest.mismatches()
         unused: list[str] = []
+        if not manifest.tensors:
+            problems = [Mismatch("missing", "lora_A", "the adapter has no tensors")]
         if not problems:
             problems, unused = self._slots.fit(self._config, manifest.tensors)
         if problems:

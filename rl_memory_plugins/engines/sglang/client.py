@@ -14,6 +14,7 @@ from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.engines.enabled import engine_method, on_enabled, state_of
+from rl_memory_plugins.engines.sglang import served_adapters
 from rl_memory_plugins.engines.sglang.native_calls import FROM_DISK, WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
@@ -26,6 +27,7 @@ from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 ENGINE = "sglang.srt.entrypoints.engine:Engine"
 SESSION = "_weight_update_session_call"  # begins or ends a session; new in 0.5.21
+RESOLVE = "_validate_and_resolve_lora"  # finds the id of the adapter that a request names
 #: Other calls for which the schedulers wait for peers, and answer nothing meanwhile.
 JOINS = (
     "init_weights_update_group",
@@ -38,6 +40,8 @@ LOOK_S = 1.0  # between two looks for a dead scheduler, while a call waits for i
 def install(hooks: Hooks) -> None:
     hooks.wrap(f"{TOKENIZER}.init_request_dispatcher", _add_api)
     hooks.wrap(f"{TOKENIZER}.generate_request", _answering_while_paused)
+    if hasattr(hooks.require(TOKENIZER), RESOLVE):
+        hooks.wrap(f"{TOKENIZER}.{RESOLVE}", _with_present_adapters)
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
     hooks.wrap(f"{TOKENIZER}.resume_memory_occupation", _native_resume)
     for name in WRITES:
@@ -54,7 +58,8 @@ def install(hooks: Hooks) -> None:
         hooks.wrap(f"{ENGINE}.{name}", _gated_async if name.startswith("async_") else _gated)
     hooks.wrap(f"{ENGINE}.update_weights_from_ipc", _update_weights_from_ipc)
     hooks.require("sglang.srt.managers.io_struct:hook_custom_types")
-    for name in ("sleep", "wake_up", "is_sleeping", "memory_status", "weight_version", "weight_checksums"):
+    reads = ("is_sleeping", "memory_status", "weight_version", "weight_checksums")
+    for name in ("sleep", "wake_up", *reads, "update_adapter_from_ipc", "remove_adapter"):
         setattr(engine, name, _method(name))
 
 
@@ -103,7 +108,14 @@ class SglangApi(AsyncioApi):
         report: Report = yield from super().transition(command)
         if isinstance(command, commands.UpdateWeights):
             self.tokenizer._update_weight_version_if_provided((yield from self.weight_version()))
+        self.serve_adapters()
         return report
+
+    def serve_adapters(self) -> None:
+        """Serve the adapters of the status by their names."""
+        engines = self.status_now()
+        if engines:
+            served_adapters.serve(self.tokenizer, engines[0].adapters)
 
     @contextmanager
     def native_call(self) -> Iterator[None]:
@@ -186,6 +198,14 @@ def _answering_while_paused(
         refusal = first_refusal(api.status_now(), held=True)
         return _held(api, original(tokenizer, obj, *args, **kwargs)) if refusal is None else _refuse(refusal)
     return original(tokenizer, obj, *args, **kwargs)
+
+
+@on_enabled()
+async def _with_present_adapters(api: SglangApi, original: Callable[..., Any], tokenizer: Any, obj: Any) -> None:
+    """Have a request use the present version of its adapter, and report the version for the header of the answer."""
+    api.serve_adapters()
+    await original(tokenizer, obj)
+    served_adapters.report_version(obj, api.status_now())
 
 
 async def _held(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:

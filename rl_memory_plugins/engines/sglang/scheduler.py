@@ -15,13 +15,14 @@ from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.enabled import on_enabled
-from rl_memory_plugins.engines.sglang import frozen, worker
+from rl_memory_plugins.engines.sglang import adapters, frozen, worker
+from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
-from rl_memory_plugins.errors import RLMemoryError, StateConflictError, unsupported
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.loaded_versions import LoadedVersions
 from rl_memory_plugins.tags import PauseMode
@@ -61,8 +62,10 @@ class SglangScheduler:
         self._scheduler = scheduler
         self.config = config
         group = scheduler.weight_updater.tp_cpu_group
-        model = scheduler.tp_worker.model_runner.model
-        self.worker = SglangWorker(model, memory, config, distributed.get_rank(group))
+        runner = scheduler.tp_worker.model_runner
+        model = runner.model
+        slots = SglangAdapters(runner)
+        self.worker = SglangWorker(model, memory, config, distributed.get_rank(group), lambda: slots)
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
         self.updates = EngineUpdates(self.worker.manager, model.named_parameters)
@@ -121,6 +124,13 @@ class SglangScheduler:
         if self.controller.refusal() is not None and not self.engine.draining:
             time.sleep(IDLE_SECONDS)
 
+    def refusal_of_adapter(self, request: Any) -> RLMemoryError | None:
+        """The error for a request whose adapter was removed while the request was on its way."""
+        number = adapters.number_in(getattr(request, "lora_id", None))
+        if number is None or self.controller.adapters.knows(number):
+            return None
+        return InvalidRequestError("the adapter of this request has been removed", field="lora_path")
+
     def refuse(self, request: Any, refusal: RLMemoryError) -> None:
         """Answer a request that arrived while the engine is closed."""
         from sglang.srt.managers.io_struct import AbortReq
@@ -145,7 +155,7 @@ def capabilities_of(server_args: Any) -> Capabilities:
     """The abilities of an engine that its arguments decide."""
     no_freeze = frozen.why_not(server_args)
     modes = tuple(mode for mode in PauseMode if mode is not PauseMode.FREEZE or not no_freeze)
-    return Capabilities(modes=modes, no_freeze=no_freeze, no_adapters="this package sends none to SGLang yet")
+    return Capabilities(modes=modes, no_freeze=no_freeze, no_adapters=adapters.why_none(server_args))
 
 
 def given_version(server_args: Any) -> str | None:
@@ -249,7 +259,7 @@ def _refuse_while_closed(
     added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_req: Any, **kwargs: Any
 ) -> Any:
     """Refuse requests that were sent before the engine closed and arrive after."""
-    refusal = added.controller.refusal()
+    refusal = added.controller.refusal() or added.refusal_of_adapter(recv_req)
     return original(scheduler, recv_req, **kwargs) if refusal is None else added.refuse(recv_req, refusal)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
+from rl_memory_plugins.engines.sglang import adapters
 from rl_memory_plugins.engines.sglang import frozen as frozen_requests
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER, hooks
 from rl_memory_plugins.errors import EngineFaultError, StateConflictError
@@ -98,7 +99,8 @@ class SglangEngine:
         return drained
 
     def adapters_in_use(self) -> set[int]:
-        return set()
+        mine = {adapters.number_in(getattr(one, "lora_id", None)) for one in adapters.requests_of(self._scheduler)}
+        return {number for used in self._ranks.gather(mine) for number in used if number is not None}
 
     def call_after_reply(self, act: Callable[[], None]) -> None:
         self._after_reply.append(act)

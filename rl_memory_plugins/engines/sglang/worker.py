@@ -21,6 +21,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.weights.adapters import AdapterSlots
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.names import parameter_blocks
 
@@ -205,9 +206,17 @@ class SglangWorker:
     Args:
         model: The target model. The weights of a draft model count as run-time state: they are always preserved.
         rank: The rank within its engine.
+        adapters: Gives the adapters of the engine.
     """
 
-    def __init__(self, model: torch.nn.Module, memory: Memory, config: RLMemoryConfig, rank: int) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        memory: Memory,
+        config: RLMemoryConfig,
+        rank: int,
+        adapters: Callable[[], AdapterSlots] | None = None,
+    ) -> None:
         self._model = model
         self._allocator = memory.allocator
         self._graphs = memory.has_graphs
@@ -220,6 +229,7 @@ class SglangWorker:
             reload=self._reload,
             model_config=lambda: getattr(model, "config", None),
             checkpoint=EngineCheckpoint(memory.checkpoint),
+            adapters=adapters,
             resident_graphs=memory.resident_graphs,
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
             after_wake=lambda tags: memory.registered.resume() if Tag.WEIGHTS in tags else None,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rl_memory_plugins.engines.lora_layers import features
 from rl_memory_plugins.errors import InvalidRequestError, WeightUpdateError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
@@ -162,7 +163,7 @@ class _Layers:
         if layer is None:
             return False
         self._seen.setdefault(module_name, {})[is_a] = spec
-        expected = _expected(layer, index, count, is_a)
+        expected = features(layer, index, count, incoming=is_a)
         if expected is None or "lora_embedding" in name:
             return True
         if len(spec.shape) != 2:
@@ -197,23 +198,6 @@ class _Layers:
             if layer is not None:
                 return layer, 0, 1
         return None, 0, 0
-
-
-def _expected(layer: Any, index: int, count: int, is_a: bool) -> int | None:
-    """The features of a linear layer on all ranks, that come in (for A) or go out (for B); `None` for other layers."""
-    base: Any = getattr(layer, "base_layer", None)
-    if not hasattr(base, "input_size") or not hasattr(base, "output_size"):
-        return None
-    if is_a:
-        return int(base.input_size)
-    if count == 1:
-        return int(base.output_size)
-    heads = getattr(base, "total_num_kv_heads", None)
-    if heads is not None and count == 3:  # of which each rank may hold a copy
-        size = (base.total_num_heads, heads, heads)[index]
-        return int(size * (base.head_size if index < 2 else getattr(base, "v_head_size", base.head_size)))
-    sizes = getattr(base, "output_sizes", ())
-    return int(sizes[index]) if len(sizes) == count else None
 
 
 # -- hooks --------------------------------------------------------------------------------------------------

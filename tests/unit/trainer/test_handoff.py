@@ -14,9 +14,18 @@ from rl_memory_plugins.errors import (
     InvalidRequestError,
     RLMemoryError,
     StateConflictError,
+    UnsupportedError,
     WeightUpdateError,
 )
-from rl_memory_plugins.trainer import AsyncRolloutHandoff, EngineObject, ModelSource, Moved, RolloutHandoff, handoff
+from rl_memory_plugins.trainer import (
+    Adapter,
+    AsyncRolloutHandoff,
+    EngineObject,
+    ModelSource,
+    Moved,
+    RolloutHandoff,
+    handoff,
+)
 from rl_memory_plugins.trainer.cache import CacheClearing
 from rl_memory_plugins.trainer.handoff import STEPS
 
@@ -663,3 +672,57 @@ def test_a_cancelled_task_does_not_let_two_handoffs_mix():
     asyncio.run(main())
     assert setup.log == TO_TRAINER + TO_ENGINE
     setup.assert_updated()
+
+
+class LoraLayer(torch.nn.Module):
+    """As PEFT wraps a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer = torch.nn.Linear(4, 6)
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 2, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, 6, bias=False)})
+
+
+def test_an_adapter_alone_is_handed_over():
+    model = LoraLayer()
+    model.peft_config = {"default": {"r": 2, "target_modules": {"layer"}}}
+    engine = ToyEngine(tp=2)
+    before = [rank.model.snapshot() for rank in engine.ranks]
+    handoff = RolloutHandoff(engine, model, adapter="policy")
+    with handoff.training("41") as report:
+        assert engine.log == [("sleep", 1, "abort")]
+        with torch.no_grad():
+            model.lora_B["default"].weight.fill_(3)
+    assert engine.log[1:] == [("wake_up", ["weights"]), ("post_adapter", "41"), ("wake_up", None)]
+    version, config, tensors = engine.adapters["policy"]
+    assert version == "41" and config == {"r": 2, "target_modules": ["layer"]}
+    for mine in tensors:
+        assert mine.keys() == {"lora_A.weight", "lora_B.weight"}
+        assert torch.equal(mine["lora_B.weight"], torch.full((6, 2), 3.0))
+    assert report.update["tensors"] == 2 and report.update["bytes"] == (2 * 4 + 6 * 2) * 4
+    for rank, former in zip(engine.ranks, before, strict=True):
+        rank.model.assert_unchanged(former)
+    assert engine.open and engine.version is None
+
+
+def test_an_adapter_needs_base_weights_that_stay():
+    with pytest.raises(InvalidRequestError, match="level=1"):
+        RolloutHandoff(ToyEngine(), LoraLayer(), adapter="policy", level=2)
+
+
+def test_an_adapter_without_a_configuration_fails_before_the_engine_is_asked():
+    engine = ToyEngine()
+    with pytest.raises(InvalidRequestError, match="no configuration"):
+        RolloutHandoff(engine, LoraLayer(), adapter=Adapter("policy")).sync()
+    assert [call for call, *_ in engine.log] == ["wake_up"]
+
+
+def test_a_handle_that_sends_no_adapters_says_so():
+    class Handle:
+        def __init__(self, engine):
+            self.sleep, self.wake_up, self.devices = engine.sleep, engine.wake_up, engine.devices
+            self.post_update = engine.post_update
+
+    with pytest.raises(UnsupportedError, match="post_adapter"):
+        RolloutHandoff(Handle(ToyEngine()), LoraLayer(), adapter=Adapter("policy", {"r": 2})).sync()

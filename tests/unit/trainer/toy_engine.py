@@ -6,8 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from toys import Rank, ToyModel
 
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+from rl_memory_plugins.weights.adapters import AdapterLoader
 
 OPTION_S = 60.0  # `update_timeout_s`, for bodies that name no time
+
+
+class AnySlots:
+    """Takes every adapter."""
+
+    def fit(self, config, specs):
+        return [], []
 
 
 class ToyEngine:
@@ -24,6 +32,7 @@ class ToyEngine:
         self.valid = True
         self.refusing = None
         self.version = None
+        self.adapters = {}
 
     @property
     def open(self):
@@ -65,6 +74,21 @@ class ToyEngine:
         self.valid = True
         self.version = body["weight_version"]
         return {"ranks": [report for report, _ in answers], "thread": threading.current_thread().name}
+
+    def post_adapter(self, body):
+        self._call("post_adapter", body["adapter_version"])
+        if "weights" not in self.awake:
+            raise StateConflictError("the weights are asleep")
+
+        def receive(rank):
+            loader = AdapterLoader(AnySlots(), body["config"])
+            timeout_s = body["timeout_s"] or OPTION_S
+            return rank.receiver.receive(body["endpoints"], body["token"], timeout_s, loader), loader.tensors
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            answers = list(pool.map(receive, self.ranks))
+        self.adapters[body["name"]] = (body["adapter_version"], body["config"], [tensors for _, tensors in answers])
+        return {"ranks": [report for report, _ in answers]}
 
     def _call(self, *call):
         self.log.append(call)

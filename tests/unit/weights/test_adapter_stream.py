@@ -122,6 +122,13 @@ def test_a_shape_that_does_not_fit_is_a_mismatch():
     assert slots.added == {}
 
 
+def test_an_adapter_without_tensors_is_none():
+    rank, slots = Rank(), Slots()
+    _, error = send({}, [rank], [slots])
+    assert isinstance(error, ManifestError) and "no tensors" in error.message
+    assert slots.added == {}
+
+
 def test_what_the_engine_refuses_is_a_failed_update():
     rank, slots = Rank(), Slots()
     sent, _ = send(TENSORS, [rank], [slots], name="refused")
