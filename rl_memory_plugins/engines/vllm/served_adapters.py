@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
 
+from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.engines.vllm.adapters import number_in, path_of
 from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError
 from rl_memory_plugins.records import AdapterStatus, EngineStatus
 from rl_memory_plugins.server.gate import report_adapter, report_refusal
-
-if TYPE_CHECKING:
-    from rl_memory_plugins.engines.vllm.client import AsyncApi
 
 
 def as_request(adapter: AdapterStatus) -> Any:
@@ -79,16 +77,15 @@ class ServedAdapters(MutableMapping[str, Any]):
 
     Args:
         own: vLLM's own.
-        api: Gives the engine's API.
+        api: The engine's API.
     """
 
-    def __init__(self, own: dict[str, Any], api: Callable[[], AsyncApi | None]) -> None:
+    def __init__(self, own: dict[str, Any], api: AsyncioApi) -> None:
         self._own = own
         self._api = api
 
     def _sent(self) -> dict[str, AdapterStatus]:
-        api = self._api()
-        engines = [] if api is None else api.status_now()
+        engines = self._api.status_now()
         return {adapter.name: adapter for adapter in engines[0].adapters} if engines else {}
 
     def __getitem__(self, name: str) -> Any:

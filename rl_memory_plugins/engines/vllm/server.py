@@ -75,7 +75,7 @@ def _serve_adapters(original: Callable[..., None]) -> Callable[..., None]:
         original(self, engine_client, *args, **kwargs)
         api = _api_of(engine_client)
         if api is not None:
-            self.lora_requests = ServedAdapters(self.lora_requests, lambda: api)
+            self.lora_requests = ServedAdapters(self.lora_requests, api)
 
     return __init__
 

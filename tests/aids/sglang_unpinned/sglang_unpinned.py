@@ -1,7 +1,7 @@
 """An SGLang plugin: host memory that SGLang asks to be page-locked is pageable.
 
-SGLang's layers with LoRA ask for page-locked memory on every device, and CUDA alone has it. Without this stand-in SGLang
-0.5.23 does not start with LoRA on a CPU. The answers do not depend on it.
+SGLang's layers with LoRA ask for page-locked memory on every device, and CUDA alone has it. Without this stand-in
+SGLang 0.5.23 does not start with LoRA on a CPU. The answers do not depend on it.
 """
 
 import functools
