@@ -15,7 +15,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.sources.model import ModelSource, Tensors, as_source
-from rl_memory_plugins.weights.source import TensorSource
+from rl_memory_plugins.weights.source import TensorSource, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,15 @@ class Adapter:
 
     def source(self, tensors: Tensors, kind: type[ModelSource] = ModelSource) -> TensorSource:
         """The tensors to send: of a module those of the adapter alone; a mapping or a source as it is."""
-        if isinstance(tensors, torch.nn.Module):
-            return kind(tensors, rename=self.saved_name)
-        return as_source(tensors, kind)
+        if not isinstance(tensors, torch.nn.Module):
+            return as_source(tensors, kind)
+        named = {self.saved_name(name): tensor for name, tensor in tensors.state_dict(keep_vars=True).items()}
+        named.pop(None, None)
+        return kind(named)
 
     def saved_name(self, name: str) -> str | None:
         """The name in `adapter_model.safetensors` for a name of a PEFT model; `None` if the file does not hold it."""
+        name = without_wrappers(name)
         own = re.escape(self.peft_name)
         saved = re.sub(rf"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.{own}(?=\.|$)", r"\1", name)
         saved = re.sub(rf"\.modules_to_save\.{own}\.", ".", saved)

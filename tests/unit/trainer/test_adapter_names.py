@@ -78,8 +78,7 @@ def test_another_adapter_of_the_model_has_other_tensors(model):
 
 def test_the_parts_of_wrappers_are_left_out():
     name = "_fsdp_wrapped_module.base_model.model._orig_mod.q.lora_A.default.weight"
-    source = Adapter("policy").source(torch.nn.Module())
-    assert source._outgoing.name(name) == "base_model.model.q.lora_A.weight"
+    assert Adapter("policy").saved_name(name) == "base_model.model.q.lora_A.weight"
 
 
 def test_a_mapping_or_a_source_is_sent_as_it_is():
