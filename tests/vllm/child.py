@@ -128,7 +128,8 @@ def _serve(
             except Exception:
                 pipe.send((None, traceback.format_exc()))
     except EOFError:
-        getattr(kept, "llm_engine", kept).engine_core.shutdown()
+        kept = getattr(kept, "llm_engine", kept)
+        getattr(kept, "engine_core", kept).shutdown()
         os._exit(0)  # an engine's own threads may keep a process alive
     except BaseException:
         pipe.send((None, traceback.format_exc()))

@@ -1,0 +1,63 @@
+"""Try every way of updating every kind of weights on an engine, and record the outcomes.
+
+    python -m integration.kinds vllm --only dense "Gemma 2" --out integration/results/kinds-vllm-0.32.0-cpu.json
+
+Records of the file that this run does not repeat stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from integration.kinds import table
+from tests.run_report import ENGINES, commit, gpus, version_of
+
+
+def main() -> int:
+    arguments = _parse()
+    from integration.kinds.preload import preload
+    from integration.kinds.run import run
+
+    preload(arguments.engine)
+    about = {
+        "engine": arguments.engine,
+        "engine_version": version_of(*ENGINES[arguments.engine]),
+        "device": ", ".join(gpus()) or "cpu",
+    }
+    records: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    failures = 0
+    for name in arguments.only:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run(arguments.engine, name, Path(folder), tuple(arguments.ways)):
+                command = f"python -m integration.kinds {arguments.engine} --only {shlex.quote(name)}"
+                record = {**about, "kind": name, **found._asdict(), "commit": commit(), "command": command}
+                records = [one for one in records if (one["kind"], one["way"]) != (name, found.way)] + [record]
+                failures += found.outcome == "failed"
+                print(f"{name:40} {found.way:10} {found.outcome:14} {found.reason}", flush=True)
+        print(f"{name:40} took {time.monotonic() - start:.0f} s", flush=True)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        order = list(table.KINDS)
+        records.sort(key=lambda one: (order.index(one["kind"]), table.WAYS.index(one["way"])))
+        arguments.out.write_text(json.dumps(records, indent=1) + "\n")
+    return int(failures > 0)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m integration.kinds", description=__doc__)
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--only", nargs="+", choices=table.KINDS, default=list(table.KINDS), metavar="KIND")
+    parser.add_argument("--ways", nargs="+", choices=table.WAYS, default=list(table.WAYS), metavar="WAY")
+    parser.add_argument("--out", type=Path, required=True, help="the file of the records")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

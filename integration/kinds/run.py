@@ -1,0 +1,315 @@
+"""One kind on one engine: each way against fresh engines of the same checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from integration.kinds import table
+from integration.kinds.checkpoints import tensors_of, write_adapter
+from integration.kinds.subject import SUBJECTS, Answer, Subject
+from integration.kinds.table import Kind
+from rl_memory_plugins.errors import ManifestError, RLMemoryError, UnsupportedError
+from tests.vllm.child import Child
+
+SEED, OTHER_SEED = 1, 2
+REASON_LENGTH = 300
+
+
+class Outcome(NamedTuple):
+    way: str
+    outcome: str  # passed, refused, failed or engine_cannot
+    reason: str = ""
+
+
+class Checkpoint(NamedTuple):
+    folder: Path
+    seed: int
+    answer: Answer | None = None  # of a fresh engine
+
+
+class WrongAnswerError(AssertionError):
+    """The engine answered as no fresh engine of the weights does."""
+
+
+def run(engine: str, name: str, folder: Path, ways: tuple[str, ...]) -> Iterator[Outcome]:
+    """The outcome of every way of a kind.
+
+    Args:
+        engine: The engine's name.
+        name: The kind's name.
+        folder: An empty folder.
+        ways: The ways to try; those that the kind does not have are left out.
+    """
+    starter = Starter(engine, name, folder)
+    ways = tuple(way for way in table.KINDS[name].ways if way in ways)
+    starter.write()
+    try:
+        starter.ask()
+    except Exception as error:
+        outcome = starter.verdict_without_package(error, start=True)
+        for way in ways:
+            yield Outcome(way, outcome, starter.reason(error))
+        return
+    try:
+        for way in ways:
+            yield starter.outcome(way)
+    finally:
+        starter.stop()
+
+
+class Starter:
+    """Starts the engines of a kind."""
+
+    def __init__(self, engine: str, kind: str, folder: Path) -> None:
+        # Children look the kind up by its name: functions that write checkpoints do not travel.
+        self._engine, self._kind, self._folder = engine, kind, folder
+        self._subject: Child | None = None
+        self._checkpoints = [Checkpoint(folder / "first", SEED), Checkpoint(folder / "other", OTHER_SEED)]
+
+    def write(self) -> None:
+        apart(_write, self._kind, self._folder, self._checkpoints)
+
+    def ask(self) -> None:
+        """Start an engine on each checkpoint; that on the first stays."""
+        first, other = self._checkpoints
+        fresh = self.start(other.folder)
+        try:
+            answers = fresh(answer_of)
+        finally:
+            fresh.stop()
+        self._subject = self.start(first.folder)
+        own = self._subject(answer_of)
+        if own == answers:
+            raise WrongAnswerError("fresh engines of both checkpoints answer the same")
+        self._checkpoints = [first._replace(answer=own), other._replace(answer=answers)]
+
+    def start(self, folder: Path, *, plugin: bool = True) -> Child:
+        return start(self._engine, self._kind, folder, self._folder / "adapter", plugin=plugin)
+
+    def stop(self) -> None:
+        if self._subject is not None:
+            self._subject.stop()
+        self._subject = None
+
+    def outcome(self, way: str) -> Outcome:
+        if self._subject is None:
+            self._subject = self.start(self._checkpoints[0].folder)
+        try:
+            outcome, reason = self._subject(try_way, way, self._kind, self._checkpoints)
+        except Exception as error:  # the engine is gone
+            outcome, reason = "failed", self.reason(error)
+        if outcome != "passed":
+            self.stop()
+        if outcome != "passed" and way == table.OWN:
+            outcome = self.verdict_without_package(outcome)
+        return Outcome(way, outcome, self.cleaned(reason))
+
+    def verdict_without_package(self, found: Any, *, start: bool = False) -> str:
+        """`engine_cannot` if the engine fails too when the package is not enabled."""
+        first, other = self._checkpoints
+        try:
+            engine = self.start(first.folder, plugin=False)
+            try:
+                if start:
+                    engine(answer_of)
+                else:
+                    engine(load_without_package, other)
+            finally:
+                engine.stop()
+        except Exception as error:
+            print("  without the package:", self.reason(error), flush=True)
+            return "engine_cannot"
+        return found if isinstance(found, str) else "failed"
+
+    def reason(self, error: Exception) -> str:
+        return self.cleaned(str(error).strip() or type(error).__name__)
+
+    def cleaned(self, text: str) -> str:
+        """The last line without paths of this machine."""
+        line = text.strip().splitlines()[-1].strip() if text.strip() else ""
+        line = line.replace(str(self._folder), "FOLDER")
+        return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line)[:REASON_LENGTH]
+
+
+def _write(name: str, folder: Path, checkpoints: list[Checkpoint]) -> None:
+    kind = table.KINDS[name]
+    for checkpoint in checkpoints:
+        kind.write(checkpoint.folder, checkpoint.seed, kind.dtype)
+    if kind.adapter:
+        write_adapter(folder / "adapter", checkpoints[0].folder)
+
+
+def answer_of(subject: Subject) -> Answer:
+    return subject.answer()
+
+
+def load_without_package(subject: Subject, other: Checkpoint) -> None:
+    subject.load(other.folder)
+    expect(subject, other)
+
+
+def try_way(subject: Subject, way: str, name: str, checkpoints: list[Checkpoint]) -> tuple[str, str]:
+    """An outcome and its reason. The engine has the first checkpoint's weights, before and after."""
+    (first, other), kind = checkpoints, table.KINDS[name]
+    load = {
+        table.STREAM: push,
+        table.PARTIAL: push_in_parts,
+        table.RECOVERY: break_off_and_push,
+        table.OWN: lambda subject, kind, checkpoint: subject.load(checkpoint.folder),
+    }[way]
+    try:
+        for checkpoint in (other, first):
+            load(subject, kind, checkpoint)
+            expect(subject, checkpoint)
+        for checkpoint in (other, first) if way != table.PARTIAL else ():
+            subject.sleep(2)
+            subject.wake_up(["weights"])
+            load(subject, kind, checkpoint)
+            subject.wake_up()
+            expect(subject, checkpoint)
+        subject.sleep(1)
+        subject.wake_up()
+        expect(subject, first)
+    except (ManifestError, UnsupportedError) as error:
+        return ("refused" if _unchanged(subject, first) else "failed"), f"{type(error).__name__}: {_short(error)}"
+    except WrongAnswerError as error:
+        return "failed", str(error)
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {_short(error)}"
+    return "passed", ""
+
+
+def _short(error: Exception) -> str:
+    """One line; of a manifest's mismatches the first of each kind."""
+    mismatches = error.details.get("mismatches", ()) if isinstance(error, RLMemoryError) else ()
+    by_kind = {mismatch["kind"]: f"{mismatch['kind']} {mismatch['name']}" for mismatch in reversed(mismatches)}
+    return "; ".join(by_kind.values()) or " ".join(str(error).split())
+
+
+def _unchanged(subject: Subject, first: Checkpoint) -> bool:
+    try:
+        return subject.content() == "valid" and subject.answer() == first.answer
+    except Exception:
+        return False
+
+
+def expect(subject: Subject, checkpoint: Checkpoint) -> None:
+    found, wanted = subject.answer(), checkpoint.answer
+    assert wanted is not None
+    if found == wanted:
+        return
+    if found.tokens != wanted.tokens:
+        raise WrongAnswerError("tokens differ from a fresh engine's")
+    apart = max(
+        abs(one - two)
+        for some, others in zip(*(found.values, wanted.values), strict=True)
+        for one, two in zip(some, others, strict=True)
+    )
+    raise WrongAnswerError(f"values differ from a fresh engine's by up to {apart:.2g}")
+
+
+def weights(kind: Kind, checkpoint: Checkpoint) -> Any:
+    if not kind.module:
+        return tensors_of(checkpoint.folder)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=getattr(torch, kind.dtype))
+
+
+def push(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
+    subject.push(weights(kind, checkpoint))
+
+
+def push_in_parts(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
+    """The first layer, and then the rest."""
+    everything = tensors_of(checkpoint.folder)
+    first = {name for name in everything if re.search(r"\b(layers|blocks|h)\.0\.", name)}
+    for names in (first, everything.keys() - first):
+        subject.push({name: tensor for name, tensor in everything.items() if name in names}, partial=True)
+
+
+def break_off_and_push(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
+    tensors = tensors_of(checkpoint.folder)
+    try:
+        subject.push(Breaking(tensors), bucket_bytes=1 << 20)
+    except (ManifestError, UnsupportedError):
+        raise
+    except (RuntimeError, RLMemoryError):
+        if subject.content() != "failed":
+            raise
+    subject.push(tensors)
+
+
+class Breaking:
+    """A trainer that raises after half of the tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def specs(self) -> Any:
+        from rl_memory_plugins.weights.source import spec_of
+
+        return [spec_of(name, tensor) for name, tensor in self._tensors.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(self._tensors.items()):
+            if number > len(self._tensors) // 2:
+                raise RuntimeError("the trainer broke")
+            yield item
+
+
+def start(engine: str, name: str, folder: Path, adapter: Path, *, plugin: bool) -> Child:
+    """A fresh engine, in a process of its own."""
+    kind = table.KINDS[name]
+    options = {"dtype": kind.dtype, **(kind.vllm if engine == "vllm" else kind.sglang)}
+    if kind.tp > 1:
+        options |= {"tensor_parallel_size" if engine == "vllm" else "tp_size": kind.tp}
+    return Child(
+        make, engine, folder, options, kind.pooling, plugin, str(adapter) if kind.adapter else "",
+        environment=environment(engine, folder, kind), forked=engine == "vllm",
+    )  # fmt: skip
+
+
+def make(engine: str, folder: Path, options: dict[str, Any], pooling: bool, plugin: bool, adapter: str) -> Subject:
+    if engine == "sglang":
+        from tests.aids.sglang_fork import sglang_fork
+
+        torch.set_num_threads(1)
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        sglang_fork.register()
+    return SUBJECTS[engine](folder, options, pooling=pooling, plugin=plugin, adapter=adapter)
+
+
+def environment(engine: str, folder: Path, kind: Kind) -> dict[str, str]:
+    from integration.engines import ENGINES
+    from integration.engines.base import Launch
+
+    found = ENGINES[engine]().environment(Launch(folder, tp=kind.tp, forked=True))
+    found.pop("SGLANG_DISABLED_MODEL_ARCHS", None)  # the process of which all engines are forks has imported them
+    return {**found, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in a process of its own, so that this one never runs PyTorch's threads."""
+    child = Child(_nothing, environment={}, forked=False)
+    try:
+        return child(_call, function, arguments)
+    finally:
+        child.stop()
+
+
+class _Nothing:
+    def shutdown(self) -> None: ...
+
+
+def _nothing() -> _Nothing:
+    return _Nothing()
+
+
+def _call(_: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)

@@ -1,0 +1,157 @@
+"""An engine in this process, with the calls that the matrix makes: the same on vLLM and on SGLang."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [300, 20, 7])
+TOKENS = 12
+BUSY_TRIES = 20
+
+
+class Answer(NamedTuple):
+    """What an engine says to `PROMPTS`: the tokens and their log-probabilities, or the values of the embeddings."""
+
+    tokens: list[list[int]]
+    values: list[list[float]]
+
+
+class Subject(ABC):
+    """An engine."""
+
+    engine: Any
+
+    @abstractmethod
+    def answer(self) -> Answer: ...
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """By the engine's own route from disk.
+
+        Raises:
+            RuntimeError: the engine did not load the weights.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None: ...
+
+    def sleep(self, level: int) -> None:
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.engine.wake_up(tags)
+
+    def content(self) -> str:
+        """The state of the weights."""
+        return str(self.engine.memory_status()[0].content)
+
+    def push(self, weights: Any, **options: Any) -> None:
+        from rl_memory_plugins.trainer import push_weights
+
+        def post(body: dict[str, Any]) -> Any:
+            return self.engine.update_weights_from_ipc(**body)
+
+        devices = [rank.device for status in self.engine.memory_status() for rank in status.ranks]
+        push_weights(post, weights, receivers=devices, timeout_s=120, **options)
+
+
+class Vllm(Subject):
+    def __init__(self, folder: Path, options: dict[str, Any], *, pooling: bool, plugin: bool, adapter: str) -> None:
+        from rl_memory_plugins.vllm import LLM
+
+        self._pooling, self._adapter = pooling, adapter
+        self.engine = LLM(
+            str(folder),
+            rl_memory={"poison": True} if plugin else False,
+            **{
+                "dtype": "float32",
+                "max_model_len": 512,
+                "max_num_seqs": 4,
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 64 << 20,
+                "skip_tokenizer_init": not pooling,
+                **({"runner": "pooling"} if pooling else {}),
+                **options,
+            },
+        )
+
+    def answer(self) -> Answer:
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        if self._pooling:
+            return Answer([], [list(found.outputs.embedding) for found in self.engine.embed(prompts, use_tqdm=False)])
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
+        request = {}
+        if self._adapter:
+            from vllm.lora.request import LoRARequest
+
+            request["lora_request"] = LoRARequest("adapter", 1, self._adapter)
+        found = [one.outputs[0] for one in self.engine.generate(prompts, params, use_tqdm=False, **request)]
+        values = [[at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)] for one in found]
+        return Answer([list(one.token_ids) for one in found], values)
+
+    def load(self, folder: Path) -> None:
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self.engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+class Sglang(Subject):
+    def __init__(self, folder: Path, options: dict[str, Any], *, pooling: bool, plugin: bool, adapter: str) -> None:
+        from rl_memory_plugins.sglang import Engine
+
+        self._pooling, self._adapter = pooling, adapter
+        self.engine = Engine(
+            model_path=str(folder),
+            rl_memory={"poison": True} if plugin else False,
+            **{
+                "dtype": "float32",
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "sampling_backend": "pytorch",
+                "grammar_backend": "none",
+                "disable_overlap_schedule": True,
+                "skip_tokenizer_init": True,
+                "max_total_tokens": 4096,
+                "max_running_requests": 4,
+                "context_length": 512,
+                "log_level": "warning",
+                **({"is_embedding": True} if pooling else {}),
+                **({"lora_paths": [f"adapter={adapter}"]} if adapter else {}),
+                **options,
+            },
+        )
+
+    def answer(self) -> Answer:
+        prompts = list(map(list, PROMPTS))
+        if self._pooling:
+            requests = [self.engine.encode(input_ids=prompt) for prompt in prompts]
+            return Answer([], [list(found["embedding"]) for found in requests])
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        request = {"lora_path": ["adapter"] * len(prompts)} if self._adapter else {}
+        found = self.engine.generate(
+            input_ids=prompts, sampling_params=[sampling] * len(prompts), return_logprob=True, **request
+        )
+        values = [[value for value, *_ in one["meta_info"]["output_token_logprobs"]] for one in found]
+        return Answer([list(one["output_ids"]) for one in found], values)
+
+    def load(self, folder: Path) -> None:
+        for _ in range(BUSY_TRIES):  # a request that is answered already may still be in SGLang's batch
+            done, message, *_ = self.engine.update_weights_from_disk(str(folder))
+            if done or "requests are running" not in message:
+                break
+            time.sleep(0.1)
+        if not done:
+            raise RuntimeError(message)
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+
+SUBJECTS = {"vllm": Vllm, "sglang": Sglang}

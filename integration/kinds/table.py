@@ -1,0 +1,246 @@
+"""The kinds: what each checkpoint is, and how the engines are started on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from integration.kinds.checkpoints import COMMON, VOCABULARY, Write, of, with_mtp, with_nextn_layer
+from integration.kinds.quantised import awq, fp8, gptq
+from tests import weight_kinds
+
+STREAM, PARTIAL, RECOVERY, OWN = WAYS = ("stream", "partial", "recovery", "own route")
+"""A complete update by this package; two updates of some layers each; a complete update after one that broke off; the
+engine's own load from disk."""
+
+
+class Kind(NamedTuple):
+    write: Write
+    dtype: str = "float32"
+    module: bool = False  # what is sent is transformers' model in memory, not the tensors of the file
+    pooling: bool = False  # answers are embeddings
+    adapter: bool = False  # requests use a LoRA adapter
+    tp: int = 1
+    ways: tuple[str, ...] = WAYS
+    vllm: Mapping[str, Any] = MappingProxyType({})  # options of the engine
+    sglang: Mapping[str, Any] = MappingProxyType({})
+
+
+BF16 = "bfloat16"
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "added": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+DELTA = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+QWEN3_NEXT = of("Qwen3NextConfig", **{**MOE, **DELTA, "shared_expert_intermediate_size": 128})
+#: Half-width vocabularies of two ranks are padded.
+ODD_VOCABULARY = VOCABULARY - 23
+
+QUANTISED = of("LlamaConfig", intermediate_size=512)
+
+KINDS = {
+    "dense": Kind(of("Qwen2Config", intermediate_size=512)),
+    "dense tied": Kind(of("Qwen3Config", intermediate_size=512, head_dim=64, tie_word_embeddings=True)),
+    "dense bf16": Kind(of("LlamaConfig", intermediate_size=512), BF16),
+    "dense, two ranks, padded vocabulary": Kind(
+        of("LlamaConfig", intermediate_size=512, vocab_size=ODD_VOCABULARY), tp=2
+    ),
+    "Phi-3 (fused projections on disk)": Kind(of("Phi3Config", intermediate_size=512)),
+    "OLMo-2": Kind(of("Olmo2Config", intermediate_size=512)),
+    "Gemma 2": Kind(of("Gemma2Config", intermediate_size=512, head_dim=64, tie_word_embeddings=True)),
+    "Gemma 3 (sliding window)": Kind(
+        of(
+            "Gemma3TextConfig",
+            model_class="Gemma3ForCausalLM",
+            intermediate_size=512,
+            head_dim=64,
+            sliding_window=64,
+            tie_word_embeddings=True,
+        )
+    ),
+    "GLM-4": Kind(of("Glm4Config", intermediate_size=512, head_dim=64)),
+    "Mistral fp16": Kind(of("MistralConfig", intermediate_size=512, head_dim=64), "float16"),
+    "GPT-2 (transposed on disk)": Kind(
+        of("GPT2Config", n_positions=1024, n_embd=256, n_layer=2, n_head=4, tie_word_embeddings=True)
+    ),
+    "OPT": Kind(of("OPTConfig", ffn_dim=512, word_embed_proj_dim=256, tie_word_embeddings=True)),
+    "OLMoE": Kind(of("OlmoeConfig", intermediate_size=128, num_experts=8, num_experts_per_tok=2)),
+    "Qwen2-MoE (shared expert)": Kind(
+        of("Qwen2MoeConfig", intermediate_size=512, **{**MOE, "shared_expert_intermediate_size": 128, "head_dim": None})
+    ),
+    "ERNIE 4.5 MoE": Kind(
+        of(
+            "Ernie4_5_MoeConfig",
+            intermediate_size=512,
+            moe_intermediate_size=128,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=1,
+        )
+    ),
+    "Mixtral": Kind(of("MixtralConfig", intermediate_size=128, num_local_experts=8)),
+    "Qwen3-MoE by expert": Kind(of("Qwen3MoeConfig", intermediate_size=512, **MOE)),
+    "Qwen3-MoE fused": Kind(of("Qwen3MoeConfig", intermediate_size=512, **MOE), module=True, ways=(STREAM,)),
+    "Qwen3-MoE, two ranks": Kind(of("Qwen3MoeConfig", intermediate_size=512, **MOE), tp=2),
+    "GLM-4-MoE": Kind(
+        of(
+            "Glm4MoeConfig",
+            intermediate_size=512,
+            head_dim=64,
+            moe_intermediate_size=128,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            kept_float32="e_score_correction_bias",
+        ),
+        BF16,
+    ),
+    "DeepSeek-V3": Kind(
+        of("DeepseekV3Config", intermediate_size=512, kept_float32="e_score_correction_bias", **LATENT), BF16
+    ),
+    "DeepSeek-V3 with its MTP layer on disk": Kind(
+        with_nextn_layer(of("DeepseekV3Config", intermediate_size=512, **LATENT))
+    ),
+    "gpt-oss": Kind(
+        of(
+            "GptOssConfig",
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=128,
+            head_dim=64,
+            sliding_window=64,
+            initial_context_length=256,
+        ),
+        BF16,
+    ),
+    "Qwen3-Next": Kind(QWEN3_NEXT, BF16),
+    "Qwen3-Next with its MTP layer on disk": Kind(with_mtp(QWEN3_NEXT), BF16),
+    "Qwen3.5 text": Kind(
+        of("Qwen3_5TextConfig", model_class="Qwen3_5ForCausalLM", intermediate_size=512, **DELTA), BF16
+    ),
+    "Bamba (Mamba 2 and attention)": Kind(
+        of(
+            "BambaConfig",
+            intermediate_size=512,
+            attn_layer_indices=[1],
+            mamba_n_heads=8,
+            mamba_d_head=64,
+            mamba_n_groups=1,
+            mamba_d_state=64,
+            mamba_expand=2,
+        )
+    ),
+    "Falcon-H1 (Mamba 2 beside attention)": Kind(
+        of(
+            "FalconH1Config",
+            intermediate_size=512,
+            head_dim=64,
+            mamba_n_heads=8,
+            mamba_d_head=64,
+            mamba_d_ssm=512,
+            mamba_n_groups=1,
+            mamba_d_state=64,
+        )
+    ),
+    "Granite 4 hybrid": Kind(
+        of(
+            "GraniteMoeHybridConfig",
+            intermediate_size=128,
+            shared_intermediate_size=128,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["mamba", "attention"],
+            mamba_n_heads=8,
+            mamba_d_head=64,
+            mamba_n_groups=1,
+            mamba_d_state=64,
+            mamba_expand=2,
+        )
+    ),
+    "Mamba 2": Kind(
+        of(
+            "Mamba2Config",
+            state_size=64,
+            num_heads=8,
+            head_dim=64,
+            n_groups=1,
+            num_attention_heads=None,
+            num_key_value_heads=None,
+        )
+    ),
+    "Qwen2.5-VL": Kind(
+        of(
+            "Qwen2_5_VLConfig",
+            model_class="Qwen2_5_VLForConditionalGeneration",
+            text_config={
+                **COMMON,
+                "intermediate_size": 512,
+                "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_heads": 4,
+                "out_hidden_size": 256,
+                "fullatt_block_indexes": [1],
+            },
+            **dict.fromkeys(COMMON),
+        ),
+        vllm={"limit_mm_per_prompt": {"image": 0, "video": 0}},
+    ),
+    "embeddings (Qwen3)": Kind(
+        of("Qwen3Config", model_class="AutoModel", intermediate_size=512, head_dim=64), pooling=True
+    ),
+    "embeddings of a causal model": Kind(
+        of("Qwen3Config", intermediate_size=512, head_dim=64), pooling=True, vllm={"convert": "embed"}
+    ),
+    "reward (sequence classification)": Kind(
+        of("Qwen2Config", model_class="Qwen2ForSequenceClassification", intermediate_size=512, num_labels=1),
+        pooling=True,
+    ),
+    "BERT embeddings": Kind(
+        of(
+            "BertConfig",
+            model_class="BertModel",
+            intermediate_size=512,
+            **dict.fromkeys(["num_key_value_heads", "bos_token_id", "eos_token_id", "tie_word_embeddings"]),
+        ),
+        pooling=True,
+    ),
+    "LoRA adapter over updated weights": Kind(
+        of("LlamaConfig", intermediate_size=512), adapter=True, vllm={"enable_lora": True, "max_lora_rank": 8}
+    ),
+    "int8 W8A8 (compressed-tensors)": Kind(weight_kinds.write_int8, BF16),
+    "int4 WNA16 (compressed-tensors)": Kind(weight_kinds.write_int4, BF16),
+    "GPTQ int4": Kind(gptq(QUANTISED), BF16),
+    "AWQ int4": Kind(awq(QUANTISED), BF16),
+    "FP8 per tensor": Kind(fp8(QUANTISED), BF16),
+    "FP8 in blocks": Kind(weight_kinds.write_block_fp8, BF16),
+    "FP8 that the engine makes": Kind(QUANTISED, BF16, vllm={"quantization": "fp8"}, sglang={"quantization": "fp8"}),
+}
+
+CHOSEN = ("dense tied", "Qwen3-MoE by expert", "Phi-3 (fused projections on disk)", "dense bf16")
