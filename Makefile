@@ -75,7 +75,7 @@ test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
 
 # What only one version has is tested with that one.
-PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own) test-vllm-suite test-vllm-tp test-vllm-dp \
+PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) test-vllm-suite test-vllm-tp test-vllm-dp \
 	$(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-demo)
 
 test-vllm: $(PARTS_vllm)
@@ -89,10 +89,13 @@ test-vllm-suite: env-vllm
 test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --fork --$* 2
 
+test-vllm-kinds: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm
+
 test-vllm-demo: env-vllm
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
-PARTS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-own) test-sglang-suite \
+PARTS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-own test-sglang-kinds) test-sglang-suite \
 	$(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-tp test-sglang-dp)
 
 test-sglang: $(PARTS_sglang)
@@ -100,6 +103,9 @@ test-sglang: $(PARTS_sglang)
 test-sglang-own: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/trainers/test_slime_engine.py \
 		--ignore tests/sglang/test_weight_kinds.py
+
+test-sglang-kinds: env-sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine sglang
 
 test-sglang-suite: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --fork
@@ -110,7 +116,7 @@ test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
 test-long:
 	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),trainers)
 
-LONG_vllm := test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-dp
+LONG_vllm := test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-dp
 LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
 
 test-long-vllm: $(LONG_vllm)
@@ -128,8 +134,12 @@ test-long-vllm-tp test-long-sglang-tp: test-long-%-tp: env-%
 test-long-vllm-dp test-long-sglang-dp: test-long-%-dp: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine $* --dp 2
 
+test-long-vllm-kinds: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm --kinds all
+
 test-long-sglang-kinds: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang/test_weight_kinds.py
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine sglang --kinds all
 
 # -- trainers --------------------------------------------------------------------------------------------------
 

@@ -13,15 +13,33 @@ import math
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from integration import report_upstream, report_weights
+from integration import report_kinds, report_upstream, report_weights
 from integration.models import SHAPES, checkpoint_shapes
 from integration.report_weights import Metrics, Record, Run
 
 REPOSITORY = Path(__file__).parents[1]
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-BEGIN, END = "<!-- benchmark table -->", "<!-- end of benchmark table -->"
+
+
+class Place(NamedTuple):
+    """Where generated lines stand: between two markers of a page."""
+
+    page: Path
+    name: str = "benchmark"
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        return f"<!-- {self.name} table -->", f"<!-- end of {self.name} table -->"
+
+    def replaced(self, text: str, lines: list[str]) -> str:
+        """A page's text with `lines` between the markers. The text must have both markers."""
+        begin, end = self.markers
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        return "\n".join([before + begin, "", *lines, "", end]) + after
+
 
 #: Each metric's row title, the factor to the unit of the table, that unit, and the digits after the point.
 METRICS = {
@@ -86,7 +104,7 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
             if "summary" in content:
                 test_runs[path.name] = content
             continue
-        if "engine_version" not in content[0]:  # of a trainer or of its loads: docs/trainers.md tells of them
+        if "metric" not in content[0] or "engine_version" not in content[0]:  # of kinds of weights, or of trainers
             continue
         if "tp" in content[0]:  # of several ranks: docs/benchmarks.md tells of them, outside the tables
             continue
@@ -231,13 +249,6 @@ def describe(run: Run, metrics: Metrics) -> str:
     return f"{described}, {run.host}" if run.host else described
 
 
-def replaced(text: str, lines: list[str]) -> str:
-    """A page's text with `lines` between its markers. The text must have both markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, "", *lines, "", END]) + after
-
-
 def draw_times(runs: dict[Run, Metrics], path: Path) -> None:
     """Draw the times that users wait for as bars: one panel for each engine, a logarithmic axis, each bar labelled."""
     from matplotlib import pyplot as plt
@@ -317,8 +328,8 @@ def draw_sizes(runs: dict[Run, Metrics], path: Path) -> None:
     plt.close(figure)
 
 
-def texts() -> dict[Path, list[str]]:
-    """By page, the lines between its markers."""
+def texts() -> dict[Place, list[str]]:
+    """By place, the lines there."""
     found, test_runs = load()
     engines = {run: metrics for run, metrics in found.items() if run.engine != WITHOUT_ENGINE}
     runs = {run: metrics for run, metrics in engines.items() if rows_of(metrics)}
@@ -334,12 +345,13 @@ def texts() -> dict[Path, list[str]]:
     pages += ["![times, engine alone and with the plugin](benchmarks.png)", ""]
     if sizes(runs):
         pages += ["![times against the bytes of the weights](benchmarks-sizes.png)", ""]
-    docs = REPOSITORY / "docs"
+    docs, results = REPOSITORY / "docs", REPOSITORY / "integration" / "results"
     return {
-        docs / "benchmarks.md": pages,
-        docs / "compatibility.md": report_upstream.table(REPOSITORY / "integration" / "results", NAMES),
-        docs / "index.md": front(engines),
-        REPOSITORY / "README.md": headline(engines),
+        Place(docs / "benchmarks.md"): pages,
+        Place(docs / "compatibility.md"): report_upstream.table(results, NAMES),
+        Place(docs / "compatibility.md", "kinds"): report_kinds.table(results, NAMES),
+        Place(docs / "index.md"): front(engines),
+        Place(REPOSITORY / "README.md"): headline(engines),
     }
 
 
@@ -351,8 +363,8 @@ def main() -> None:
     runs, _ = load()
     draw_times({run: runs[run] for run in newest(runs, "sleep_l1_first_s")}, REPOSITORY / "docs" / "benchmarks.png")
     draw_sizes(runs, REPOSITORY / "docs" / "benchmarks-sizes.png")
-    for path, lines in texts().items():
-        path.write_text(replaced(path.read_text(), lines))
+    for place, lines in texts().items():
+        place.page.write_text(place.replaced(place.page.read_text(), lines))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
-from rl_memory_plugins.tags import Content, TagState
+from rl_memory_plugins.tags import Content, Draft, TagState
 
 INITIAL_VERSION = "initial"
 """The version of the weights that an engine starts with."""
@@ -45,6 +45,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     host_arena_bytes: int  # host memory held by the arena, in use or kept for the next sleep
     notes: tuple[str, ...] = ()  # limits of this rank, for a person
     left: dict[str, int] = {}  # bytes that stay on the device while asleep, by cause
+    draft: Draft | None = None  # whether the draft model goes with the weights; `None` without a draft model
 
 
 #: `EngineStatus.busy` of an engine whose ranks did not report their state. Any later command asks them again.

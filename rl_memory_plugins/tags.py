@@ -59,6 +59,22 @@ class Content(StrEnum):
     FAILED = "failed"  # an update broke off, or the engine's own call overwrote the weights
 
 
+class Draft(StrEnum):
+    """How the weights of a draft model (speculative decoding) go with the target's."""
+
+    IN_STEP = "in_step"  # both are of one update, or of the start
+    OUT_OF_STEP = "out_of_step"  # the target has newer weights: fewer guesses are accepted
+    FAILED = "failed"  # an update of the draft broke off: hardly any guess is accepted until the next update of it
+
+
+class DraftShare(StrEnum):
+    """How much of a draft model an update writes."""
+
+    NONE = "none"
+    PART = "part"
+    WHOLE = "whole"
+
+
 def preserves(level: Level, tag: Tag) -> bool:
     """Whether `sleep(level)` keeps the content of this tag in host memory, as the table of the contract says."""
     if tag is Tag.KV_CACHE:

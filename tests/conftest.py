@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dp", default=1, type=int, help="its data-parallel size")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs")
     group.addoption("--fork", action="store_true", help="on the CPU: its processes are forks, which start in seconds")
+    group.addoption("--kinds", default="chosen", choices=("chosen", "all"), help="the kinds of weights of tests/kinds")
     group.addoption("--updates", default=500, type=int, help="how many updates the long run makes")
     parser.getgroup("reporting").addoption("--report", type=Path, help="write versions and outcomes here, as JSON")
 

@@ -1,6 +1,6 @@
 """Try every way of updating every kind of weights on an engine, and record the outcomes.
 
-    python -m integration.kinds vllm --only dense "Gemma 2" --out integration/results/kinds-vllm-0.32.0-cpu.json
+    python -m integration.kinds vllm --only dense "Gemma 2"
 
 Records of the file that this run does not repeat stay.
 """
@@ -16,7 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from integration.engines.base import REPOSITORY
 from integration.kinds import table
+from integration.kinds.ways import WAYS
 from tests.run_report import ENGINES, commit, gpus, version_of
 
 
@@ -26,12 +28,13 @@ def main() -> int:
     from integration.kinds.run import run
 
     preload(arguments.engine)
+    out = arguments.out or _default(arguments.engine)
     about = {
         "engine": arguments.engine,
         "engine_version": version_of(*ENGINES[arguments.engine]),
         "device": ", ".join(gpus()) or "cpu",
     }
-    records: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    records: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
     failures = 0
     for name in arguments.only:
         start = time.monotonic()
@@ -43,10 +46,10 @@ def main() -> int:
                 failures += found.outcome == "failed"
                 print(f"{name:40} {found.way:10} {found.outcome:14} {found.reason}", flush=True)
         print(f"{name:40} took {time.monotonic() - start:.0f} s", flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         order = list(table.KINDS)
-        records.sort(key=lambda one: (order.index(one["kind"]), table.WAYS.index(one["way"])))
-        arguments.out.write_text(json.dumps(records, indent=1) + "\n")
+        records.sort(key=lambda one: (order.index(one["kind"]), WAYS.index(one["way"])))
+        out.write_text(json.dumps(records, indent=1) + "\n")
     return int(failures > 0)
 
 
@@ -54,9 +57,14 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m integration.kinds", description=__doc__)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--only", nargs="+", choices=table.KINDS, default=list(table.KINDS), metavar="KIND")
-    parser.add_argument("--ways", nargs="+", choices=table.WAYS, default=list(table.WAYS), metavar="WAY")
-    parser.add_argument("--out", type=Path, required=True, help="the file of the records")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--out", type=Path, help="the file of the records; that of this engine in integration/results")
     return parser.parse_args()
+
+
+def _default(engine: str) -> Path:
+    device = "gpu" if gpus() else "cpu"
+    return REPOSITORY / "integration" / "results" / f"kinds-{engine}-{version_of(*ENGINES[engine])}-{device}.json"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from integration.kinds import table
+from integration.kinds import table, ways
 from integration.kinds.checkpoints import tensors_of, write_adapter
 from integration.kinds.subject import SUBJECTS, Answer, Subject
 from integration.kinds.table import Kind
@@ -36,27 +37,27 @@ class WrongAnswerError(AssertionError):
     """The engine answered as no fresh engine of the weights does."""
 
 
-def run(engine: str, name: str, folder: Path, ways: tuple[str, ...]) -> Iterator[Outcome]:
+def run(engine: str, name: str, folder: Path, wanted: tuple[str, ...]) -> Iterator[Outcome]:
     """The outcome of every way of a kind.
 
     Args:
         engine: The engine's name.
         name: The kind's name.
         folder: An empty folder.
-        ways: The ways to try; those that the kind does not have are left out.
+        wanted: The ways to try; those that the kind does not have are left out.
     """
     starter = Starter(engine, name, folder)
-    ways = tuple(way for way in table.KINDS[name].ways if way in ways)
+    tried = [way for way in table.KINDS[name].ways if way in wanted]
     starter.write()
     try:
         starter.ask()
     except Exception as error:
         outcome = starter.verdict_without_package(error, start=True)
-        for way in ways:
+        for way in tried:
             yield Outcome(way, outcome, starter.reason(error))
         return
     try:
-        for way in ways:
+        for way in tried:
             yield starter.outcome(way)
     finally:
         starter.stop()
@@ -69,6 +70,7 @@ class Starter:
         # Children look the kind up by its name: functions that write checkpoints do not travel.
         self._engine, self._kind, self._folder = engine, kind, folder
         self._subject: Child | None = None
+        self._log = folder / "none.log"  # of the engine that has started last
         self._checkpoints = [Checkpoint(folder / "first", SEED), Checkpoint(folder / "other", OTHER_SEED)]
 
     def write(self) -> None:
@@ -89,7 +91,8 @@ class Starter:
         self._checkpoints = [first._replace(answer=own), other._replace(answer=answers)]
 
     def start(self, folder: Path, *, plugin: bool = True) -> Child:
-        return start(self._engine, self._kind, folder, self._folder / "adapter", plugin=plugin)
+        self._log = self._folder / f"{len(list(self._folder.glob('*.log')))}.log"
+        return start(self._engine, self._kind, folder, self._log, self._folder / "adapter", plugin=plugin)
 
     def stop(self) -> None:
         if self._subject is not None:
@@ -105,7 +108,7 @@ class Starter:
             outcome, reason = "failed", self.reason(error)
         if outcome != "passed":
             self.stop()
-        if outcome != "passed" and way == table.OWN:
+        if outcome != "passed" and way == ways.OWN:
             outcome = self.verdict_without_package(outcome)
         return Outcome(way, outcome, self.cleaned(reason))
 
@@ -127,13 +130,22 @@ class Starter:
         return found if isinstance(found, str) else "failed"
 
     def reason(self, error: Exception) -> str:
-        return self.cleaned(str(error).strip() or type(error).__name__)
+        """What an error says; of an engine that has ended, the last error in its log."""
+        if not isinstance(error, EOFError):
+            return self.cleaned(str(error) or type(error).__name__)
+        log = self._log.read_text(errors="replace") if self._log.exists() else ""
+        errors = re.findall(r"^(?:\[.*?\] *)?([\w.]*(?:Error|Exception)\b.*)", log, re.M)
+        return self.cleaned(errors[-1] if errors else "the engine's process ended without an error in its log")
 
     def cleaned(self, text: str) -> str:
-        """The last line without paths of this machine."""
-        line = text.strip().splitlines()[-1].strip() if text.strip() else ""
-        line = line.replace(str(self._folder), "FOLDER")
-        return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line)[:REASON_LENGTH]
+        return cleaned(text, self._folder)
+
+
+def cleaned(text: str, folder: Path) -> str:
+    """The last line that says something, without paths of this machine."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "For further information" not in line]
+    line = (lines or [""])[-1].replace(str(folder), "FOLDER")
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", line)[:REASON_LENGTH]
 
 
 def _write(name: str, folder: Path, checkpoints: list[Checkpoint]) -> None:
@@ -157,16 +169,16 @@ def try_way(subject: Subject, way: str, name: str, checkpoints: list[Checkpoint]
     """An outcome and its reason. The engine has the first checkpoint's weights, before and after."""
     (first, other), kind = checkpoints, table.KINDS[name]
     load = {
-        table.STREAM: push,
-        table.PARTIAL: push_in_parts,
-        table.RECOVERY: break_off_and_push,
-        table.OWN: lambda subject, kind, checkpoint: subject.load(checkpoint.folder),
+        ways.STREAM: push,
+        ways.PARTIAL: push_in_parts,
+        ways.RECOVERY: break_off_and_push,
+        ways.OWN: lambda subject, kind, checkpoint: subject.load(checkpoint.folder),
     }[way]
     try:
         for checkpoint in (other, first):
             load(subject, kind, checkpoint)
             expect(subject, checkpoint)
-        for checkpoint in (other, first) if way != table.PARTIAL else ():
+        for checkpoint in (other, first) if way != ways.PARTIAL else ():
             subject.sleep(2)
             subject.wake_up(["weights"])
             load(subject, kind, checkpoint)
@@ -236,7 +248,7 @@ def push_in_parts(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
 def break_off_and_push(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
     tensors = tensors_of(checkpoint.folder)
     try:
-        subject.push(Breaking(tensors), bucket_bytes=1 << 20)
+        subject.push(Breaking(tensors), bucket_bytes=1 << 16)
     except (ManifestError, UnsupportedError):
         raise
     except (RuntimeError, RLMemoryError):
@@ -263,26 +275,41 @@ class Breaking:
             yield item
 
 
-def start(engine: str, name: str, folder: Path, adapter: Path, *, plugin: bool) -> Child:
-    """A fresh engine, in a process of its own."""
+def start(engine: str, name: str, folder: Path, log: Path, adapter: Path, *, plugin: bool) -> Child:
+    """A fresh engine, in a process of its own that writes into `log`."""
     kind = table.KINDS[name]
     options = {"dtype": kind.dtype, **(kind.vllm if engine == "vllm" else kind.sglang)}
     if kind.tp > 1:
         options |= {"tensor_parallel_size" if engine == "vllm" else "tp_size": kind.tp}
     return Child(
-        make, engine, folder, options, kind.pooling, plugin, str(adapter) if kind.adapter else "",
-        environment=environment(engine, folder, kind), forked=engine == "vllm",
-    )  # fmt: skip
+        make,
+        log,
+        Start(engine, folder, options, kind.task, plugin, str(adapter) if kind.adapter else ""),
+        environment=environment(engine, folder, kind),
+        forked=engine == "vllm",
+    )
 
 
-def make(engine: str, folder: Path, options: dict[str, Any], pooling: bool, plugin: bool, adapter: str) -> Subject:
-    if engine == "sglang":
+class Start(NamedTuple):
+    engine: str
+    folder: Path
+    options: dict[str, Any]
+    task: str
+    plugin: bool
+    adapter: str
+
+
+def make(log: Path, start: Start) -> Subject:
+    for stream in (1, 2):  # an engine's processes write there
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    if start.engine == "sglang":
         from tests.aids.sglang_fork import sglang_fork
 
         torch.set_num_threads(1)
         torch.multiprocessing.set_sharing_strategy("file_system")
         sglang_fork.register()
-    return SUBJECTS[engine](folder, options, pooling=pooling, plugin=plugin, adapter=adapter)
+    subject = SUBJECTS[start.engine]
+    return subject(start.folder, start.options, task=start.task, plugin=start.plugin, adapter=start.adapter)
 
 
 def environment(engine: str, folder: Path, kind: Kind) -> dict[str, str]:

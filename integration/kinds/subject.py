@@ -58,11 +58,18 @@ class Subject(ABC):
         push_weights(post, weights, receivers=devices, timeout_s=120, **options)
 
 
+def _image() -> Any:
+    import numpy
+    from PIL import Image
+
+    return Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (28, 28, 3), numpy.uint8))
+
+
 class Vllm(Subject):
-    def __init__(self, folder: Path, options: dict[str, Any], *, pooling: bool, plugin: bool, adapter: str) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any], *, task: str, plugin: bool, adapter: str) -> None:
         from rl_memory_plugins.vllm import LLM
 
-        self._pooling, self._adapter = pooling, adapter
+        self._task, self._adapter = task, adapter
         self.engine = LLM(
             str(folder),
             rl_memory={"poison": True} if plugin else False,
@@ -72,18 +79,22 @@ class Vllm(Subject):
                 "max_num_seqs": 4,
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": 64 << 20,
-                "skip_tokenizer_init": not pooling,
-                **({"runner": "pooling"} if pooling else {}),
+                "skip_tokenizer_init": task == "generate",
+                **({"runner": "pooling"} if task in ("embed", "classify") else {}),
                 **options,
             },
         )
 
     def answer(self) -> Answer:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        if self._pooling:
+        if self._task == "embed":
             return Answer([], [list(found.outputs.embedding) for found in self.engine.embed(prompts, use_tqdm=False)])
+        if self._task == "classify":
+            return Answer([], [list(found.outputs.probs) for found in self.engine.classify(prompts, use_tqdm=False)])
         from vllm import SamplingParams
 
+        if self._task == "image":
+            prompts = [{"prompt": text, "multi_modal_data": {"image": _image()}} for text in ("w9 w10", "w11")]
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
         request = {}
         if self._adapter:
@@ -103,10 +114,10 @@ class Vllm(Subject):
 
 
 class Sglang(Subject):
-    def __init__(self, folder: Path, options: dict[str, Any], *, pooling: bool, plugin: bool, adapter: str) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any], *, task: str, plugin: bool, adapter: str) -> None:
         from rl_memory_plugins.sglang import Engine
 
-        self._pooling, self._adapter = pooling, adapter
+        self._task, self._adapter = task, adapter
         self.engine = Engine(
             model_path=str(folder),
             rl_memory={"poison": True} if plugin else False,
@@ -122,7 +133,7 @@ class Sglang(Subject):
                 "max_running_requests": 4,
                 "context_length": 512,
                 "log_level": "warning",
-                **({"is_embedding": True} if pooling else {}),
+                **({"is_embedding": True} if task in ("embed", "classify") else {}),
                 **({"lora_paths": [f"adapter={adapter}"]} if adapter else {}),
                 **options,
             },
@@ -130,7 +141,7 @@ class Sglang(Subject):
 
     def answer(self) -> Answer:
         prompts = list(map(list, PROMPTS))
-        if self._pooling:
+        if self._task in ("embed", "classify"):
             requests = [self.engine.encode(input_ids=prompt) for prompt in prompts]
             return Answer([], [list(found["embedding"]) for found in requests])
         sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}

@@ -8,18 +8,16 @@ from typing import Any, NamedTuple
 
 from integration.kinds.checkpoints import COMMON, VOCABULARY, Write, of, with_mtp, with_nextn_layer
 from integration.kinds.quantised import awq, fp8, gptq
+from integration.kinds.ways import STREAM, WAYS
 from tests import weight_kinds
-
-STREAM, PARTIAL, RECOVERY, OWN = WAYS = ("stream", "partial", "recovery", "own route")
-"""A complete update by this package; two updates of some layers each; a complete update after one that broke off; the
-engine's own load from disk."""
+from tests.vllm.test_images import write_vision_model
 
 
 class Kind(NamedTuple):
     write: Write
     dtype: str = "float32"
     module: bool = False  # what is sent is transformers' model in memory, not the tensors of the file
-    pooling: bool = False  # answers are embeddings
+    task: str = "generate"  # or "embed", "classify"
     adapter: bool = False  # requests use a LoRA adapter
     tp: int = 1
     ways: tuple[str, ...] = WAYS
@@ -57,6 +55,17 @@ QWEN3_NEXT = of("Qwen3NextConfig", **{**MOE, **DELTA, "shared_expert_intermediat
 #: Half-width vocabularies of two ranks are padded.
 ODD_VOCABULARY = VOCABULARY - 23
 
+GLM = of(
+    "Glm4MoeConfig",
+    intermediate_size=512,
+    head_dim=64,
+    moe_intermediate_size=128,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    kept_float32="e_score_correction_bias",
+)
 QUANTISED = of("LlamaConfig", intermediate_size=512)
 
 KINDS = {
@@ -68,7 +77,15 @@ KINDS = {
     ),
     "Phi-3 (fused projections on disk)": Kind(of("Phi3Config", intermediate_size=512)),
     "OLMo-2": Kind(of("Olmo2Config", intermediate_size=512)),
-    "Gemma 2": Kind(of("Gemma2Config", intermediate_size=512, head_dim=64, tie_word_embeddings=True)),
+    "Gemma 2": Kind(
+        of(
+            "Gemma2Config",
+            intermediate_size=512,
+            head_dim=64,
+            tie_word_embeddings=True,
+            added={"hidden_act": "gelu_pytorch_tanh"},
+        )
+    ),
     "Gemma 3 (sliding window)": Kind(
         of(
             "Gemma3TextConfig",
@@ -81,6 +98,13 @@ KINDS = {
     ),
     "GLM-4": Kind(of("Glm4Config", intermediate_size=512, head_dim=64)),
     "Mistral fp16": Kind(of("MistralConfig", intermediate_size=512, head_dim=64), "float16"),
+    "Granite": Kind(of("GraniteConfig", intermediate_size=512)),
+    "StarCoder2": Kind(of("Starcoder2Config", intermediate_size=512)),
+    "StableLM": Kind(of("StableLmConfig", intermediate_size=512)),
+    "Cohere 2": Kind(
+        of("Cohere2Config", intermediate_size=512, head_dim=64, sliding_window=64, tie_word_embeddings=True)
+    ),
+    "EXAONE 4": Kind(of("Exaone4Config", intermediate_size=512, sliding_window=None)),
     "GPT-2 (transposed on disk)": Kind(
         of("GPT2Config", n_positions=1024, n_embd=256, n_layer=2, n_head=4, tie_word_embeddings=True)
     ),
@@ -104,19 +128,16 @@ KINDS = {
     "Qwen3-MoE by expert": Kind(of("Qwen3MoeConfig", intermediate_size=512, **MOE)),
     "Qwen3-MoE fused": Kind(of("Qwen3MoeConfig", intermediate_size=512, **MOE), module=True, ways=(STREAM,)),
     "Qwen3-MoE, two ranks": Kind(of("Qwen3MoeConfig", intermediate_size=512, **MOE), tp=2),
-    "GLM-4-MoE": Kind(
-        of(
-            "Glm4MoeConfig",
-            intermediate_size=512,
-            head_dim=64,
-            moe_intermediate_size=128,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            kept_float32="e_score_correction_bias",
-        ),
-        BF16,
+    "GLM-4-MoE": Kind(GLM, BF16),
+    "GLM-4-MoE that speculates with its MTP layer": Kind(
+        with_nextn_layer(GLM),
+        vllm={"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        sglang={
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 1,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 2,
+        },
     ),
     "DeepSeek-V3": Kind(
         of("DeepseekV3Config", intermediate_size=512, kept_float32="e_score_correction_bias", **LATENT), BF16
@@ -141,16 +162,18 @@ KINDS = {
     "Qwen3.5 text": Kind(
         of("Qwen3_5TextConfig", model_class="Qwen3_5ForCausalLM", intermediate_size=512, **DELTA), BF16
     ),
-    "Bamba (Mamba 2 and attention)": Kind(
+    "Jamba (Mamba and attention)": Kind(
         of(
-            "BambaConfig",
+            "JambaConfig",
             intermediate_size=512,
-            attn_layer_indices=[1],
-            mamba_n_heads=8,
-            mamba_d_head=64,
-            mamba_n_groups=1,
-            mamba_d_state=64,
-            mamba_expand=2,
+            num_experts=1,
+            num_experts_per_tok=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=16,
+            use_mamba_kernels=False,
         )
     ),
     "Falcon-H1 (Mamba 2 beside attention)": Kind(
@@ -191,6 +214,7 @@ KINDS = {
             num_key_value_heads=None,
         )
     ),
+    "BLIP-2 (an image in the prompt)": Kind(write_vision_model, task="image", vllm={"max_model_len": 256}),
     "Qwen2.5-VL": Kind(
         of(
             "Qwen2_5_VLConfig",
@@ -213,14 +237,14 @@ KINDS = {
         vllm={"limit_mm_per_prompt": {"image": 0, "video": 0}},
     ),
     "embeddings (Qwen3)": Kind(
-        of("Qwen3Config", model_class="AutoModel", intermediate_size=512, head_dim=64), pooling=True
+        of("Qwen3Config", model_class="AutoModel", intermediate_size=512, head_dim=64), task="embed"
     ),
     "embeddings of a causal model": Kind(
-        of("Qwen3Config", intermediate_size=512, head_dim=64), pooling=True, vllm={"convert": "embed"}
+        of("Qwen3Config", intermediate_size=512, head_dim=64), task="classify", vllm={"convert": "embed"}
     ),
     "reward (sequence classification)": Kind(
-        of("Qwen2Config", model_class="Qwen2ForSequenceClassification", intermediate_size=512, num_labels=1),
-        pooling=True,
+        of("Qwen2Config", model_class="Qwen2ForSequenceClassification", intermediate_size=512, num_labels=3),
+        task="embed",
     ),
     "BERT embeddings": Kind(
         of(
@@ -229,7 +253,7 @@ KINDS = {
             intermediate_size=512,
             **dict.fromkeys(["num_key_value_heads", "bos_token_id", "eos_token_id", "tie_word_embeddings"]),
         ),
-        pooling=True,
+        task="embed",
     ),
     "LoRA adapter over updated weights": Kind(
         of("LlamaConfig", intermediate_size=512), adapter=True, vllm={"enable_lora": True, "max_lora_rank": 8}
@@ -243,4 +267,22 @@ KINDS = {
     "FP8 that the engine makes": Kind(QUANTISED, BF16, vllm={"quantization": "fp8"}, sglang={"quantization": "fp8"}),
 }
 
-CHOSEN = ("dense tied", "Qwen3-MoE by expert", "Phi-3 (fused projections on disk)", "dense bf16")
+#: A third, for every change: of each sort of loader the kind that has found most.
+CHOSEN = (
+    "dense tied",
+    "dense bf16",
+    "dense, two ranks, padded vocabulary",
+    "Phi-3 (fused projections on disk)",
+    "Gemma 3 (sliding window)",
+    "Qwen3-MoE by expert",
+    "Qwen3-MoE fused",
+    "GLM-4-MoE",
+    "GLM-4-MoE that speculates with its MTP layer",
+    "gpt-oss",
+    "DeepSeek-V3 with its MTP layer on disk",
+    "Qwen3-Next with its MTP layer on disk",
+    "Granite 4 hybrid",
+    "embeddings of a causal model",
+    "LoRA adapter over updated weights",
+    "int4 WNA16 (compressed-tensors)",
+)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import stage_captures
+from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -17,6 +19,7 @@ from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.adapters import AdapterSlots, RankAdapters
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
+from rl_memory_plugins.weights.drafted import DraftedLoader
 from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
 from rl_memory_plugins.weights.names import NamedWeights
 from rl_memory_plugins.weights.plan import Loader
@@ -63,6 +66,33 @@ def build_manager(
     )
 
 
+@dataclass(frozen=True)
+class Draft:
+    """How to reach the draft model of an engine.
+
+    Attributes:
+        model: Gives the draft model as it is now; `None` if the engine has none.
+        load_weights: Its loader.
+        reload: As for `ModelLoader`.
+        model_config: Gives the configuration of the draft model.
+        checkpoint: The files that the draft model was loaded from.
+        one_checkpoint: Whether these are those of the target.
+    """
+
+    model: Callable[[], torch.nn.Module | None]
+    load_weights: Loader
+    reload: Callable[[], Reload | None]
+    model_config: Callable[[], Any]
+    checkpoint: EngineCheckpoint
+    one_checkpoint: Callable[[], bool]
+
+    def existing(self) -> torch.nn.Module:
+        model = self.model()
+        if model is None:
+            raise EngineFaultError("the engine has no draft model")
+        return model
+
+
 def build_agent(
     config: RLMemoryConfig,
     manager: MemoryManager,
@@ -72,7 +102,7 @@ def build_agent(
     reload: Callable[[], Reload | None],
     model_config: Callable[[], Any],
     checkpoint: EngineCheckpoint,
-    draft: Callable[[], torch.nn.Module | None] = lambda: None,
+    draft: Draft | None = None,
     adapters: Callable[[], AdapterSlots] | None = None,
     calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **own: Any,
@@ -85,25 +115,46 @@ def build_agent(
         reload: See `ModelLoader`.
         model_config: Gives the configuration of the model, which says whether the output layer is the embedding.
         checkpoint: The files that the engine was started from.
-        draft: Gives the draft model, if there is one.
+        draft: How to reach the draft model of an engine that may have one.
         adapters: Gives the engine's adapters; `None` if it takes none.
         calls: As for `RankAgent`.
         **own: Arguments of `RankAgent` that only one engine has.
     """
-    loader = ModelLoader(
-        load_weights,
-        lambda: dict(model().named_parameters()),
-        buffers=lambda: dict(model().named_buffers()),
-        reload=reload,
-        transformed=lambda: post_load.transformed_in(model()),
-        ignorable=lambda name: is_ignorable(name, tied=bool(getattr(model_config(), "tie_word_embeddings", False))),
-        checkpoint=checkpoint.dtypes,
-        casts=CastRule(config.strict_dtypes, config.allow_cast, checkpoint.dtypes),
-    )
+
+    def loader_of(
+        model: Callable[[], torch.nn.Module],
+        load: Loader,
+        reload: Callable[[], Reload | None],
+        config_of: Callable[[], Any],
+        files: EngineCheckpoint,
+    ) -> ModelLoader:
+        return ModelLoader(
+            load,
+            lambda: dict(model().named_parameters()),
+            buffers=lambda: dict(model().named_buffers()),
+            reload=reload,
+            transformed=lambda: post_load.transformed_in(model()),
+            ignorable=lambda name: is_ignorable(name, tied=bool(getattr(config_of(), "tie_word_embeddings", False))),
+            checkpoint=files.dtypes,
+            casts=CastRule(config.strict_dtypes, config.allow_cast, files.dtypes),
+        )
+
+    loader = loader_of(model, load_weights, reload, model_config, checkpoint)
+    if draft is not None:
+        loader = DraftedLoader(
+            loader,
+            loader_of(draft.existing, draft.load_weights, draft.reload, draft.model_config, draft.checkpoint),
+            exists=lambda: draft.model() is not None,
+            one_checkpoint=draft.one_checkpoint,
+        )
+        if draft.model() is not None:
+            manager.draft.found()
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
     if adapters is not None:
         calls = {**calls, **RankAdapters(receiver, adapters).calls}
-    agent = RankAgent(manager, receiver, NamedWeights(model, draft), calls=calls, **own)
+    agent = RankAgent(
+        manager, receiver, NamedWeights(model, draft.model if draft else lambda: None), calls=calls, **own
+    )
     manager.warm_up()
     receiver.warm_up()
     return agent

@@ -105,6 +105,7 @@ class MemoryManager(WeightsContent):
             host_arena_bytes=self.arena.held_bytes,
             notes=(*self.notes, *self.arena.notes),
             left=(self._residual or {}) if self._any_asleep() else {},
+            draft=self.draft.state,
         )
 
     def account(self) -> RankStatus:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.draft_state import DraftState
 from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.ranges import subtract
-from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, DraftShare, Level, Tag, TagState
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class WeightsContent:
     Attributes:
         content: The content state of the weights.
         epoch: A counter that grows with every known change of the weights.
+        draft: The state of the draft model.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class WeightsContent:
         self.arena = arena
         self.content = Content.VALID
         self.epoch = 0
+        self.draft = DraftState()
         self._discardable = discardable
         self._eager_backup = eager_backup
         self._eager: EagerBackup | None = None
@@ -122,8 +125,11 @@ class WeightsContent:
         if self._in_transition():
             raise StateConflictError("another transition is already prepared on this rank", rank=self.rank)
 
-    def begin_writing(self) -> None:
+    def begin_writing(self, draft: DraftShare = DraftShare.NONE) -> None:
         """Called before an update writes its first byte. The content is `updating` until `finish_writing`.
+
+        Args:
+            draft: How much of the draft model the update writes.
 
         Raises:
             StateConflictError: see `require_writable`.
@@ -131,6 +137,7 @@ class WeightsContent:
         self.require_writable()
         self._cancel_eager_backup()
         self.content = Content.UPDATING
+        self.draft.begin(draft)
 
     def finish_writing(self, complete: bool) -> None:
         """Called when the update is over on every rank. Does nothing if no byte was written.
@@ -141,6 +148,7 @@ class WeightsContent:
         if self.content is Content.UPDATING:
             self.content = Content.VALID if complete else Content.FAILED
             self.epoch += 1
+            self.draft.finish(complete)
             if complete:
                 self._kept = None
             self._start_eager_backup()
@@ -161,6 +169,7 @@ class WeightsContent:
             complete: Every parameter has been written.
         """
         self.epoch += 1
+        self.draft.note_target()
         self._cancel_eager_backup()
         if complete:
             self.content = Content.VALID

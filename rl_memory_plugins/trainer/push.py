@@ -9,6 +9,7 @@ from typing import Any
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.trainer.adapters import Adapter
+from rl_memory_plugins.trainer.sources.drafted import with_draft
 from rl_memory_plugins.trainer.sources.model import OwnSource, Tensors, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
@@ -19,6 +20,7 @@ def push_weights(
     post: Callable[[dict[str, Any]], Any],
     tensors: Tensors,
     *,
+    draft: Tensors | None = None,
     receivers: int | Sequence[str] = 1,
     partial: bool = False,
     weight_version: str | None = None,
@@ -33,6 +35,7 @@ def push_weights(
             (the client of this package raises typed errors).
         tensors: A source; or a module or mapping, which is sent as a `ModelSource`. Tensors of a module or mapping that
             are sharded over several processes are refused: see `OwnSource`.
+        draft: The tensors of the draft model, under the names of the draft's own checkpoint, as for `tensors`.
         partial: See `WeightSender.send`.
         receivers: The devices of all ranks, or their number.
         weight_version: The version of the weights after the update.
@@ -47,7 +50,8 @@ def push_weights(
         RLMemoryError: the update failed. If both sides fail, the more specific error.
     """
     request = {"weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
-    return _push(post, request, as_source(tensors, OwnSource), receivers, partial=partial, **options)
+    source = with_draft(as_source(tensors, OwnSource), None if draft is None else as_source(draft, OwnSource))
+    return _push(post, request, source, receivers, partial=partial, **options)
 
 
 def push_adapter(

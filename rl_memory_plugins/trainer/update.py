@@ -18,6 +18,7 @@ from rl_memory_plugins.trainer.engine_handle import as_engines, post_adapter_of
 from rl_memory_plugins.trainer.gpu import own_gpu
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
+from rl_memory_plugins.trainer.sources.drafted import with_draft
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.answers import Findings, of_senders
@@ -42,6 +43,7 @@ def push_from_all(
     tensors: Tensors,
     peers: Peers | None = None,
     *,
+    draft: Tensors | None = None,
     partial: bool = False,
     weight_version: str | None = None,
     mode: str = "keep",
@@ -62,6 +64,7 @@ def push_from_all(
         engines: The engines that this process controls; see `RolloutHandoff`. Each engine belongs to one process.
         tensors: The tensors to send, the same on every process.
         peers: The processes of the trainer; by default this process alone.
+        draft: The tensors of the draft model, as for `push_weights`, the same on every process.
         partial, weight_version, mode, timeout_s: As for `push_weights`, the same on every process.
         adapter: Update this LoRA adapter, and not the base weights. `tensors` is then a PEFT model, or has the names of
             `adapter_model.safetensors`; `weight_version` is the version of the adapter, and `mode` has no meaning.
@@ -76,7 +79,10 @@ def push_from_all(
     engines = as_engines(engines)
     peers = peers or Peers()
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    source = as_source(tensors) if adapter is None else adapter.source(tensors)
+    if adapter is None:
+        source = with_draft(as_source(tensors), None if draft is None else as_source(draft))
+    else:
+        source = adapter.source(tensors)
     sites: list[_Site] = peers.agree(
         lambda: _Site(secrets.token_urlsafe(32), own_gpu(), [engine.devices() for engine in engines]), as_type=_Site
     )
@@ -139,13 +145,14 @@ def require_options(options: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequestError: an option is unknown or has a bad value.
     """
-    allowed = {"partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "senders"}
+    allowed = {"draft", "partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "senders"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
         raise InvalidRequestError(
             f"unknown options of a weight update: {', '.join(unknown)}", got=unknown, allowed=sorted(allowed)
         )
-    sender = {name: value for name, value in options.items() if name != "partial" and value is not None}
+    of_sender = options.keys() - {"draft", "partial"}
+    sender = {name: options[name] for name in of_sender if options[name] is not None}
     WeightSender(**sender).close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.coverage import Coverage
-from rl_memory_plugins.weights.manifest import Manifest
+from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
 from rl_memory_plugins.weights.plan import Loader, LoadPlan, layer_of, signature, trace
 from rl_memory_plugins.weights.replay import Replays
 from rl_memory_plugins.weights.write_recorder import recording
+from rl_memory_plugins.weights.written import Written, written_names
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +146,25 @@ class ModelLoader:
         self._plans[digest] = plan
         self.drop_outdated()  # the loader may have made new tensors even in a trace
         return plan
+
+    def written(self, specs: Sequence[TensorSpec], among: frozenset[str] = frozenset()) -> Written:
+        """Which tensors the loader writes anywhere. Writes no memory, and finds no fault with the tensors.
+
+        Args:
+            among: Parameters, by the engine's name.
+
+        Raises:
+            UnsupportedError: the engine has transformed weights and cannot repeat that.
+        """
+        reload = self.reload()
+        with nullcontext() if reload is None else reload.checkpoint_layout():
+            memory = [tensor for name, tensor in self.parameters().items() if name in among]
+            return written_names(self.load_weights, specs, memory)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Identifies the memory of the model at the last `drop_outdated`."""
+        return self._signature
 
     def load_with_engine(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the opaque tensors of the plan through the engine's own loader. Does nothing if there are none.

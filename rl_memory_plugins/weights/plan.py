@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.tags import DraftShare
 from rl_memory_plugins.weights.casts import CastRule, summary
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.known_names import hint, nearest, skipped_twins
@@ -64,6 +65,8 @@ class LoadPlan:
         casts: The casts of its copies, see `casts.summary`.
         rebuilt: For each opaque name that is copied into temporary parameters of a `Reload`, these copies and fills.
         derived_from: The parameters, by the engine's name, from which the loader itself computes other tensors.
+        draft_share: How much of the draft model it writes.
+        draft_tensors: The number of tensors that the draft model takes.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class LoadPlan:
         self.nearest: dict[str, str] = {}
         self.rebuilt: dict[str, list[Step]] = {}
         self.derived_from: frozenset[str] = frozenset()
+        self.draft_share = DraftShare.NONE
+        self.draft_tensors = 0
         self.digest = manifest.digest()
         self.partial = manifest.partial
         self.specs = {spec.name: spec for spec in manifest.tensors}
@@ -243,7 +248,7 @@ def trace(
         raise manifest_error(problems)
     expected = expected or {}
     tracer = Tracer(manifest.tensors, expected.values(), casts=casts)
-    failures, untried = _run(load_weights, tracer, [spec.name for spec in manifest.tensors])
+    failures, untried = run_loader(load_weights, tracer, [spec.name for spec in manifest.tensors])
     addresses = None if owned is None else {tensor.untyped_storage().data_ptr() for tensor in owned}
 
     def is_owned(tensor: torch.Tensor) -> bool:
@@ -307,7 +312,7 @@ def _skipped(load_weights: Loader, manifest: Manifest, ignored: Collection[str],
     def ignores(twins: list[str]) -> set[str]:
         like = next(iter(shapes.values()))
         tracer = Tracer([TensorSpec(twin, like.dtype, like.shape) for twin in twins], casts=CastRule(any=True))
-        failures, untried = _run(load_weights, tracer, twins)
+        failures, untried = run_loader(load_weights, tracer, twins)
         return {*twins}.difference(tracer.steps, tracer.opaque, failures, untried)
 
     others = [name for name in shapes if name not in names]
@@ -320,7 +325,7 @@ def _with_hint(problem: Mismatch, near: Mapping[str, str]) -> Mismatch:
     return msgspec.structs.replace(problem, message=problem.message + hint(near[problem.name]))
 
 
-def _run(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str]]:
+def run_loader(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str]]:
     """Feed all names to the loader. Skip each name that the loader fails on, and go on.
 
     Returns: the mismatch of each failed name, and the names that were not tried (see `MAX_FAILURES`).

@@ -85,6 +85,7 @@ class Session:
                 "tensors": self._next_tensor,
                 "replayed": len(plan.steps),
                 "opaque": len(plan.opaque),
+                "draft": plan.draft_tensors,
                 "partial": plan.partial,
                 "casts": plan.casts,
                 "unused": self._unused,
@@ -164,7 +165,7 @@ class Session:
                     f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
             if self.model.writes_weights and self._next_tensor == 0 and self._received_bytes == 0:
-                self.manager.begin_writing()
+                self.manager.begin_writing(plan.draft_share)
             with timed(self.seconds, "load"):
                 repeated = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None
                 if repeated is not None and repeated.entries[0].index == self._next_tensor:

@@ -65,7 +65,7 @@ def test_what_sglang_refuses_to_update_is_refused_here(takes_the_model: bool, mo
         model = Model(1.0)
     made = SglangWorker(model, memory, RLMemoryConfig(), rank=0)
     with pytest.raises(UnsupportedError, match=why):
-        made._reload()
+        made._reload(model)
 
 
 def test_an_older_sglang_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

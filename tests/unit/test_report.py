@@ -9,13 +9,13 @@ from integration import report
 TEXTS = report.texts()
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_a_page_shows_the_committed_results(page):
-    text = page.read_text()
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
-    assert report.replaced(text, TEXTS[page]) == text, "run `python -m integration.report`"
+@pytest.mark.parametrize("place", TEXTS, ids=lambda place: f"{place.page.name}-{place.name}")
+def test_a_page_shows_the_committed_results(place):
+    text = place.page.read_text()
+    assert [text.count(marker) for marker in place.markers] == [1, 1]
+    assert place.replaced(text, TEXTS[place]) == text, "run `python -m integration.report`"
 
 
 def test_the_first_page_has_five_rows():
-    [page] = [lines for path, lines in TEXTS.items() if path.name == "index.md"]
+    [page] = [lines for place, lines in TEXTS.items() if place.page.name == "index.md"]
     assert len(page) == 2 + 5

@@ -40,6 +40,7 @@ def update_draft(llm: Any, folder: str, first: list[int], breaks: bool) -> None:
     else:
         call(llm, "finish_weight_update")
     assert content(llm) == "valid"  # of the target: the draft decides no token
+    assert str(llm.memory_status()[0].ranks[0].draft) == ("failed" if breaks else "in_step")
     assert generate(llm) == first
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 SIZE, PATCH, HIDDEN, QUERIES = 28, 14, 128, 4
 
 
-def write_vision_model(folder: Path) -> Path:
+def write_vision_model(folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
     """A small vision model with random weights, and a processor for it. It needs no torchvision."""
     import tokenizers
     import torch
@@ -47,8 +47,8 @@ def write_vision_model(folder: Path) -> Path:
         num_query_tokens=QUERIES,
         image_token_index=3,
     )
-    torch.manual_seed(0)
-    model = Blip2ForConditionalGeneration(config).float()
+    torch.manual_seed(seed)
+    model = Blip2ForConditionalGeneration(config).to(getattr(torch, dtype))
     for parameter in model.parameters():  # far apart, so that each weight shows in the answer
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)

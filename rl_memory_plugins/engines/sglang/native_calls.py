@@ -158,6 +158,8 @@ def _writing(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
             wrote = any(added.ranks.gather(added.updates.wrote))
             if wrote:
                 _settle(added, success=output.success, in_session=in_session)
+            if session.refused is None and (wrote or output.success):
+                _note_draft(added, recv_req, success=output.success)
         output = session.refused or output
         if wrote and in_session and output.success:
             added.controller.refresh()  # not `note_foreign_changes`, which would abort requests that are paused
@@ -185,6 +187,12 @@ def _is_for_draft(added: Any, updater: Any, recv_req: Any) -> bool:
         return True
     has_draft = getattr(updater, "draft_worker", None) is not None
     return has_draft and any(added.ranks.gather(added.updates.wrote_anything))
+
+
+def _note_draft(added: Any, recv_req: Any, *, success: bool) -> None:
+    """An update is over. SGLang has given the tensors to the models that `selector` names."""
+    if getattr(recv_req, "selector", "all") in ("all", "draft"):
+        added.worker.manager.draft.note_draft(complete=success)
 
 
 def _settle(added: Any, *, success: bool, in_session: bool) -> None:

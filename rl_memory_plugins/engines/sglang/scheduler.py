@@ -17,6 +17,7 @@ from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.enabled import on_enabled
 from rl_memory_plugins.engines.sglang import adapters, frozen, worker
 from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
+from rl_memory_plugins.engines.sglang.draft import runners_of
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.options import config_of
@@ -65,7 +66,9 @@ class SglangScheduler:
         runner = scheduler.tp_worker.model_runner
         model = runner.model
         slots = SglangAdapters(runner)
-        self.worker = SglangWorker(model, memory, config, distributed.get_rank(group), lambda: slots)
+        self.worker = SglangWorker(
+            model, memory, config, distributed.get_rank(group), lambda: slots, runners_of(scheduler)
+        )
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
         self.updates = EngineUpdates(self.worker.manager, model.named_parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
+from rl_memory_plugins.engines.sglang import draft
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
 from rl_memory_plugins.errors import UnsupportedError
@@ -204,9 +205,10 @@ class SglangWorker:
     """One rank's manager, receiver and agent.
 
     Args:
-        model: The target model. The weights of a draft model count as run-time state: they are always preserved.
+        model: The target model. Every sleep preserves the weights of a draft model.
         rank: The rank within its engine.
         adapters: Gives the adapters of the engine.
+        drafts: The model runners of the draft model, see `draft.runners_of`.
     """
 
     def __init__(
@@ -216,6 +218,7 @@ class SglangWorker:
         config: RLMemoryConfig,
         rank: int,
         adapters: Callable[[], AdapterSlots] | None = None,
+        drafts: Sequence[Any] = (),
     ) -> None:
         self._model = model
         self._allocator = memory.allocator
@@ -226,9 +229,10 @@ class SglangWorker:
             self.manager,
             lambda: model,
             load_weights=model.load_weights,
-            reload=self._reload,
+            reload=lambda: self._reload(model),
             model_config=lambda: getattr(model, "config", None),
             checkpoint=EngineCheckpoint(memory.checkpoint),
+            draft=draft.of(drafts, self._reload, memory.checkpoint),
             adapters=adapters,
             resident_graphs=memory.resident_graphs,
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
@@ -239,16 +243,16 @@ class SglangWorker:
         """The region for code that makes new weights."""
         return self._allocator.region(Tag.WEIGHTS)
 
-    def _reload(self) -> LayerReload | None:
-        """The reload of the layers that SGLang has transformed after loading; `None` if there are none.
+    def _reload(self, model: torch.nn.Module) -> LayerReload | None:
+        """The reload of a model's layers that SGLang has transformed after loading; `None` if there are none.
 
         Raises:
             UnsupportedError: no update can reach the weights.
         """
-        derived = derived_weights_error(self._model)
+        derived = derived_weights_error(model)
         if derived is not None:
             raise UnsupportedError(derived)
-        watch = post_load.of(self._model)
+        watch = post_load.of(model)
         if watch is None:
             raise UnsupportedError(
                 "this load format hides from the plugin whether SGLang transforms weights after loading them"
@@ -256,7 +260,7 @@ class SglangWorker:
         layers = watch.transformed()
         if not layers:
             return None
-        return LayerReload(watch, layers, self._model.load_weights, engine="SGLang", graphs=self._graphs())
+        return LayerReload(watch, layers, model.load_weights, engine="SGLang", graphs=self._graphs())
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release

@@ -9,16 +9,19 @@ plain tensors keep their addresses, and every post-load step of the first load r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
+from rl_memory_plugins.engines.vllm.update_session import own_reload
+from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights.model_loader import Reload
 from rl_memory_plugins.weights.plan import Loader, LoadPlan
 
@@ -42,29 +45,41 @@ def repeats_every_step() -> bool:
 
 
 def reload_of(
-    post_load: PostLoad,
-    layers: Mapping[str, str],
+    model: torch.nn.Module,
     vllm_config: Any,
     load_weights: Loader,
     region: Callable[[], AbstractContextManager[None]],
-    graphs: bool,
-) -> Reload:
-    """vLLM's own reload; or this package's, where vLLM's would lose weights. The arguments are `LayerwiseReload`'s.
+    shared: Collection[torch.nn.Module] = (),
+) -> Reload | None:
+    """vLLM's own reload of a model; or this package's, where vLLM's would lose weights. See `LayerwiseReload`.
+
+    Returns: `None` if vLLM has transformed no layer of the model.
 
     Raises:
-        UnsupportedError: neither can transform one of these layers again.
+        UnsupportedError: neither can transform a layer again, or the load format hides which layers are transformed.
     """
     from vllm.config import set_current_vllm_config
 
-    own = LayerwiseReload(post_load, layers, vllm_config, load_weights, region, graphs)
+    watch = post_load.of(model)
+    if watch is None:
+        load_format = vllm_config.load_config.load_format
+        raise UnsupportedError(
+            f"what load_format={load_format} does to weights after loading is not known: they cannot be updated",
+            load_format=str(load_format),
+        )
+    layers = transformed_layers(watch)
+    if not layers:
+        return None
+    graphs = not vllm_config.model_config.enforce_eager
+    own = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
     if not own.loses_weights():
         return own
-    steps = post_load.own_steps()
+    steps = watch.own_steps()
     if steps:
         why = "the model's load_weights copies into parameters by itself, where vLLM's reload sees no weights"
         raise unsupported(steps, why)
     return LayerReload(
-        post_load,
+        watch,
         layers,
         load_weights,
         engine="vLLM",
@@ -83,6 +98,7 @@ class LayerwiseReload:
         load_weights: The model's own loader.
         region: Gives the region for the tensors that the load makes.
         graphs: Whether compiled code or CUDA graphs refer to the model's tensors by address.
+        shared: Layers that another model has too, and has loaded.
 
     Raises:
         UnsupportedError: vLLM cannot transform one of these layers again.
@@ -96,8 +112,10 @@ class LayerwiseReload:
         load_weights: Loader,
         region: Callable[[], AbstractContextManager[None]],
         graphs: bool,
+        shared: Collection[torch.nn.Module] = (),
     ) -> None:
         self._post_load = post_load
+        self._shared = shared
         self._model = post_load.model
         self._vllm_config = vllm_config
         self._load_weights = load_weights
@@ -130,6 +148,7 @@ class LayerwiseReload:
             layers = dict(self._model.named_modules())
             with self.checkpoint_layout() as layout:
                 places = [name.rpartition(".") for name in layout]
+            places = [place for place in places if layers[place[0]] not in self._shared]
             first_load.passed_over = any((layers[layer], name) not in first_load.filled for layer, _, name in places)
         return first_load.passed_over
 
@@ -182,7 +201,8 @@ class LayerwiseReload:
                 self._post_load.repeating(partial=plan.partial or bool(plan.omitted)),
                 _new_moe_kernels(self._model) if self._device.type == "cpu" else nullcontext(),
             ):
-                layerwise.initialize_layerwise_reload(self._model)
+                with own_reload():
+                    layerwise.initialize_layerwise_reload(self._model)
                 with self._region():
                     self._load_weights(weights)
                     finalize(self._model, config)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -57,9 +58,23 @@ class WatchedLoads(EngineUpdates):
 _all: weakref.WeakSet[WatchedLoads] = weakref.WeakSet()
 
 
+_own = False  # the reload that runs is one of this package's updates
+
+
+@contextmanager
+def own_reload() -> Iterator[None]:
+    """The body starts a reload for an update of this package, whose completeness the load plan shows."""
+    global _own
+    _own = True
+    try:
+        yield
+    finally:
+        _own = False
+
+
 def prepare_reload(layer: torch.nn.Module) -> None:
     """Called before vLLM puts the parameters of a layer aside, for a reload of the model to which the layer belongs."""
-    for loads in list(_all):
+    for loads in () if _own else list(_all):
         if loads.needs_marks and any(one is layer for one in loads._modules()):
             loads.prepare()
 
@@ -116,7 +131,10 @@ class UpdateSession:
     def _break_off(self) -> None:
         """End the content's update, once nothing writes any more."""
         self.settle_writes()
+        of_draft = self._loads().is_open and self._is_of_draft
         self._loads().break_off()
+        if of_draft:
+            self._loads().manager.draft.note_draft(complete=False)
 
     @property
     def _is_of_draft(self) -> bool:
@@ -178,6 +196,9 @@ class UpdateSession:
                         self._loads().manager.mark_failed()
                     self.abandon()
                 raise
+            of_draft = self._loads().is_open and self._is_of_draft
             self._loads().end()
+            if of_draft:
+                self._loads().manager.draft.note_draft(complete=True)
 
         return finish_weight_update

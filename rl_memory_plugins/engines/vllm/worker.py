@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
-from rl_memory_plugins.engines.vllm import modes, nccl_suspend, reload
+from rl_memory_plugins.engines.vllm import draft, modes, nccl_suspend, reload
 from rl_memory_plugins.engines.vllm.adapters import VllmAdapters
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
@@ -208,7 +207,7 @@ class VllmWorker:
                 reload=self._reload,
                 model_config=lambda: self._worker.model_config.hf_config,
                 checkpoint=EngineCheckpoint(self._checkpoint),
-                draft=self._draft,
+                draft=draft.of(self._worker, lambda: self.manager.allocator.region(Tag.WEIGHTS)),
                 adapters=lambda: VllmAdapters(self._worker),
                 settle_writes=self._session.settle_writes,
                 after_wake=self._after_wake,
@@ -223,15 +222,12 @@ class VllmWorker:
         assert self._watched_loads is not None
         return self._watched_loads
 
-    def _draft(self) -> torch.nn.Module | None:
-        return getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
-
     def _checkpoint(self) -> tuple[str, str | None]:
         config = self._worker.model_config
         return str(getattr(config, "model_weights", "") or config.model), config.revision
 
     def _restore_layers(self) -> None:
-        for model in (self.model, self._draft()):
+        for model in (self.model, draft.model_of(self._worker)):
             if model is not None:
                 reload.restore_layers(model)
 
@@ -243,23 +239,11 @@ class VllmWorker:
 
     def _reload(self) -> Reload | None:
         """The reload of the layers that vLLM has transformed after loading; `None` if there are none."""
-        watch = post_load.of(self.model)
-        if watch is None:
-            load_format = self._worker.vllm_config.load_config.load_format
-            raise UnsupportedError(
-                f"what load_format={load_format} does to weights after loading is not known: they cannot be updated",
-                load_format=str(load_format),
-            )
-        layers = reload.transformed_layers(watch)
-        if not layers:
-            return None
         return reload.reload_of(
-            watch,
-            layers,
+            self.model,
             self._worker.vllm_config,
             self._loads.original,
             region=lambda: self.manager.allocator.region(Tag.WEIGHTS),
-            graphs=not self._worker.model_config.enforce_eager,
         )
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:

@@ -1,0 +1,65 @@
+"""The draft model of a scheduler (speculative decoding): MTP layers, an EAGLE head, or a smaller model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_memory_plugins.engines.rank_builder import Draft
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_memory_plugins.weights.model_loader import Reload
+
+
+def runners_of(scheduler: Any) -> list[Any]:
+    """The model runners of the draft's weights; empty if the scheduler has no draft model, or one without weights."""
+    worker = getattr(scheduler, "draft_worker", None)
+    if worker is None:
+        return []
+    listed = getattr(worker, "weight_update_runners", None)
+    if listed is not None:
+        return [runner for _, runner in listed()]
+    inner = getattr(worker, "draft_worker", worker)  # older releases
+    runner = getattr(inner, "draft_runner", None) or getattr(inner, "model_runner", None)
+    return [] if runner is None else [runner]
+
+
+def of(
+    runners: Sequence[Any],
+    reload: Callable[[torch.nn.Module], Reload | None],
+    target: Callable[[], tuple[str, str | None]],
+) -> Draft | None:
+    """How an update reaches the draft model; `None` if there is none.
+
+    Args:
+        runners: The result of `runners_of`.
+        reload: As for `ModelLoader`, of a model.
+        target: Gives the target's folder or name, and its revision.
+    """
+    if not runners:
+        return None
+    runner = runners[0]
+
+    def reload_draft() -> Reload | None:
+        if len(runners) > 1:
+            raise UnsupportedError(
+                f"this engine has a draft model for each of {len(runners)} steps, and an update takes one only"
+            )
+        return reload(runner.model)
+
+    def checkpoint() -> tuple[str, str | None]:
+        config = runner.model_config
+        return str(config.model_path), getattr(config, "revision", None)
+
+    return Draft(
+        model=lambda: runner.model,
+        load_weights=lambda weights: runner.model.load_weights(weights),
+        reload=reload_draft,
+        model_config=lambda: getattr(runner.model, "config", None),
+        checkpoint=EngineCheckpoint(checkpoint),
+        one_checkpoint=lambda: checkpoint()[0] == target()[0],
+    )

@@ -1,0 +1,251 @@
+"""A target model and its draft model (speculative decoding), loaded by one manifest.
+
+A trainer names tensors of the draft in one of two ways: with the prefix `draft.` before the names of the draft's own
+checkpoint; or, if the engine loads both models from one checkpoint (layers for multi-token prediction), by the
+checkpoint's names, of which the draft's loader takes those that the target's loader ignores.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.tags import DraftShare
+from rl_memory_plugins.weights.manifest import Manifest, Mismatch, manifest_error
+from rl_memory_plugins.weights.model_loader import MAX_PLANS, ModelLoader
+from rl_memory_plugins.weights.names import DRAFT
+from rl_memory_plugins.weights.plan import LoadPlan
+
+if TYPE_CHECKING:
+    import torch
+
+Arrivals = Iterable[tuple[str, "torch.Tensor"]]
+
+
+class DraftedPlan(LoadPlan):
+    """The plans of both models as one.
+
+    Attributes:
+        target, draft: The plans of the two models.
+        names: By the name in the manifest, the name for the draft's loader, for each tensor that the draft takes.
+        unneeded: The names of the draft's checkpoint that only write memory which the draft shares with the target.
+    """
+
+    def __init__(self, manifest: Manifest, target: LoadPlan, draft: LoadPlan, split: Split, share: DraftShare) -> None:
+        sent = {own: name for name, own in split.names.items()}
+        steps = dict(target.steps)
+        for own, more in draft.steps.items():
+            steps[sent[own]] = [*steps.get(sent[own], ()), *more]
+        opaque = {**{sent[own]: why for own, why in draft.opaque.items()}, **target.opaque}
+        steps = {name: found for name, found in steps.items() if name not in opaque}
+        unused = [*target.unused, *(sent[own] for own in draft.unused)]
+        super().__init__(manifest, steps, opaque, unused)
+        self.skipped = [*target.skipped, *(sent[own] for own in draft.skipped)]
+        self.nearest = {**target.nearest, **{sent[own]: DRAFT + near for own, near in draft.nearest.items()}}
+        self.casts = [*target.casts, *draft.casts]
+        self.target, self.draft, self.names = target, draft, split.names
+        self.omitted = target.omitted
+        self.draft_share = share
+        self.draft_tensors = len(split.names) - len(draft.unused) - len(draft.skipped)
+
+
+class Split(NamedTuple):
+    """Which model takes which tensors of a manifest."""
+
+    target: frozenset[str]
+    names: dict[str, str]  # see `DraftedPlan`
+
+
+class DraftedLoader(ModelLoader):
+    """Loads a target model, and its draft model too if a manifest names it.
+
+    Args:
+        target: The loader of the target.
+        draft: The loader of the draft. It is used only while `exists`.
+        exists: Whether the engine has a draft model.
+        one_checkpoint: Whether the engine loads both models from one checkpoint.
+    """
+
+    def __init__(
+        self,
+        target: ModelLoader,
+        draft: ModelLoader,
+        exists: Callable[[], bool],
+        one_checkpoint: Callable[[], bool],
+    ) -> None:
+        super().__init__(target.load_weights, target.parameters, reload=target.reload)
+        self._target = target
+        self._draft = draft
+        self._exists = exists
+        self._one_checkpoint = one_checkpoint
+        self._splits: dict[str, Split | None] = {}
+        self._of_both: dict[str, DraftedPlan] = {}
+
+    def drop_outdated(self) -> Mapping[str, torch.Tensor]:
+        """See `ModelLoader`. The names of the draft's parameters have the prefix `draft.`."""
+        expected = self._target.drop_outdated()
+        own = self._draft.drop_outdated() if self._exists() else {}
+        current = (self._target.signature, self._draft.signature if own else ())
+        if current != self._signature:
+            self._signature = current
+            self._splits.clear()
+            self._of_both.clear()
+            self.replays.clear()
+            self.complete = None
+        shared = self._shared()
+        return {**expected, **{DRAFT + name: tensor for name, tensor in own.items() if name not in shared}}
+
+    def plan(
+        self, manifest: Manifest, expected: Mapping[str, torch.Tensor], kept: frozenset[str] = frozenset()
+    ) -> LoadPlan:
+        """See `ModelLoader`. A manifest that names no tensor of the draft leaves the draft as it is."""
+        ours = {name: tensor for name, tensor in expected.items() if name in self._target.parameters()}
+        split = self._split(manifest)
+        if split is None:
+            return self._target.plan(manifest, ours, kept)
+        of_target = [spec for spec in manifest.tensors if spec.name in split.target]
+        target = self._target.plan(msgspec.structs.replace(manifest, tensors=of_target), ours, kept)
+        draft, share = self._draft_plan(manifest, split)
+        known = self._of_both.get(manifest.digest())
+        if known is None or known.target is not target or known.draft is not draft:
+            while len(self._of_both) >= MAX_PLANS:
+                del self._of_both[next(iter(self._of_both))]
+            known = self._of_both[manifest.digest()] = DraftedPlan(manifest, target, draft, split, share)
+        return known
+
+    def _draft_plan(self, manifest: Manifest, split: Split) -> tuple[LoadPlan, DraftShare]:
+        specs = [
+            msgspec.structs.replace(spec, name=split.names[spec.name])
+            for spec in manifest.tensors
+            if spec.name in split.names
+        ]
+        expected, shared = self._draft.parameters(), self._shared()
+        whole = msgspec.structs.replace(manifest, tensors=specs, partial=False)
+        try:
+            return self._draft.plan(whole, expected, shared), DraftShare.WHOLE
+        except ManifestError as error:
+            if not manifest.partial:
+                raise _named(error) from None
+        try:
+            return self._draft.plan(msgspec.structs.replace(whole, partial=True), expected, shared), DraftShare.PART
+        except ManifestError as error:
+            raise _named(error) from None
+
+    def _shared(self) -> frozenset[str]:
+        """The names of the draft's parameters whose memory is the target's."""
+        if not self._exists():
+            return frozenset()
+        of_target = {tensor.data_ptr() for tensor in self._target.parameters().values() if tensor.numel()}
+        return frozenset(
+            name
+            for name, tensor in self._draft.parameters().items()
+            if tensor.numel() and tensor.data_ptr() in of_target
+        )
+
+    def _split(self, manifest: Manifest) -> Split | None:
+        """Which tensors the draft takes; `None` if it takes none."""
+        if not self._exists():
+            return None
+        digest = manifest.digest()
+        if digest not in self._splits:
+            while len(self._splits) >= MAX_PLANS:
+                del self._splits[next(iter(self._splits))]
+            self._splits[digest] = self._new_split(manifest)
+        return self._splits[digest]
+
+    def _new_split(self, manifest: Manifest) -> Split | None:
+        named = {spec.name: spec.name.removeprefix(DRAFT) for spec in manifest.tensors if spec.name.startswith(DRAFT)}
+        if named:
+            specs = [
+                msgspec.structs.replace(spec, name=named[spec.name]) for spec in manifest.tensors if spec.name in named
+            ]
+            shared = self._shared()
+            unneeded = self._draft.written(specs, shared).only_in if shared else frozenset()
+            names = {name: own for name, own in named.items() if own not in unneeded}
+            return Split(frozenset(spec.name for spec in manifest.tensors) - named.keys(), names)
+        if not self._one_checkpoint():
+            return None
+        try:
+            taken = self._draft.written(manifest.tensors, self._shared())
+        except UnsupportedError:  # the target alone can be updated
+            return None
+        own = taken.names - self._target.written(manifest.tensors).names
+        if not own:
+            return None
+        names = {name: name for name in taken.names - taken.only_in}
+        return Split(frozenset(spec.name for spec in manifest.tensors) - own, names)
+
+    def load_with_engine(self, plan: LoadPlan, weights: Arrivals) -> None:
+        """See `ModelLoader`. The target's loader runs first."""
+        if not isinstance(plan, DraftedPlan):
+            self._target.load_with_engine(plan, weights)
+            return
+        shares = _Shares(plan, weights)
+        self._target.load_with_engine(plan.target, shares.of_target())
+        self._draft.load_with_engine(plan.draft, shares.of_draft())
+        for name, _ in shares.of_draft():  # if the draft's plan replays everything, no loader has read the rest
+            raise WeightUpdateError(f"the draft's loader did not read {name}", name=name)
+
+    def note_complete(self, plan: LoadPlan) -> None:
+        """See `ModelLoader`."""
+        if isinstance(plan, DraftedPlan):
+            self._target.note_complete(plan.target)
+            self._draft.note_complete(plan.draft)
+            self.complete = plan if self._target.complete and plan.steps else None
+        else:
+            self._target.note_complete(plan)
+            self.complete = self._target.complete
+
+
+class _Shares:
+    """The tensors of one update for the loaders of both models.
+
+    Tensors of the draft that arrive before the target's loader is done wait in memory.
+    """
+
+    def __init__(self, plan: DraftedPlan, arrivals: Arrivals) -> None:
+        self._plan = plan
+        self._arrivals = iter(arrivals)
+        self._waiting: deque[tuple[str, torch.Tensor]] = deque()
+
+    def of_target(self) -> Arrivals:
+        for name, tensor in self._arrivals:
+            if self._is_for_target(name, tensor):
+                yield name, tensor
+
+    def of_draft(self) -> Arrivals:
+        yield from self._waited()
+        for name, tensor in self._arrivals:
+            if self._is_for_target(name, tensor):
+                raise WeightUpdateError(f"the target's loader did not read {name}", name=name)
+            yield from self._waited()
+
+    def _is_for_target(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the target's loader has to take the tensor. What its plan replays is loaded here."""
+        plan = self._plan
+        if name in plan.names:
+            self._waiting.append((plan.names[name], tensor))
+        if name in plan.target.opaque:
+            return True
+        if name in plan.target.specs:
+            plan.target.apply(name, tensor)
+        return False
+
+    def _waited(self) -> Arrivals:
+        while self._waiting:
+            own, tensor = self._waiting.popleft()
+            if own in self._plan.draft.opaque:
+                yield own, tensor
+            else:
+                self._plan.draft.apply(own, tensor)
+
+
+def _named(error: ManifestError) -> ManifestError:
+    """The error with the names of the manifest."""
+    mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]
+    named = [msgspec.structs.replace(mismatch, name=DRAFT + mismatch.name) for mismatch in mismatches]
+    return manifest_error(named, [DRAFT + name for name in error.details.get("unused", ())])

@@ -1,0 +1,48 @@
+"""Every way of updating every kind of weights, against fresh engines, and against the committed records.
+
+`--kinds chosen` runs a third of the kinds, `--kinds all` all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration.engines.base import REPOSITORY
+from integration.kinds import table
+from integration.kinds.preload import preload
+from integration.kinds.run import run
+from integration.kinds.ways import WAYS
+
+RESULTS = REPOSITORY / "integration" / "results"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kinds = table.KINDS if metafunc.config.getoption("--kinds") == "all" else table.CHOSEN
+    metafunc.parametrize("kind", kinds)
+
+
+@pytest.fixture(scope="session")
+def recorded(request: pytest.FixtureRequest) -> dict[tuple[str, str], str]:
+    """By kind and way the outcome in the committed records of this engine on the CPU."""
+    engine = request.config.getoption("--engine")
+    (path,) = RESULTS.glob(f"kinds-{engine}-*-cpu.json")
+    return {(record["kind"], record["way"]): record["outcome"] for record in json.loads(path.read_text())}
+
+
+@pytest.fixture(scope="session")
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.config.getoption("--engine")
+    preload(name)
+    return name
+
+
+def test_an_engine_is_a_fresh_one_of_the_weights_that_it_got(
+    engine: str, kind: str, recorded: dict[tuple[str, str], str], tmp_path: Path
+) -> None:
+    found = {outcome.way: outcome for outcome in run(engine, kind, tmp_path, WAYS)}
+    assert found
+    for way, (_, outcome, reason) in found.items():
+        assert outcome == recorded[kind, way], f"{way}: {reason}"
