@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.plan import Loader, run_loader
 from rl_memory_plugins.weights.trace import Tracer
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Written(NamedTuple):
