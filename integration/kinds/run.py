@@ -15,6 +15,7 @@ from integration.kinds.checkpoints import tensors_of, write_adapter
 from integration.kinds.subject import SUBJECTS, Answer, Subject
 from integration.kinds.table import Kind
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, UnsupportedError
+from tests.run_report import gpus
 from tests.vllm.child import Child
 
 SEED, OTHER_SEED = 1, 2
@@ -308,6 +309,10 @@ def make(log: Path, start: Start) -> Subject:
         torch.set_num_threads(1)
         torch.multiprocessing.set_sharing_strategy("file_system")
         sglang_fork.register()
+        if not gpus():  # SGLang's build for CPUs comes with none of these kernels
+            from tests.sglang import torch_kernels
+
+            torch_kernels.register()
     subject = SUBJECTS[start.engine]
     return subject(start.folder, start.options, task=start.task, plugin=start.plugin, adapter=start.adapter)
 

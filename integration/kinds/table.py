@@ -106,9 +106,19 @@ KINDS = {
     ),
     "EXAONE 4": Kind(of("Exaone4Config", intermediate_size=512, sliding_window=None)),
     "GPT-2 (transposed on disk)": Kind(
-        of("GPT2Config", n_positions=1024, n_embd=256, n_layer=2, n_head=4, tie_word_embeddings=True)
+        of(
+            "GPT2Config",
+            n_positions=1024,
+            n_embd=256,
+            n_layer=2,
+            n_head=4,
+            num_key_value_heads=None,
+            tie_word_embeddings=True,
+        )
     ),
-    "OPT": Kind(of("OPTConfig", ffn_dim=512, word_embed_proj_dim=256, tie_word_embeddings=True)),
+    "OPT": Kind(
+        of("OPTConfig", ffn_dim=512, word_embed_proj_dim=256, num_key_value_heads=None, tie_word_embeddings=True)
+    ),
     "OLMoE": Kind(of("OlmoeConfig", intermediate_size=128, num_experts=8, num_experts_per_tok=2)),
     "Qwen2-MoE (shared expert)": Kind(
         of("Qwen2MoeConfig", intermediate_size=512, **{**MOE, "shared_expert_intermediate_size": 128, "head_dim": None})
