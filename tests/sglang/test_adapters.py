@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ MAX_RANK = 8
 LONG = [2 + index % 900 for index in range(300)]
 
 
+def with_stand_in(variables: dict[str, str]) -> str:
+    """The PYTHONPATH with the stand-in for page-locked memory."""
+    stand_in = REPOSITORY / "tests" / "aids" / "sglang_unpinned"
+    return os.pathsep.join((variables["PYTHONPATH"], str(stand_in), str(REPOSITORY)))
+
+
 class WithLora(Sglang):
     """SGLang's other kernels of LoRA need a GPU, and its layers ask for page-locked memory; see the stand-in."""
 
@@ -37,8 +43,7 @@ class WithLora(Sglang):
 
     def environment(self, launch: Launch) -> dict[str, str]:
         variables = super().environment(launch)
-        stand_in = REPOSITORY / "tests" / "aids" / "sglang_unpinned"
-        return {**variables, "PYTHONPATH": os.pathsep.join((variables["PYTHONPATH"], str(stand_in)))}
+        return {**variables, "PYTHONPATH": with_stand_in(variables)}
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +248,52 @@ def test_tensor_parallel_ranks_cut_an_adapter(model_folder: Path, base: torch.nn
             server.control.update_adapter("policy", {**adapter, **narrow}, lora.config(), timeout_s=20)
         server.control.remove_adapter("policy")
         assert answer(server, "other") == expected(model_folder, adapter)
+
+
+PYTHON = """
+import torch
+torch.multiprocessing.set_sharing_strategy("file_system")
+from integration.models import new_model
+from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.sglang import Engine
+from rl_memory_plugins.trainer import Adapter, RolloutHandoff, push_adapter
+from tests import lora
+from tests.vllm.conftest import greedy
+
+engine = Engine(
+    model_path=FOLDER, dtype="float32", device="cpu", attention_backend="torch_native",
+    sampling_backend="pytorch", grammar_backend="none", disable_overlap_schedule=True,
+    skip_tokenizer_init=True, max_total_tokens=4096, log_level="warning", rl_memory=True,
+    enable_lora=True, lora_backend="torch_native", max_lora_rank=8, lora_target_modules=list(lora.TARGETS),
+)
+model = new_model(FOLDER, 1)
+
+def ask(name):
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    return engine.generate(input_ids=[5, 6, 7, 8], sampling_params=sampling, lora_path=name)["output_ids"]
+
+def expected(adapter):
+    return greedy(lora.merged(new_model(FOLDER, 1), adapter), [5, 6, 7, 8])
+
+first, second = lora.tensors(model, 1), lora.tensors(model, 2)
+push_adapter(lambda body: engine.update_adapter_from_ipc(**body), "policy", first, lora.config())
+assert ask("policy") == expected(first)
+with RolloutHandoff(engine, second, adapter=Adapter("policy", lora.config())).training("two"):
+    assert engine.is_sleeping()
+assert ask("policy") == expected(second) != expected(first)
+assert [adapter.version for adapter in engine.memory_status()[0].adapters] == ["two"]
+engine.remove_adapter("policy")
+try:
+    engine.remove_adapter("policy")
+except InvalidRequestError:
+    pass
+else:
+    raise AssertionError("it was removed twice")
+assert ask(None) == greedy(model, [5, 6, 7, 8])
+engine.shutdown()
+print("done")
+"""
+
+
+def test_adapters_of_an_engine_in_python(python: Callable[..., str]) -> None:
+    assert "done" in python(PYTHON, PYTHONPATH=with_stand_in(Sglang().environment(Launch(Path()))))
