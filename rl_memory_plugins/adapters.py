@@ -62,16 +62,12 @@ class Adapters:
         self._former: set[int] = set()  # numbers that running requests may use
         self._updates: dict[str, int] = {}  # by name
 
-    def change(
-        self,
-        command: commands.UpdateAdapter | commands.RemoveAdapter,
-        operation: PendingTransition,
-    ) -> Any:
+    def change(self, command: commands.UpdateAdapter | commands.RemoveAdapter, operation: PendingTransition) -> Any:
         """Run the first phase of a change on all ranks, and let `decide` run the second. Returns its result.
 
         Raises:
             InvalidRequestError: there is no adapter of this name to remove, or there are too many; or `config` asks for
-                something that the engine cannot do.
+                something that the engine cannot do; or the token is not new.
             ManifestError: the tensors do not fit the model.
             StateConflictError: the weights are asleep, with the memory of the adapters.
         """
@@ -91,6 +87,8 @@ class Adapters:
                 f"the engine has {MOST_ADAPTERS} adapters already: remove one", field="name", got=name
             )
         number = number_of(command.token)
+        if self.knows(number):
+            raise InvalidRequestError("the token of this update has made another version already", field="token")
         received = self._ranks.call(
             "prepare_adapter",
             name=name,

@@ -131,8 +131,9 @@ class AdmissionGate:
                 return  # the refusal takes the place of this answer
             started = True
             if message["type"] == "http.response.start":
-                used = [(ADAPTER_VERSION, _quoted(version)) for version in adapters[:1]]
-                headers = [*message.get("headers", ()), *admitted, *self._answered_version(), *used]
+                used = [(ADAPTER_VERSION, _quoted(version)) for version in set(adapters)]
+                own = used if len(used) == 1 else []  # the requests of a batch may use several
+                headers = [*message.get("headers", ()), *admitted, *self._answered_version(), *own]
                 message = {**message, "headers": headers}
             await send(message)
 

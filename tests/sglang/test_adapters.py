@@ -235,14 +235,18 @@ def test_a_removed_adapter_is_gone(server: Server, base: torch.nn.Module) -> Non
     assert server.control.memory()["engines"][0]["adapters"] == []
 
 
-def test_tensor_parallel_ranks_cut_an_adapter(model_folder: Path, base: torch.nn.Module, tmp_path: Path) -> None:
-    launch = Launch(model_folder, tp=2, kv_bytes=64 << 20, forked=True)
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_all_ranks_of_all_engines_have_an_adapter(
+    model_folder: Path, base: torch.nn.Module, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    launch = Launch(model_folder, kv_bytes=64 << 20, forked=True, **parallel)
     with Server(WithLora(), launch, tmp_path / "server.log") as server:
         for step, name in enumerate(("policy", "policy", "other")):
             adapter = lora.tensors(base, step)
             report = server.control.update_adapter(name, adapter, lora.config())
             assert len(report["receivers"]) == 2
-            assert answer(server, name) == expected(model_folder, adapter)
+            answers = [answer(server, name) for _ in range(3)]  # data-parallel engines take turns
+            assert answers == [expected(model_folder, adapter)] * 3
         narrow = {name: tensor[: len(tensor) // 2].contiguous() for name, tensor in adapter.items() if "lora_B" in name}
         with pytest.raises(ManifestError):  # what a rank holds, and not what a checkpoint does
             server.control.update_adapter("policy", {**adapter, **narrow}, lora.config(), timeout_s=20)

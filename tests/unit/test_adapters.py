@@ -167,6 +167,16 @@ def test_one_rank_that_fails_leaves_the_former_version_on_all(world: World) -> N
     assert world.listed == {"policy": "2"}
 
 
+def test_a_token_makes_one_version(world: World) -> None:
+    world.update(token="a")
+    with pytest.raises(InvalidRequestError, match="token"):
+        world.update(token="a")
+    world.update(token="b")
+    with pytest.raises(InvalidRequestError, match="token"):
+        world.update("other", token="a")
+    assert world.listed == {"policy": "2"} and world.held == [numbers("a", "b")] * 2
+
+
 def test_memory_that_could_not_be_freed_is_freed_later(world: World) -> None:
     world.update(token="a")
     world.slots[0].failure = RuntimeError("busy")

@@ -7,17 +7,21 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from vllm.model_executor.models.utils import WeightsMapper
 
 from integration.engines.base import Launch, Server
 from integration.engines.vllm import Vllm
 from integration.models import new_model
+from rl_memory_plugins.engines.vllm.adapters import _Layers
 from rl_memory_plugins.errors import InvalidRequestError, ManifestError, StateConflictError, WeightUpdateError
 from rl_memory_plugins.trainer import ModelSource
+from rl_memory_plugins.weights.manifest import TensorSpec
 from tests import lora
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, greedy
 
@@ -225,19 +229,107 @@ def test_a_removed_adapter_is_gone(server: Server, base: torch.nn.Module) -> Non
     assert server.control.memory()["engines"][0]["adapters"] == []
 
 
-def test_tensor_parallel_ranks_cut_an_adapter(model_folder: Path, base: torch.nn.Module, tmp_path: Path) -> None:
-    launch = Launch(model_folder, tp=2, kv_bytes=64 << 20, forked=True)
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_all_ranks_of_all_engines_have_an_adapter(
+    model_folder: Path, base: torch.nn.Module, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    launch = Launch(model_folder, kv_bytes=64 << 20, forked=True, **parallel)
     with Server(WithLora(), launch, tmp_path / "server.log") as server:
         for step, name in enumerate(("policy", "policy", "other")):
             adapter = lora.tensors(base, step)
             report = server.control.update_adapter(name, adapter, lora.config())
             assert len(report["receivers"]) == 2
-            assert answer(server, name) == expected(model_folder, adapter)
+            answers = [answer(server, name) for _ in range(3)]  # data-parallel engines take turns
+            assert answers == [expected(model_folder, adapter)] * 3
         narrow = {name: tensor[: len(tensor) // 2].contiguous() for name, tensor in adapter.items() if "lora_B" in name}
         with pytest.raises(ManifestError):  # what a rank holds, and not what a checkpoint does
             server.control.update_adapter("policy", {**adapter, **narrow}, lora.config(), timeout_s=20)
         server.control.remove_adapter("policy")
         assert answer(server, "other") == expected(model_folder, adapter)
+
+
+def layers(**changes: Any) -> _Layers:
+    """Of a model that has experts, an embedding with an adapter, and a classification head."""
+    dense = SimpleNamespace(base_layer=SimpleNamespace(input_size=4, output_size=6))
+    packed = SimpleNamespace(base_layer=SimpleNamespace(input_size=4, output_size=12, output_sizes=[5, 7]))
+    attention = SimpleNamespace(
+        base_layer=SimpleNamespace(
+            input_size=4, output_size=16, output_sizes=[8, 4, 4], total_num_heads=4, total_num_kv_heads=1, head_size=2
+        )
+    )
+    experts = SimpleNamespace(base_layer=object())
+    block = "language_model.model.layers.0"
+    manager = SimpleNamespace(
+        modules={
+            f"{block}.mlp.down_proj": dense,
+            f"{block}.mlp.gate_up_proj": packed,
+            f"{block}.self_attn.qkv_proj": attention,
+            f"{block}.mlp.experts": experts,
+            "language_model.model.embed_tokens": SimpleNamespace(base_layer=SimpleNamespace(org_vocab_size=9)),
+        },
+        packed_modules={
+            f"{block}.mlp.gate_up_proj": [f"{block}.mlp.gate_proj", f"{block}.mlp.up_proj"],
+            f"{block}.self_attn.qkv_proj": [f"{block}.self_attn.{part}_proj" for part in "qkv"],
+            f"{block}.mlp.experts": [f"{block}.mlp.experts.0.{part}_proj" for part in ("gate", "down", "up")],
+        },
+        model=SimpleNamespace(
+            hf_to_vllm_mapper=WeightsMapper(orig_to_new_prefix={"model.language_model.": "language_model.model."}),
+            lora_skip_prefixes=["mtp."],
+        ),
+        is_pooling_model=False,
+    )
+    loras = SimpleNamespace(_adapter_manager=manager, lora_config=SimpleNamespace(max_lora_rank=4))
+    return _Layers(loras, {"r": 2, "modules_to_save": ["score"], **changes})
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(f"base_model.model.{name}", "float32", shape)
+
+
+BLOCK = "model.language_model.layers.0"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        spec(f"{BLOCK}.mlp.down_proj.lora_A.weight", 2, 4),
+        spec(f"{BLOCK}.mlp.down_proj.lora_B.weight", 6, 2),
+        spec(f"{BLOCK}.mlp.up_proj.lora_B.weight", 7, 2),
+        spec(f"{BLOCK}.self_attn.q_proj.lora_B.weight", 8, 2),
+        spec(f"{BLOCK}.self_attn.v_proj.lora_B.weight", 2, 2),  # the ranks hold copies of the one head
+        spec(f"{BLOCK}.mlp.experts.0.down_proj.lora_A.weight", 2, 3),
+        spec(f"{BLOCK}.mlp.experts.lora_A.weight", 16, 3),  # all experts in one matrix
+        spec(f"{BLOCK}.mlp.experts.base_layer.lora_B.weight", 3, 16),
+        spec("model.language_model.embed_tokens.lora_embedding_A", 2, 9),
+        spec("model.embed_tokens.base_layer.weight", 9, 4),
+        spec("mtp.layers.0.mlp.down_proj.lora_A.weight", 2, 4),
+        spec("score.weight", 1, 4),
+    ],
+    ids=lambda given: given.name,
+)
+def test_the_names_and_shapes_that_vllm_takes(given: TensorSpec) -> None:
+    assert layers().take(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "problem"),
+    [
+        (spec(f"{BLOCK}.mlp.down_proj.lora_A.weight", 2, 5), {}, "4 features"),
+        (spec(f"{BLOCK}.self_attn.k_proj.lora_B.weight", 4, 2), {}, "2 features"),
+        (spec(f"{BLOCK}.mlp.down_proj.lora_A.weight", 3, 4), {}, "rank 3"),
+        (spec(f"{BLOCK}.mlp.down_proj.lora_A.weight", 5, 4), {"rank_pattern": {"down": 5}}, "rank 5"),
+        (spec(f"{BLOCK}.mlp.down_proj.lora_A.weight", 4), {}, "not that of a matrix"),
+        (spec(f"{BLOCK}.mlp.down_proj.lora_magnitude_vector", 6), {}, "unsupported"),
+    ],
+)
+def test_shapes_that_vllm_would_cut_are_refused(given: TensorSpec, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        layers(**changes).take(given)
+
+
+def test_other_layers_are_not_taken() -> None:
+    assert not layers().take(spec("model.language_model.layers.1.mlp.down_proj.lora_A.weight", 2, 4))
+    assert not layers().take(spec(f"{BLOCK}.mlp.experts.9.down_proj.lora_A.weight", 2, 3))
 
 
 PYTHON = """

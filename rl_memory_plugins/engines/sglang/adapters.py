@@ -129,8 +129,6 @@ class SglangAdapters:
         from sglang.srt.lora.lora_registry import LoRARef
 
         loras = self._loras
-        if id_of(number) in loras.loras:
-            raise WeightUpdateError(f"the token of this update has been used before: the adapter {name} has it")
         ref = LoRARef(
             lora_id=id_of(number),
             lora_name=f"{name} ({id_of(number)})",  # SGLang refuses a second adapter of a name

@@ -48,10 +48,9 @@ def _register(registry: Any, name: str, lora_id: str) -> None:
 
 
 def report_version(request: Any, engines: list[EngineStatus]) -> None:
-    """Report the version of the adapter of a request, for the header of its answer. A batch may name several."""
-    ids = (
-        request.lora_id if isinstance(getattr(request, "lora_id", None), list) else [getattr(request, "lora_id", None)]
-    )
+    """Report the version of the adapter of a request, for the header of its answer."""
+    given = getattr(request, "lora_id", None)
+    ids = given if isinstance(given, list) else [given]
     versions = {id_of(adapter.number): adapter.version for engine in engines for adapter in engine.adapters}
     for lora_id in ids:
         if lora_id in versions:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_memory_plugins.engines.lora_layers import features
-from rl_memory_plugins.errors import InvalidRequestError, WeightUpdateError
+from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 
@@ -101,11 +101,8 @@ class VllmAdapters:
     def add(self, number: int, name: str, config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         from vllm.lora.request import LoRARequest
 
-        loras = self._loras
-        if number in loras.list_adapters():
-            raise WeightUpdateError(f"the token of this update has been used before: the adapter {name} has it")
         self._sent[number] = _Sent(dict(config), {key: tensor.cpu() for key, tensor in tensors.items()})
-        loras.add_adapter(LoRARequest(name, number, path_of(number)))
+        self._loras.add_adapter(LoRARequest(name, number, path_of(number)))
 
     def remove(self, number: int) -> None:
         if self._sent.pop(number, None) is not None:

@@ -274,4 +274,5 @@ def test_an_answer_of_an_adapter_names_its_version():
     assert ask() == []
     assert ask("step 1") == [b"step%201"]
     assert ask("1", "1") == [b"1"]
+    assert ask("1", "2") == []  # a batch
     report_adapter("outside a request")
