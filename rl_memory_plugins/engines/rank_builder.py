@@ -135,8 +135,8 @@ def build_agent(
             reload=reload,
             transformed=lambda: post_load.transformed_in(model()),
             ignorable=lambda name: is_ignorable(name, tied=bool(getattr(config_of(), "tie_word_embeddings", False))),
-            checkpoint=files.dtypes,
-            casts=CastRule(config.strict_dtypes, config.allow_cast, files.dtypes),
+            checkpoint=files.specs,
+            casts=CastRule(config.strict_dtypes, config.allow_cast, files.specs),
         )
 
     loader = loader_of(model, load_weights, reload, model_config, checkpoint)

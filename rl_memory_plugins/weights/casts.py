@@ -37,12 +37,12 @@ class CastRule:
     Attributes:
         strict: No cast at all.
         any: Every cast that the engine's loader makes.
-        checkpoint: Gives the dtypes of the engine's own checkpoint, by name. The engine has made these casts itself.
+        checkpoint: Gives the tensors of the engine's own checkpoint. The engine has made their casts itself.
     """
 
     strict: bool = False
     any: bool = False
-    checkpoint: Callable[[], Mapping[str, str]] = dict
+    checkpoint: Callable[[], Mapping[str, TensorSpec]] = dict
 
     def allows(self, spec: TensorSpec, held: str) -> bool:
         """Whether a tensor may be cast to the dtype `held` of the engine's memory."""
@@ -52,7 +52,8 @@ class CastRule:
             return True
         if spec.chosen and is_floating(spec.dtype) and is_floating(held):
             return True
-        return self.checkpoint().get(spec.name) == spec.dtype
+        own = self.checkpoint().get(spec.name)
+        return own is not None and own.dtype == spec.dtype
 
 
 def summary(casts: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from rl_memory_plugins.weights.manifest import TensorSpec
+
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
@@ -45,16 +47,23 @@ def safetensors_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def dtypes_in(folder: Path) -> dict[str, str]:
-    """The dtype of each tensor in a folder's safetensors files, by name."""
-    found: dict[str, str] = {}
+def specs_in(folder: Path) -> dict[str, TensorSpec]:
+    """The tensors in a folder's safetensors files, by name."""
+    found: dict[str, TensorSpec] = {}
     for path in safetensors_files(folder):
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        found.update((name, DTYPES.get(entry["dtype"], entry["dtype"])) for name, entry in header.items())
+        for name, entry in header.items():
+            dtype = DTYPES.get(entry["dtype"], entry["dtype"])
+            found[name] = TensorSpec(name, dtype, tuple(entry["shape"]))
     return found
+
+
+def dtypes_in(folder: Path) -> dict[str, str]:
+    """The dtype of each tensor in a folder's safetensors files, by name."""
+    return {name: spec.dtype for name, spec in specs_in(folder).items()}
 
 
 class EngineCheckpoint:
@@ -66,18 +75,18 @@ class EngineCheckpoint:
 
     def __init__(self, model: Callable[[], tuple[str, str | None]]) -> None:
         self._model = model
-        self._dtypes: dict[str, str] | None = None
+        self._specs: dict[str, TensorSpec] | None = None
 
-    def dtypes(self) -> dict[str, str]:
-        """The dtype of each tensor by name. Empty if this host has no safetensors files of the checkpoint."""
-        if self._dtypes is None:
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors by name. Empty if this host has no safetensors files of the checkpoint."""
+        if self._specs is None:
             try:
                 folder = _folder(*self._model())
-                self._dtypes = {} if folder is None else dtypes_in(folder)
+                self._specs = {} if folder is None else specs_in(folder)
             except Exception as error:  # a load from elsewhere is no reason to fail an update
                 logger.warning("cannot read which tensors the engine's checkpoint has: %s", error)
-                self._dtypes = {}
-        return self._dtypes
+                self._specs = {}
+        return self._specs
 
 
 def _folder(model: str, revision: str | None) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -85,7 +85,8 @@ class ModelLoader:
         transformed: The number of the engine's post-load steps that have transformed weights. A change makes all plans
             invalid.
         ignorable: Whether the loader may ignore a name of the manifest.
-        checkpoint: Gives the names of the engine's checkpoint. The loader may ignore these too.
+        checkpoint: Gives the tensors of the engine's checkpoint. The loader may ignore their names too, and what it
+            does not write for them is padding.
         casts: Which tensors may have another dtype than the engine's memory.
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
         replays: The buckets of the latest update.
@@ -100,7 +101,7 @@ class ModelLoader:
     reload: Callable[[], Reload | None] = lambda: None
     transformed: Callable[[], int] = lambda: 0
     ignorable: Callable[[str], bool] = is_ignorable
-    checkpoint: Callable[[], Collection[str]] = tuple
+    checkpoint: Callable[[], Mapping[str, TensorSpec]] = dict
     casts: CastRule = field(default_factory=CastRule)
     complete: LoadPlan | None = field(default=None, init=False)
     replays: Replays = field(default_factory=Replays, init=False)

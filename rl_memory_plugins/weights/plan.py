@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 import torch
 
-from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.tags import DraftShare
 from rl_memory_plugins.weights.casts import CastRule, summary
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.known_names import hint, nearest, skipped_twins
-from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
-from rl_memory_plugins.weights.pools import inline, intercepted
-from rl_memory_plugins.weights.trace import CopyStep, PythonGuard, Step, Tracer
+from rl_memory_plugins.weights.loader_run import MAX_FAILURES, run_traced
+from rl_memory_plugins.weights.manifest import ITEMSIZE, Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.trace import CopyStep, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]
 """A destination, and the tensor to copy or the value to fill."""
@@ -31,10 +30,6 @@ SMALL_BYTES = 4 << 20
 
 _NOT_GROUPED = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
 """Dtypes that `torch._foreach_copy_` refuses on a GPU."""
-
-MAX_FAILURES = 64
-"""The trace stops after this many failed names in a row. Each costs a call of the loader, and all names with a wrong
-prefix would take minutes."""
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's `load_weights`."""
@@ -63,6 +58,7 @@ class LoadPlan:
         traced: If parameters are unproven, the memory that the trace has seen written.
         omitted: The kept parameters that a complete update leaves out. The plan is complete only while these are kept.
         casts: The casts of its copies, see `casts.summary`.
+        padded: For a complete update, parameters with padding that it does not write.
         rebuilt: For each opaque name that is copied into temporary parameters of a `Reload`, these copies and fills.
         derived_from: The parameters, by the engine's name, from which the loader itself computes other tensors.
         draft_share: How much of the draft model it writes.
@@ -76,6 +72,7 @@ class LoadPlan:
         self.traced = Coverage()
         self.omitted: frozenset[str] = frozenset()
         self.casts: list[dict[str, Any]] = []
+        self.padded: list[torch.Tensor] = []
         self.skipped: list[str] = []
         self.nearest: dict[str, str] = {}
         self.rebuilt: dict[str, list[Step]] = {}
@@ -142,6 +139,12 @@ class LoadPlan:
             offset = start + step.offset + (low - first) * row
             writes.append((destination, memory.as_strided(size, step.stride, offset)))
         return writes
+
+    def clear_padding(self) -> None:
+        """Fill the parameters with padding with zeros, as engines do when they allocate them."""
+        with torch.inference_mode():
+            for parameter in self.padded:
+                parameter.zero_()
 
     def run(self, writes: Iterable[Write]) -> Batch:
         """Run the writes of any number of tensors. Does not wait for the device."""
@@ -217,7 +220,7 @@ def trace(
     expected: Mapping[str, torch.Tensor] | None = None,
     kept: frozenset[str] = frozenset(),
     ignorable: Callable[[str], bool] = lambda name: False,
-    checkpoint: Callable[[], Collection[str]] = tuple,
+    checkpoint: Callable[[], Mapping[str, TensorSpec]] = dict,
     owned: Iterable[torch.Tensor] | None = None,
     casts: CastRule | None = None,
     whole_layers: str = "",
@@ -231,7 +234,8 @@ def trace(
         expected: The parameters that a complete update must cover, by the engine's name.
         kept: Those that a complete update may leave out, each as a whole.
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
-        checkpoint: Gives the names of the engine's checkpoint. The loader may ignore these too.
+        checkpoint: Gives the tensors of the engine's checkpoint. The loader may ignore their names too, and what it
+            does not write for them is padding.
         owned: The model's parameters and buffers. The caller drops the plan if their memory is replaced. A name whose
             loading writes other memory is opaque.
         casts: Which tensors may have another dtype than the engine's memory; the copy casts.
@@ -248,7 +252,7 @@ def trace(
         raise manifest_error(problems)
     expected = expected or {}
     tracer = Tracer(manifest.tensors, expected.values(), casts=casts)
-    failures, untried = run_loader(load_weights, tracer, [spec.name for spec in manifest.tensors])
+    failures, untried = run_traced(load_weights, tracer, [spec.name for spec in manifest.tensors])
     addresses = None if owned is None else {tensor.untyped_storage().data_ptr() for tensor in owned}
 
     def is_owned(tensor: torch.Tensor) -> bool:
@@ -277,6 +281,8 @@ def trace(
     written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}
     any_may_lack = manifest.partial or (tracer.unseen_writes and whole_layers)
     missing = _missing(written, frozenset(written) if any_may_lack else kept, reloaded)
+    padded = _padded(load_weights, checkpoint(), tracer.written, {m.name: counted[m.name] for m in missing})
+    missing = [mismatch for mismatch in missing if mismatch.name not in padded]
     if whole_layers or not tracer.unseen_writes:
         problems += missing
     if problems:
@@ -300,19 +306,40 @@ def trace(
     if not (whole_layers or tracer.derives or manifest.partial) and tracer.unseen_writes:
         plan.traced = tracer.written
         plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
+    plan.padded = [one for name, one in padded.items() if not (whole_layers or manifest.partial)]
     if not manifest.partial:
         plan.omitted = frozenset(name for name in kept & written.keys() if not written[name])
     return plan
 
 
-def _skipped(load_weights: Loader, manifest: Manifest, ignored: Collection[str], names: Collection[str]) -> list[str]:
+def _padded(
+    load_weights: Loader, checkpoint: Mapping[str, TensorSpec], written: Coverage, lacking: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those of the lacking parameters of which the engine's own checkpoint writes nothing more, either."""
+    if not lacking or not checkpoint:
+        return {}
+    tracer = Tracer([spec for spec in checkpoint.values() if spec.dtype in ITEMSIZE], casts=CastRule(any=True))
+    run_traced(load_weights, tracer, [name for name, spec in checkpoint.items() if spec.dtype in ITEMSIZE])
+    both = Coverage()
+    both.extend(written)
+    both.extend(tracer.written)
+    return {
+        name: parameter
+        for name, parameter in lacking.items()
+        if not tracer.unseen_writes and tracer.written.fraction(parameter) > 0
+        if both.fraction(parameter) == written.fraction(parameter)
+    }
+
+
+def _skipped(
+    load_weights: Loader, manifest: Manifest, ignored: Collection[str], names: Mapping[str, TensorSpec]
+) -> list[str]:
     """The ignored names that the engine's checkpoint has too, or has under another name that the loader ignores."""
     shapes = {spec.name: spec for spec in manifest.tensors if spec.name in ignored}
 
     def ignores(twins: list[str]) -> set[str]:
-        like = next(iter(shapes.values()))
-        tracer = Tracer([TensorSpec(twin, like.dtype, like.shape) for twin in twins], casts=CastRule(any=True))
-        failures, untried = run_loader(load_weights, tracer, twins)
+        tracer = Tracer([names[twin] for twin in twins], casts=CastRule(any=True))
+        failures, untried = run_traced(load_weights, tracer, twins)
         return {*twins}.difference(tracer.steps, tracer.opaque, failures, untried)
 
     others = [name for name in shapes if name not in names]
@@ -323,74 +350,6 @@ def _with_hint(problem: Mismatch, near: Mapping[str, str]) -> Mismatch:
     if problem.name not in near:
         return problem
     return msgspec.structs.replace(problem, message=problem.message + hint(near[problem.name]))
-
-
-def run_loader(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str]]:
-    """Feed all names to the loader. Skip each name that the loader fails on, and go on.
-
-    Returns: the mismatch of each failed name, and the names that were not tried (see `MAX_FAILURES`).
-    """
-    failures: dict[str, Mismatch] = {}
-    in_a_row = 0
-    singly = False  # feed the remaining names one at a time, because the loader defers names
-
-    def load(batch: Sequence[str]) -> Exception | None:
-        tracer.current = None
-        try:
-            with intercepted(inline), PythonGuard(tracer), tracer:
-                load_weights(tracer.feed(batch))
-        except RLMemoryError:
-            raise
-        except Exception as error:
-            return error
-        return None
-
-    first = 0
-    while first < len(names) and in_a_row < MAX_FAILURES:
-        batch = names[first : first + 1] if singly else names[first:]
-        if singly:
-            tracer.forget(batch[0])
-        error = load(batch)
-        if error is None:
-            first += len(batch)
-            in_a_row = 0
-            continue
-        name = batch[0] if singly else tracer.current
-        if name is None:  # the loader failed before it read a name
-            raise manifest_error([Mismatch("loader", "", f"{type(error).__name__}: {error}")])
-        position = batch.index(name)
-        tracer.forget(name)
-        if position > 0:  # this name may have failed, or an earlier name that the loader deferred
-            in_a_row = 0
-            error = load([name])
-            if error is None:
-                singly = True
-                continue
-            tracer.forget(name)
-        first += position + 1
-        if name in tracer.opaque or _needs_values(error):
-            tracer.mark_opaque([name], f"the loader needs its values: {error}")
-            tracer.unseen_writes = True
-            in_a_row = 0
-        else:
-            failures[name] = _mismatch(name, error)
-            in_a_row += 1
-    return failures, names[first:]
-
-
-def _needs_values(error: Exception) -> bool:
-    return isinstance(error, NotImplementedError) or "meta tensor" in str(error) or "meta device" in str(error)
-
-
-def _mismatch(name: str, error: Exception) -> Mismatch:
-    """The mismatch for a loader's exception. Loaders look up names in dicts and assert shapes."""
-    text = f"{type(error).__name__}: {error}"
-    says_unknown = any(word in str(error).lower() for word in ("no module", "no parameter", "unexpected", "unknown"))
-    if isinstance(error, (KeyError, AttributeError)) or says_unknown:
-        return Mismatch("unknown", name, f"the model has no such parameter ({text})")
-    if isinstance(error, (RuntimeError, AssertionError, ValueError, IndexError)):
-        return Mismatch("shape", name, text)
-    return Mismatch("loader", name, text)
 
 
 def _missing(written: Mapping[str, float], may_omit: frozenset[str], reloaded: set[str]) -> list[Mismatch]:

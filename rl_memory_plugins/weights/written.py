@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rl_memory_plugins.weights.casts import CastRule
+from rl_memory_plugins.weights.loader_run import run_traced
 from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.plan import Loader, run_loader
+from rl_memory_plugins.weights.plan import Loader
 from rl_memory_plugins.weights.trace import Tracer
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Written(NamedTuple):
 def written_names(load_weights: Loader, specs: Sequence[TensorSpec], memory: Iterable[torch.Tensor]) -> Written:
     """Run the loader on meta tensors, as `trace` does, and find out which it writes."""
     tracer = Tracer(specs, casts=CastRule(any=True))
-    run_loader(load_weights, tracer, [spec.name for spec in specs])
+    run_traced(load_weights, tracer, [spec.name for spec in specs])
     tracer.finish(None)
     given = {tensor.untyped_storage().data_ptr() for tensor in memory}
     only_in = frozenset(

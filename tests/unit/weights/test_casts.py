@@ -77,7 +77,7 @@ def test_the_engine_casts_its_own_checkpoint_as_at_its_start(tmp_path):
     """A float32 checkpoint of a bfloat16 engine. Of the same tensors, only those of the same dtype are taken."""
     sent = masters()
     save_file({**sent, "q.weight": sent["q.weight"].half()}, tmp_path / "model.safetensors")
-    rank = Rank(casts=CastRule(checkpoint=EngineCheckpoint(lambda: (str(tmp_path), None)).dtypes))
+    rank = Rank(casts=CastRule(checkpoint=EngineCheckpoint(lambda: (str(tmp_path), None)).specs))
     assert refused(update([rank], sent)[0]) == {"q.weight": "bfloat16"}
     sent["q.weight"] = sent["q.weight"].half()
     assert not isinstance(update([rank], sent)[0], Exception)
@@ -92,11 +92,11 @@ def test_a_quantised_tensor_is_never_cast_to_another_meaning(sent, held):
 
 
 def test_an_engine_without_readable_files_has_no_checkpoint(tmp_path, caplog):
-    assert EngineCheckpoint(lambda: (str(tmp_path), None)).dtypes() == {}
-    assert EngineCheckpoint(lambda: ("nobody/has-this-model", None)).dtypes() == {}
+    assert EngineCheckpoint(lambda: (str(tmp_path), None)).specs() == {}
+    assert EngineCheckpoint(lambda: ("nobody/has-this-model", None)).specs() == {}
     assert not caplog.records
     (tmp_path / "model.safetensors").write_bytes(b"torn")
-    assert EngineCheckpoint(lambda: (str(tmp_path), None)).dtypes() == {}
+    assert EngineCheckpoint(lambda: (str(tmp_path), None)).specs() == {}
     assert "cannot read" in caplog.text
 
 

@@ -5,6 +5,7 @@ import torch
 from toys import Rank, ToyModel, checkpoint, update
 
 from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights.known_names import Ignored, ignored_by_all, nearest
 
 
@@ -35,7 +36,7 @@ def whole(seed=3):
 
 
 def rank(model=None, number=0):
-    names = whole()
+    names = {spec.name: spec for spec in ModelSource(whole()).specs()}
     return Rank(model or Partial(), number, ignorable=lambda name: False, checkpoint=lambda: names)
 
 
