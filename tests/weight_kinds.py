@@ -101,14 +101,27 @@ def write_block_fp8(folder: Path, seed: int, dtype: str) -> Path:
 
 
 def write_tensor_fp8(folder: Path, seed: int, dtype: str) -> Path:
-    """FP8 weights with one scale for each tensor; engines that fuse tensors give them one scale."""
+    """FP8 weights with one scale for each tensor, and scales of an FP8 KV cache.
 
+    Engines that fuse tensors give them one scale.
+    """
+    return _tensor_fp8(write_dense(folder, seed, dtype))
+
+
+def write_fp8_experts(folder: Path, seed: int, dtype: str) -> Path:
+    return _tensor_fp8(write_moe(folder, seed, dtype))
+
+
+def _tensor_fp8(folder: Path) -> Path:
     def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
         scale = weight.float().abs().max() / torch.finfo(FP8).max
-        return {name: (weight.float() / scale).to(FP8), f"{name}_scale": scale}
+        tensors = {name: (weight.float() / scale).to(FP8), f"{name}_scale": scale}
+        layer, _, projection = name.removesuffix("_proj.weight").rpartition(".")
+        if projection in ("k", "v"):
+            tensors[f"{layer}.attn.{projection}_scale"] = scale * 100
+        return tensors
 
-    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    return _quantised(write_dense(folder, seed, dtype), config, quantise)
+    return _quantised(folder, {"quant_method": "fp8", "activation_scheme": "dynamic"}, quantise)
 
 
 def write_gptq(folder: Path, seed: int, dtype: str) -> Path:

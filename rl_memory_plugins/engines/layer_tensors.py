@@ -66,6 +66,8 @@ def walk(layer: torch.nn.Module) -> Iterator[tuple[tuple[Any, ...], Held | None,
 def _may_hold_tensors(value: Any) -> bool:
     if isinstance(value, (type, torch.nn.Module)) or callable(value) or not hasattr(value, "__dict__"):
         return False
+    if any(base.__name__ == "QuantizationConfig" for base in type(value).__mro__):  # of all layers, and without tensors
+        return False
     module = type(value).__module__
     return not any(module == package or module.startswith(f"{package}.") for package in _FOREIGN)
 

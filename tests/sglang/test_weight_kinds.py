@@ -30,6 +30,7 @@ from tests.weight_kinds import (
     state,
     write_awq,
     write_dense,
+    write_fp8_experts,
     write_gptq,
     write_int4,
     write_int8,
@@ -130,6 +131,7 @@ class Quantised(NamedTuple):
 QUANTISED = {
     "transposed": Quantised(write_dense, "float32", PACKING),
     "fp8 by tensor": Quantised(write_tensor_fp8, rounds=True),
+    "fp8 experts": Quantised(write_fp8_experts, rounds=True),
     "fp8 by the engine": Quantised(write_dense, arguments=("--quantization", "fp8")),
     "int8": Quantised(write_int8, rounds=True),
     "int4": Quantised(write_int4),
@@ -161,8 +163,12 @@ def test_transformed_weights_are_those_of_a_fresh_engine(kind: Quantised, tmp_pa
         server.control.wake_up()
         assert state(server) == other
         if kind.rounds:
-            plain = checkpoint(write_dense(tmp_path / "trained", SEED, kind.dtype))
-            push(server, QuantisedSource.for_checkpoint(plain, folders[1]))
+            plain = write_moe if kind.write is write_fp8_experts else write_dense
+            scales = {
+                name: one for name, one in checkpoint(folders[0]).items() if name.endswith((".k_scale", ".v_scale"))
+            }
+            trained = {**checkpoint(plain(tmp_path / "trained", SEED, kind.dtype)), **scales}
+            push(server, QuantisedSource.for_checkpoint(trained, folders[1]))
             assert state(server) == first
 
 

@@ -16,6 +16,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def register() -> None:
+    _routing()
     _fp8()
     _compressed_tensors()
     if importlib.util.find_spec("sglang.srt.hardware_backend.gpu"):  # older releases keep these kernels elsewhere
@@ -42,6 +43,31 @@ def _fp8() -> None:
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
     fp8.Fp8LinearMethod.apply = apply
+
+    def apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
+        combine = importlib.import_module("sglang.srt.layers.moe.token_dispatcher").StandardCombineInput
+        x, (weights, chosen, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
+        out = torch.zeros(x.shape)
+        for expert in chosen.unique().tolist():
+            tokens, places = (chosen == expert).nonzero(as_tuple=True)
+            w13 = layer.w13_weight[expert].float() * layer.w13_weight_scale[expert]
+            w2 = layer.w2_weight[expert].float() * layer.w2_weight_scale[expert]
+            gate, up = (x[tokens].float() @ w13.t()).chunk(2, dim=1)
+            made = (torch.nn.functional.silu(gate) * up) @ w2.t()
+            out.index_add_(0, tokens, made * weights[tokens, places, None].float())
+        return combine(hidden_states=out.to(x.dtype))
+
+    fp8.Fp8MoEMethod.apply = apply_experts
+
+
+def _routing() -> None:
+    topk = importlib.import_module("sglang.srt.layers.moe.topk")
+    known = ("hidden_states", "gating_output", "topk", "renormalize", "correction_bias", "scoring_func")
+
+    def fused_topk_cpu(*args: Any, **kwargs: Any) -> Any:
+        return topk.fused_topk_torch_native(*args, **{name: kwargs[name] for name in known if name in kwargs})
+
+    topk.fused_topk_cpu = fused_topk_cpu
 
 
 def scaled_fp8_quant(input: torch.Tensor, scale: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ class Memory:
         try:
             from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
         except ImportError:  # older releases
-            return not self._server_args.disable_cuda_graph
+            return not getattr(self._server_args, "disable_cuda_graph", False)
         return not cuda_graph_fully_disabled()
 
     @property
@@ -223,6 +223,7 @@ class SglangWorker:
         self._model = model
         self._allocator = memory.allocator
         self._graphs = memory.has_graphs
+        self._made: dict[torch.nn.Module, tuple[Set[str], LayerReload]] = {}  # by model, with the names of the layers
         self.manager = build_manager(config, rank, memory.chosen, self._discardable, memory.notes)
         self.agent = build_agent(
             config,
@@ -260,7 +261,11 @@ class SglangWorker:
         layers = watch.transformed()
         if not layers:
             return None
-        return LayerReload(watch, layers, model.load_weights, engine="SGLang", graphs=self._graphs())
+        made = self._made.get(model)
+        if made is None or made[0] != layers.keys():
+            reload = LayerReload(watch, layers, model.load_weights, engine="SGLang", graphs=self._graphs())
+            made = self._made[model] = layers.keys(), reload
+        return made[1]
 
     def _discardable(self, tag: Tag) -> Iterable[Block]:
         if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release
