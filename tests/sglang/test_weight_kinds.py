@@ -28,7 +28,6 @@ from tests.weight_kinds import (
     renew,
     started,
     state,
-    write_awq,
     write_dense,
     write_fp8_experts,
     write_gptq,
@@ -136,7 +135,6 @@ QUANTISED = {
     "int8": Quantised(write_int8, rounds=True),
     "int4": Quantised(write_int4),
     "gptq": Quantised(write_gptq, rounds=True),
-    "awq": Quantised(write_awq, rounds=True),
 }
 
 

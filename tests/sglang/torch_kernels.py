@@ -21,7 +21,6 @@ def register() -> None:
     _compressed_tensors()
     if importlib.util.find_spec("sglang.srt.hardware_backend.gpu"):  # older releases keep these kernels elsewhere
         _gptq()
-        _awq()
 
 
 def _fp8() -> None:
@@ -132,26 +131,6 @@ def _gptq() -> None:
         return multiplied(x, unpacked(layer.qweight, 4) - 8, layer.scales.flip(1).t(), bias)
 
     kernels.GPTQMarlinLinearKernel.apply = apply
-
-
-def _awq() -> None:
-    kernels = importlib.import_module("sglang.srt.hardware_backend.gpu.quantization.awq_kernels")
-    _marlin_functions(kernels)
-    kernels.awq_marlin_repack = lambda packed, **_: packed.flip(0).contiguous()
-    kernels.awq_to_marlin_zero_points = lambda packed, **_: packed.flip(0).contiguous()
-    for module in ("awq", "schemes.awq_marlin"):
-        _supported(importlib.import_module(f"{QUANTIZATION}.awq.{module}"))
-
-    def in_order(packed: torch.Tensor) -> torch.Tensor:
-        values = unpacked(packed.flip(0), 4)
-        return values.unflatten(1, (-1, 8))[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
-
-    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        values, zeros = in_order(layer.qweight), in_order(layer.qzeros)
-        shifted = values - zeros.repeat_interleave(values.shape[1] // zeros.shape[1], 1)
-        return multiplied(x, shifted, layer.scales.flip(1).t(), bias)
-
-    kernels.AWQMarlinLinearKernel.apply = apply
 
 
 def _supported(module: Any) -> None:
