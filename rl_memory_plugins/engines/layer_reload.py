@@ -27,7 +27,8 @@ from rl_memory_plugins.engines.post_load import STEP, PostLoad, unsupported
 from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage
-from rl_memory_plugins.weights.plan import Loader, LoadPlan
+from rl_memory_plugins.weights.loader_run import Loader
+from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.trace import CopyStep, Step
 from rl_memory_plugins.weights.write_recorder import recording
 

@@ -20,9 +20,9 @@ from rl_memory_plugins.weights.adapters import AdapterSlots, RankAdapters
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.drafted import DraftedLoader
+from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
 from rl_memory_plugins.weights.names import NamedWeights
-from rl_memory_plugins.weights.plan import Loader
 from rl_memory_plugins.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.weights.manifest import Mismatch, manifest_error
@@ -11,7 +11,10 @@ from rl_memory_plugins.weights.pools import inline, intercepted
 from rl_memory_plugins.weights.trace import PythonGuard, Tracer
 
 if TYPE_CHECKING:
-    from rl_memory_plugins.weights.plan import Loader
+    import torch
+
+Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], Any]"
+"""A model's `load_weights`."""
 
 MAX_FAILURES = 64
 """The trace stops after this many failed names in a row. Each costs a call of the loader, and all names with a wrong

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
-from rl_memory_plugins.weights.plan import Loader, LoadPlan, layer_of, signature, trace
+from rl_memory_plugins.weights.plan import LoadPlan, layer_of, signature, trace
 from rl_memory_plugins.weights.replay import Replays
 from rl_memory_plugins.weights.write_recorder import recording
 from rl_memory_plugins.weights.written import Written, written_names

@@ -18,7 +18,7 @@ from rl_memory_plugins.tags import DraftShare
 from rl_memory_plugins.weights.casts import CastRule, summary
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.known_names import hint, nearest, skipped_twins
-from rl_memory_plugins.weights.loader_run import MAX_FAILURES, run_traced
+from rl_memory_plugins.weights.loader_run import MAX_FAILURES, Loader, run_traced
 from rl_memory_plugins.weights.manifest import ITEMSIZE, Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.trace import CopyStep, Step, Tracer
 
@@ -30,9 +30,6 @@ SMALL_BYTES = 4 << 20
 
 _NOT_GROUPED = {getattr(torch, name, None) for name in ("float8_e8m0fnu", "uint16", "uint32", "uint64")}
 """Dtypes that `torch._foreach_copy_` refuses on a GPU."""
-
-Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-"""A model's `load_weights`."""
 
 
 def can_group_copy(source: torch.Tensor, destination: torch.dtype) -> bool:

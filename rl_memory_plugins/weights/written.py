@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rl_memory_plugins.weights.casts import CastRule
-from rl_memory_plugins.weights.loader_run import run_traced
+from rl_memory_plugins.weights.loader_run import Loader, run_traced
 from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.plan import Loader
 from rl_memory_plugins.weights.trace import Tracer
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
 from rl_memory_plugins.engines.vllm.update_session import own_reload
 from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.model_loader import Reload
-from rl_memory_plugins.weights.plan import Loader, LoadPlan
+from rl_memory_plugins.weights.plan import LoadPlan
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 #: The symbols that this package uses; `worker.py` requires them at the start.
