@@ -27,7 +27,7 @@ from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.keep import checked_globs
 from rl_memory_plugins.published_state import PublishedState
-from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply
+from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, WeightsStatus
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
 from rl_memory_plugins.transition import PendingTransition, given_up
 
@@ -128,7 +128,7 @@ class Controller:
         weight_version: str | None = None,
         *,
         paused: bool = False,
-        contents: Sequence[tuple[str, int]] | None = None,
+        contents: Sequence[WeightsStatus] | None = None,
     ) -> None:
         """Publish changes that the engine's own calls have made, and schedule again if the admission rule holds.
 
@@ -138,7 +138,7 @@ class Controller:
             weight_version: The version that the caller gave the new weights, if any.
             paused: The engine is paused by its own API. As on an engine without the plugin, such a pause keeps requests
                 while the engine's own call updates the weights.
-            contents: The content of each rank's weights and its epoch, if known. The ranks are asked otherwise.
+            contents: The state of each rank's weights, if known. The ranks are asked otherwise.
         """
         if weight_version:  # the engine checks neither its length nor its characters
             self._state.note(weight_version=weight_version[:LONGEST_VERSION].encode(errors="replace").decode())

@@ -13,8 +13,7 @@ from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.coordination import RankGroup, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.records import UNKNOWN, EngineStatus, RankStatus
-from rl_memory_plugins.tags import Content
+from rl_memory_plugins.records import UNKNOWN, EngineStatus, RankStatus, WeightsStatus
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +61,14 @@ class PublishedState:
         busy = self._under_way() if self.status.busy == UNKNOWN else self.status.busy
         self.publish(ranks=ranks, busy=busy)
 
-    def refresh_content(self, contents: Sequence[tuple[str, int]] | None) -> None:
+    def refresh_content(self, contents: Sequence[WeightsStatus] | None) -> None:
         """Publish content and epoch alone: trainers load tensor by tensor, and the whole status takes longer."""
         if self.status.busy == UNKNOWN:
             self.refresh()
             return
         if contents is None:
-            contents = [reply.result for reply in raise_failures(self._ranks.call("content"))]
-        ranks = [
-            msgspec.structs.replace(rank, content=Content(content), content_epoch=epoch)
-            for rank, (content, epoch) in zip(self.status.ranks, contents, strict=True)
-        ]
-        self.publish(ranks=ranks)
+            contents = [WeightsStatus(*reply.result) for reply in raise_failures(self._ranks.call("content"))]
+        self.publish(ranks=[now.changed(rank) for rank, now in zip(self.status.ranks, contents, strict=True)])
 
     def refresh_or_close(self) -> None:
         """Refresh at the end of a transition, so that the board does not keep the state of its middle."""

@@ -13,7 +13,7 @@ from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import encode_reply, error_reply
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.manager import MemoryManager
-from rl_memory_plugins.records import Reply
+from rl_memory_plugins.records import Reply, WeightsStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
 
 if TYPE_CHECKING:
@@ -126,9 +126,9 @@ class RankAgent:
         self.manager.require_writable()
         return self.receiver.checksums()
 
-    def content(self) -> tuple[str, int]:
-        """The content of the weights and its epoch."""
-        return self.manager.content.value, self.manager.epoch
+    def content(self) -> WeightsStatus:
+        draft = self.manager.draft.state
+        return WeightsStatus(self.manager.content.value, self.manager.epoch, draft and draft.value)
 
     @contextmanager
     def loading(self, source: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ All are msgspec structs. They travel as msgpack between processes and as JSON ov
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -46,6 +46,27 @@ class RankStatus(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()  # limits of this rank, for a person
     left: dict[str, int] = {}  # bytes that stay on the device while asleep, by cause
     draft: Draft | None = None  # whether the draft model goes with the weights; `None` without a draft model
+
+
+class WeightsStatus(NamedTuple):
+    """The part of `RankStatus` that changes when other code loads weights."""
+
+    content: str
+    content_epoch: int
+    draft: str | None
+
+    @classmethod
+    def of(cls, rank: RankStatus) -> WeightsStatus:
+        return cls(rank.content.value, rank.content_epoch, rank.draft and rank.draft.value)
+
+    def changed(self, rank: RankStatus) -> RankStatus:
+        """The status of the rank with this part."""
+        return msgspec.structs.replace(
+            rank,
+            content=Content(self.content),
+            content_epoch=self.content_epoch,
+            draft=None if self.draft is None else Draft(self.draft),
+        )
 
 
 #: `EngineStatus.busy` of an engine whose ranks did not report their state. Any later command asks them again.

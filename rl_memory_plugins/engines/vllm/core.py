@@ -29,7 +29,7 @@ from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.loaded_versions import LoadedVersions
-from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.records import EngineStatus, WeightsStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, PauseMode, Tag
 
 CORE = "vllm.v1.engine.core:EngineCore"
@@ -138,7 +138,7 @@ def notice_loads(core: Any, weight_version: str | None = None) -> None:
 
 
 def _note_loads(
-    core: Any, controller: Controller, *, reloaded: bool, contents: Sequence[tuple[str, int]] | None = None
+    core: Any, controller: Controller, *, reloaded: bool, contents: Sequence[WeightsStatus] | None = None
 ) -> None:
     """Publish loads by vLLM's own calls.
 
@@ -150,14 +150,14 @@ def _note_loads(
     controller.note_foreign_changes(version, paused=core.is_scheduler_paused(), contents=contents)
 
 
-def _was_changed(core: Any, controller: Controller, contents: Sequence[tuple[str, int]] = ()) -> bool:
+def _was_changed(core: Any, controller: Controller, contents: Sequence[WeightsStatus] = ()) -> bool:
     """Whether other code has written the weights since the controller looked.
 
     Args:
-        contents: The content of all ranks' weights and its epoch, if they have told it. A worker in this process is
+        contents: The state of all ranks' weights, if they have told it. A worker in this process is
             looked at. Others may have written.
     """
-    known = [(rank.content.value, rank.content_epoch) for rank in controller.status.ranks]
+    known = [WeightsStatus.of(rank) for rank in controller.status.ranks]
     if contents:
         return list(contents) != known
     worker = worker_here(core)
@@ -334,9 +334,9 @@ def _then(outcome: Future[Any], result: Any) -> Future[Any]:
 
 @dataclass
 class _After:
-    """What the ranks tell after a call: the content of their weights and its epoch, and whether a rank has reloaded."""
+    """What the ranks tell after a call: the state of their weights, and whether a rank has reloaded."""
 
-    contents: list[tuple[str, int]] = field(default_factory=list)
+    contents: list[WeightsStatus] = field(default_factory=list)
     reloaded: bool = False
 
 
@@ -361,7 +361,7 @@ def _guarded_rpc(
 
         method = cloudpickle.dumps(method)
     replies = rpc(core, call_guarded, timeout, (method, tuple(args or ()), kwargs or {}), None)
-    after.contents = [(content, epoch) for _, _, (content, epoch), _ in replies]
+    after.contents = [WeightsStatus(*state) for _, _, state, _ in replies]
     after.reloaded = any(reloaded for *_, reloaded in replies)
     for failed, reply, *_ in replies:
         if failed:

@@ -32,6 +32,7 @@ from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
+from rl_memory_plugins.records import WeightsStatus
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.model_loader import Reload
@@ -93,10 +94,10 @@ _guarded = False  # the current call of this worker may raise; see `call_guarded
 
 def call_guarded(
     worker: Any, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any, tuple[str, int], bool]:
+) -> tuple[bool, Any, WeightsStatus, bool]:
     """Run a method of the worker by its name, or a pickled function of the worker.
 
-    Returns: whether the call failed; its result or the message of its error; the content of the weights and its epoch;
+    Returns: whether the call failed; its result or the message of its error; the state of the weights;
         whether the worker has reloaded its weights.
     """
     global _guarded
