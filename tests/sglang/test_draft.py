@@ -45,7 +45,7 @@ def made(target: Model, *drafts: Model, path: str = "draft") -> SglangWorker:
         post_load.attach(model)
     config = types.SimpleNamespace(model_path=path, revision=None)
     runners = [types.SimpleNamespace(model=draft, model_config=config) for draft in drafts]
-    return SglangWorker(target, memory, RLMemoryConfig(), 0, runners)
+    return SglangWorker(target, memory, RLMemoryConfig(), 0, drafts=runners)
 
 
 def plan(worker: SglangWorker, *names: str) -> Any:
