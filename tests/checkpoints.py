@@ -25,6 +25,7 @@ def write_glm4_moe(folder: Path, seed: int, dtype: str) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
+        attention_bias=True,
         n_routed_experts=8,
         num_experts_per_tok=2,
         n_group=1,

@@ -215,6 +215,11 @@ class LayerwiseReload:
             for layer in self._model.modules():
                 layerwise.get_layerwise_info(layer).reset()
             raise
+        finally:
+            # vLLM leaves its collecting loader on parameters that it does not take apart (`bias`), in layers that the
+            # update omits. The loader would ignore the weights of the next update.
+            for parameter in self._model.parameters():
+                _restore_own_loader(parameter)
 
 
 def restore_layers(model: torch.nn.Module) -> None:
@@ -247,12 +252,16 @@ def transformed_layers(post_load: PostLoad) -> dict[str, str]:
 def _without_memory(recorded: torch.Tensor) -> torch.Tensor:
     """A tensor like the recorded one, with its own loader, without physical memory."""
     tensor: Any = without_memory(recorded)
-    loader: Any = getattr(tensor, "weight_loader", None)
-    # The first load may have left its collecting loader around the parameter's own.
-    unwrapped = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
-    if unwrapped is not loader:
-        tensor.weight_loader = unwrapped
+    _restore_own_loader(tensor)  # the first load may have left its collecting loader
     return tensor
+
+
+def _restore_own_loader(tensor: Any) -> None:
+    """Remove vLLM's collecting loader from around a parameter's own."""
+    loader: Any = getattr(tensor, "weight_loader", None)
+    own = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
+    if own is not loader:
+        tensor.weight_loader = own
 
 
 @contextmanager
