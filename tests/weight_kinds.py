@@ -55,10 +55,18 @@ def write_int8(folder: Path, seed: int, dtype: str) -> Path:
 
 def write_int4(folder: Path, seed: int, dtype: str) -> Path:
     """Four-bit weights, eight to an integer, with a scale for every 128 of a row."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}
+    return _int4(write_dense(folder, seed, dtype), BLOCK)
+
+
+def write_int4_experts(folder: Path, seed: int, dtype: str) -> Path:
+    return _int4(write_moe(folder, seed, dtype), 32)
+
+
+def _int4(folder: Path, group: int) -> Path:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
 
     def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        groups = weight.float().view(weight.shape[0], -1, BLOCK)
+        groups = weight.float().view(weight.shape[0], -1, group)
         scale = groups.abs().amax(dim=2, keepdim=True) / 7
         nibbles = ((groups / scale).round() + 8).to(torch.int64).view(weight.shape[0], -1, 8)
         packed = (nibbles << torch.arange(0, 32, 4)).sum(dim=2)
@@ -69,7 +77,7 @@ def write_int4(folder: Path, seed: int, dtype: str) -> Path:
         }
 
     config = _compressed_tensors("pack-quantized", {"weights": {**weights, "dynamic": False}})
-    return _quantised(write_dense(folder, seed, dtype), config, quantise)
+    return _quantised(folder, config, quantise)
 
 
 def _compressed_tensors(layout: str, group: dict[str, Any]) -> dict[str, Any]:

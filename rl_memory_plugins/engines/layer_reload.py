@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.engines.layer_templates import LayerTemplate
-from rl_memory_plugins.engines.post_load import STEP, PostLoad, unsupported
+from rl_memory_plugins.engines.post_load import STEP, PostLoad, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage
@@ -66,6 +66,7 @@ class LayerReload:
         self._layers = {name: modules[name] for name in layers}
         name, method = next(iter(layers.items()))
         self.why = f"{engine} transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
+        refuse_untried(post_load.model, layers)
         templates = post_load.templates
         unknown = {name: layers[name] for name, layer in self._layers.items() if layer not in templates}
         if unknown:

@@ -257,6 +257,26 @@ def _layout(layer: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def refuse_untried(model: torch.nn.Module, layers: Mapping[str, str]) -> None:
+    """Refuse layers in formats whose kernels need a Blackwell GPU (NVFP4, MXFP8), where no update has been tried.
+
+    Args:
+        layers: The names of the transformed layers, with their quantisation methods.
+
+    Raises:
+        UnsupportedError: a layer has such a format.
+    """
+    modules = dict(model.named_modules())
+    found = {}
+    for name, method in layers.items():
+        lower = method.lower().replace("mxfp4", "")
+        mxfp8 = getattr(getattr(modules.get(name), "quant_method", None), "use_mxfp8", False)
+        if "fp4" in lower or "mxfp8" in lower or mxfp8 is True:
+            found[name] = method
+    if found:
+        raise unsupported(found, "their format (NVFP4, MXFP8) needs a Blackwell GPU, where no update has been tried")
+
+
 def unsupported(layers: Mapping[str, str], why: str) -> UnsupportedError:
     """The error for layers that cannot be updated.
 

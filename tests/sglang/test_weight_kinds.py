@@ -32,6 +32,7 @@ from tests.weight_kinds import (
     write_fp8_experts,
     write_gptq,
     write_int4,
+    write_int4_experts,
     write_int8,
     write_moe,
     write_tensor_fp8,
@@ -134,6 +135,7 @@ QUANTISED = {
     "fp8 by the engine": Quantised(write_dense, arguments=("--quantization", "fp8")),
     "int8": Quantised(write_int8, rounds=True),
     "int4": Quantised(write_int4),
+    "int4 experts": Quantised(write_int4_experts),
     "gptq": Quantised(write_gptq, rounds=True),
 }
 

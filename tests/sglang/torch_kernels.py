@@ -44,17 +44,13 @@ def _fp8() -> None:
     fp8.Fp8LinearMethod.apply = apply
 
     def apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
-        combine = importlib.import_module("sglang.srt.layers.moe.token_dispatcher").StandardCombineInput
-        x, (weights, chosen, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
-        out = torch.zeros(x.shape)
-        for expert in chosen.unique().tolist():
-            tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            w13 = layer.w13_weight[expert].float() * layer.w13_weight_scale[expert]
-            w2 = layer.w2_weight[expert].float() * layer.w2_weight_scale[expert]
-            gate, up = (x[tokens].float() @ w13.t()).chunk(2, dim=1)
-            made = (torch.nn.functional.silu(gate) * up) @ w2.t()
-            out.index_add_(0, tokens, made * weights[tokens, places, None].float())
-        return combine(hidden_states=out.to(x.dtype))
+        def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return (
+                layer.w13_weight[expert].float() * layer.w13_weight_scale[expert],
+                layer.w2_weight[expert].float() * layer.w2_weight_scale[expert],
+            )
+
+        return experts(dispatch_output, weights)
 
     fp8.Fp8MoEMethod.apply = apply_experts
 
@@ -89,6 +85,7 @@ def _compressed_tensors() -> None:
         found = getattr(importlib.import_module(f"{package}.schemes.compressed_tensors_{module}"), scheme)
         found.apply_weights = apply_weights
     _marlin(importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16"))
+    _marlin_experts(importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16_moe"))
 
 
 def _marlin(module: Any) -> None:
@@ -100,6 +97,44 @@ def _marlin(module: Any) -> None:
         return multiplied(x, values, layer.weight_scale.flip(1).t(), bias)
 
     module.CompressedTensorsWNA16.apply_weights = apply_weights
+
+
+def _marlin_experts(module: Any) -> None:
+    """Experts of four bits: the rows of packed weights are reversed and joined by two, scales are reversed."""
+    module.marlin_make_workspace = lambda device, *args: torch.zeros(8, dtype=torch.int32, device=device)
+    module.gptq_marlin_moe_repack = lambda packed, *args: packed.flip(1).reshape(len(packed), packed.shape[1] // 2, -1)
+    module.marlin_moe_permute_scales = lambda scales, *args: scales.flip(2).contiguous()
+
+    def dequantised(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        rows = packed.reshape(-1, scales.shape[1]).flip(0)
+        values = unpacked(rows.t(), 4) - 8
+        groups = scales.flip(1).t().float()
+        return values.float() * groups.repeat_interleave(values.shape[1] // groups.shape[1], 1)
+
+    def apply_weights(self: Any, layer: Any, dispatch_output: Any) -> Any:
+        def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return (
+                dequantised(layer.w13_weight_packed[expert], layer.w13_weight_scale[expert]),
+                dequantised(layer.w2_weight_packed[expert], layer.w2_weight_scale[expert]),
+            )
+
+        return experts(dispatch_output, weights)
+
+    module.CompressedTensorsWNA16MoE.apply_weights = apply_weights
+
+
+def experts(dispatch_output: Any, weights_of: Any) -> Any:
+    """Gated experts; `weights_of` gives both matrices of an expert, of shape (outputs, inputs)."""
+    combine = importlib.import_module("sglang.srt.layers.moe.token_dispatcher").StandardCombineInput
+    x, (weights, chosen, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
+    out = torch.zeros(x.shape)
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        w13, w2 = weights_of(expert)
+        gate, up = (x[tokens].float() @ w13.t()).chunk(2, dim=1)
+        made = (torch.nn.functional.silu(gate) * up) @ w2.t()
+        out.index_add_(0, tokens, made * weights[tokens, places, None].float())
+    return combine(hidden_states=out.to(x.dtype))
 
 
 def _marlin_functions(module: Any) -> None:

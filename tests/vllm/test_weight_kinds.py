@@ -212,7 +212,8 @@ def test_an_update_that_breaks_off_leaves_the_engine_able_to_take_the_next(engin
 def refused(llm: Any, folder: Path) -> list[tuple[str, str]]:
     """What is wrong with a manifest with a wrong, an unknown and a missing tensor."""
     tensors = checkpoint(folder)
-    name, missing = (next(name for name in tensors if part in name) for part in ("1.self_attn.o_proj", "0.mlp"))
+    read = [name for name in tensors if not name.endswith("g_idx")]  # which vLLM reads of some checkpoints only
+    name, missing = (next(name for name in read if part in name) for part in ("1.self_attn.o_proj", "0.mlp"))
     tensors[name] = torch.zeros(3, 5, dtype=tensors[name].dtype)
     tensors["model.layers.0.unheard_of.weight"] = torch.zeros(4, 4)
     del tensors[missing]

@@ -17,7 +17,7 @@ import torch
 
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.layer_reload import LayerReload
-from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, unsupported
+from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
 from rl_memory_plugins.engines.vllm.update_session import own_reload
@@ -130,6 +130,7 @@ class LayerwiseReload:
             raise unsupported(
                 layers, "the reload of this vLLM release does not wrap the loaders of all parameters: use 0.25"
             )
+        refuse_untried(self._model, layers)
         kept = post_load.kept_elsewhere()
         if kept:
             raise unsupported(kept, "their kernels keep packed copies in memory of their own")

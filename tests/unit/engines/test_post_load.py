@@ -1,10 +1,12 @@
 """Which layers count as transformed after loading, and what a second load must repeat."""
 
+import contextlib
+
 import pytest
 import torch
 
 from rl_memory_plugins.engines import post_load
-from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 
 
 class Method:
@@ -204,3 +206,21 @@ def test_a_method_that_was_exchanged_after_the_first_load_is_watched_too():
     model[0].quant_method = Method(lambda layer: None)
     with pytest.raises(WeightUpdateError):
         reload(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "mxfp8", "refused"),
+    [
+        ("ModelOptNvFp4LinearMethod", False, True),
+        ("CompressedTensorsW4A4Fp4", False, True),
+        ("ModelOptMxFp8LinearMethod", False, True),
+        ("Fp8LinearMethod", True, True),
+        ("Fp8LinearMethod", False, False),
+        ("Mxfp4MoEMethod", False, False),
+    ],
+)
+def test_formats_that_only_blackwell_runs_are_refused(name, mxfp8, refused):
+    model = loaded(pack)
+    model[0].quant_method = type(name, (), {"use_mxfp8": mxfp8})()
+    with pytest.raises(UnsupportedError, match="Blackwell") if refused else contextlib.nullcontext():
+        post_load.refuse_untried(model, {"0": name})
