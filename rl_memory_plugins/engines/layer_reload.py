@@ -105,6 +105,9 @@ class LayerReload:
         """See `Reload`."""
         held = self._held(plan)
         layers_of = {name: self._layers_of(steps) for name, steps in plan.rebuilt.items()}
+        self._require_read_layers(plan, set().union(*layers_of.values()))
+        while more := set().union(*(layers for layers in layers_of.values() if held & layers)) - held:
+            held |= more  # a tensor of several layers goes to the loader as a whole
         streamed = {name: layers for name, layers in layers_of.items() if held.isdisjoint(layers)}
         missing = Counter(itertools.chain(*streamed.values()))  # the tensors of each layer that have not arrived
         opened: dict[str, _Opened] = {}
@@ -143,6 +146,22 @@ class LayerReload:
             for one in opened.values():
                 one.saved.restore()
             raise
+
+    def _require_read_layers(self, plan: LoadPlan, written: Set[str]) -> None:
+        """Check that the update has the layers of which the model's loader computes other tensors.
+
+        Raises:
+            WeightUpdateError: the loader would read a layer whose temporary memory is undefined.
+        """
+        read = {name.rpartition(".")[0] for name in plan.derived_from} & self._layers.keys()
+        absent = sorted(read - written)
+        if absent and (plan.partial or plan.omitted):
+            raise WeightUpdateError(
+                f"the model's loader computes other tensors of {absent[0]}, which the engine has transformed: a "
+                "partial update must have this layer too",
+                reason="incomplete",
+                missing=absent,
+            )
 
     def _layers_of(self, steps: Iterable[Step]) -> set[str]:
         """The transformed layers that these steps write."""

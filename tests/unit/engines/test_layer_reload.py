@@ -189,6 +189,17 @@ def test_a_partial_update_transforms_its_layers_only() -> None:
     assert_equal(state(model), state(loaded({**weights(1), "two.weight": weights(2)["two.weight"]})))
 
 
+def test_a_partial_update_has_the_layers_that_the_loader_reads() -> None:
+    model = loaded(weights(1), absorbs=True)
+    before = state(model)
+    with pytest.raises(WeightUpdateError, match="computes other tensors of two"):
+        update(loader_of(model), {"one.weight": weights(2)["one.weight"]}, partial=True)
+    assert_equal(state(model), before)
+    changed = {name: weights(2)[name] for name in ("one.weight", "two.weight")}
+    update(loader_of(model), changed, partial=True)
+    assert_equal(state(model), state(loaded({**weights(1), **changed}, absorbs=True)))
+
+
 def test_a_manifest_is_checked_against_the_checkpoint_s_layout() -> None:
     model = loaded(weights(1))
     before = state(model)
