@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -79,6 +80,7 @@ class LayerReload:
             why = "they keep tensors that CUDA graphs use and that a reload would replace: disable CUDA graphs"
             raise unsupported(hidden, why)
         self._templates = {name: templates[layer] for name, layer in self._layers.items()}
+        self._known: MutableMapping[LoadPlan, dict[str, list[tuple[str, str, Step]]]] = WeakKeyDictionary()
         self._places = {  # by the address of a blank parameter
             _address(blank): (name, key)
             for name, template in self._templates.items()
@@ -104,7 +106,8 @@ class LayerReload:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
         """See `Reload`."""
         held = self._held(plan)
-        layers_of = {name: self._layers_of(steps) for name, steps in plan.rebuilt.items()}
+        routes = self._routes(plan)
+        layers_of = {name: {layer for layer, _, _ in route if layer} for name, route in routes.items()}
         self._require_read_layers(plan, set().union(*layers_of.values()))
         while more := set().union(*(layers for layers in layers_of.values() if held & layers)) - held:
             held |= more  # a tensor of several layers goes to the loader as a whole
@@ -121,8 +124,7 @@ class LayerReload:
                 for layer in streamed[name]:
                     if layer not in opened:
                         opened[layer] = self._open(layer)
-                for step in plan.rebuilt[name]:
-                    layer, key = self._places.get(_address(step.destination), ("", ""))
+                for layer, key, step in routes[name]:
                     _replay(step, opened[layer].parameters[key] if layer else step.destination, tensor)
                 for layer in streamed[name]:
                     missing[layer] -= 1
@@ -163,10 +165,14 @@ class LayerReload:
                 missing=absent,
             )
 
-    def _layers_of(self, steps: Iterable[Step]) -> set[str]:
-        """The transformed layers that these steps write."""
-        addresses = {_address(step.destination) for step in steps}
-        return {self._places[address][0] for address in addresses if address in self._places}
+    def _routes(self, plan: LoadPlan) -> dict[str, list[tuple[str, str, Step]]]:
+        """The steps of each tensor, each with the transformed layer and parameter that it writes, or empty names."""
+        if plan not in self._known:
+            self._known[plan] = {
+                name: [(*self._places.get(_address(step.destination), ("", "")), step) for step in steps]
+                for name, steps in plan.rebuilt.items()
+            }
+        return self._known[plan]
 
     def _without_tensors(self, plan: LoadPlan, loaded: Set[str]) -> list[str]:
         """The layers of a complete update without tensors in the checkpoint. They get their defaults again."""
