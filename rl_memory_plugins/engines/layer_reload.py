@@ -108,7 +108,7 @@ class LayerReload:
         held = self._held(plan)
         routes = self._routes(plan)
         layers_of = {name: {layer for layer, _, _ in route if layer} for name, route in routes.items()}
-        self._require_read_layers(plan, set().union(*layers_of.values()))
+        self._require_read_layers(plan)
         while more := set().union(*(layers for layers in layers_of.values() if held & layers)) - held:
             held |= more  # a tensor of several layers goes to the loader as a whole
         streamed = {name: layers for name, layers in layers_of.items() if held.isdisjoint(layers)}
@@ -149,14 +149,13 @@ class LayerReload:
                 one.saved.restore()
             raise
 
-    def _require_read_layers(self, plan: LoadPlan, written: Set[str]) -> None:
+    def _require_read_layers(self, plan: LoadPlan) -> None:
         """Check that the update has the layers of which the model's loader computes other tensors.
 
         Raises:
             WeightUpdateError: the loader would read a layer whose temporary memory is undefined.
         """
-        read = {name.rpartition(".")[0] for name in plan.derived_from} & self._layers.keys()
-        absent = sorted(read - written)
+        absent = sorted({name.rpartition(".")[0] for name in plan.read_unwritten} & self._layers.keys())
         if absent and (plan.partial or plan.omitted):
             raise WeightUpdateError(
                 f"the model's loader computes other tensors of {absent[0]}, which the engine has transformed: a "

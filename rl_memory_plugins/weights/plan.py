@@ -58,6 +58,7 @@ class LoadPlan:
         padded: For a complete update, parameters with padding that it does not write.
         rebuilt: For each opaque name that is copied into temporary parameters of a `Reload`, these copies and fills.
         derived_from: The parameters, by the engine's name, from which the loader itself computes other tensors.
+        read_unwritten: Those of them that the update does not write, or not whole.
         draft_share: How much of the draft model it writes.
         draft_tensors: The number of tensors that the draft model takes.
     """
@@ -74,6 +75,7 @@ class LoadPlan:
         self.nearest: dict[str, str] = {}
         self.rebuilt: dict[str, list[Step]] = {}
         self.derived_from: frozenset[str] = frozenset()
+        self.read_unwritten: frozenset[str] = frozenset()
         self.draft_share = DraftShare.NONE
         self.draft_tensors = 0
         self.digest = manifest.digest()
@@ -300,6 +302,7 @@ def trace(
     plan.casts, plan.skipped, plan.nearest = summary(tracer.casts), skipped, near
     plan.rebuilt = rebuilt
     plan.derived_from = frozenset(name for name, parameter in expected.items() if tracer.derives_from(parameter))
+    plan.read_unwritten = frozenset(n for n in plan.derived_from if tracer.written.fraction(expected[n]) < 1)
     if not (whole_layers or tracer.derives or manifest.partial) and tracer.unseen_writes:
         plan.traced = tracer.written
         plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
