@@ -250,11 +250,11 @@ KINDS = {
         of("Qwen3Config", model_class="AutoModel", intermediate_size=512, head_dim=64), task="embed"
     ),
     "embeddings of a causal model": Kind(
-        of("Qwen3Config", intermediate_size=512, head_dim=64), task="classify", vllm={"convert": "embed"}
+        of("Qwen3Config", intermediate_size=512, head_dim=64), task="embed", vllm={"convert": "embed"}
     ),
     "reward (sequence classification)": Kind(
         of("Qwen2Config", model_class="Qwen2ForSequenceClassification", intermediate_size=512, num_labels=3),
-        task="embed",
+        task="classify",
     ),
     "BERT embeddings": Kind(
         of(
