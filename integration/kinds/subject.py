@@ -142,8 +142,7 @@ class Sglang(Subject):
     def answer(self) -> Answer:
         prompts = list(map(list, PROMPTS))
         if self._task in ("embed", "classify"):
-            requests = [self.engine.encode(input_ids=prompt) for prompt in prompts]
-            return Answer([], [list(found["embedding"]) for found in requests])
+            return Answer([], [list(self._encode(prompt)["embedding"]) for prompt in prompts])
         sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
         request = {"lora_path": ["adapter"] * len(prompts)} if self._adapter else {}
         found = self.engine.generate(
@@ -151,6 +150,14 @@ class Sglang(Subject):
         )
         values = [[value for value, *_ in one["meta_info"]["output_token_logprobs"]] for one in found]
         return Answer([list(one["output_ids"]) for one in found], values)
+
+    def _encode(self, prompt: list[int]) -> Any:
+        """`Engine.encode` of token ids, for which it has no argument."""
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        tokenizer = self.engine.tokenizer_manager
+        request = tokenizer.generate_request(EmbeddingReqInput(input_ids=prompt), None)
+        return self.engine.loop.run_until_complete(anext(request))
 
     def load(self, folder: Path) -> None:
         for _ in range(BUSY_TRIES):  # a request that is answered already may still be in SGLang's batch

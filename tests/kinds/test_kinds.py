@@ -28,8 +28,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def recorded(request: pytest.FixtureRequest) -> dict[tuple[str, str], str]:
     """By kind and way the outcome in the committed records of this engine on the CPU."""
     engine = request.config.getoption("--engine")
-    (path,) = RESULTS.glob(f"kinds-{engine}-*-cpu.json")
-    return {(record["kind"], record["way"]): record["outcome"] for record in json.loads(path.read_text())}
+    paths = RESULTS.glob(f"kinds-{engine}-*-cpu.json")
+    records = [record for path in paths for record in json.loads(path.read_text())]
+    return {(record["kind"], record["way"]): record["outcome"] for record in records}
 
 
 @pytest.fixture(scope="session")
@@ -45,4 +46,6 @@ def test_an_engine_is_a_fresh_one_of_the_weights_that_it_got(
     found = {outcome.way: outcome for outcome in run(engine, kind, tmp_path, WAYS)}
     assert found
     for way, (_, outcome, reason) in found.items():
-        assert outcome == recorded[kind, way], f"{way}: {reason}"
+        # A way without a record must pass, or be one that the engine does not have.
+        wanted = {recorded[kind, way]} if (kind, way) in recorded else {"passed", "engine_cannot"}
+        assert outcome in wanted, f"{way}: {outcome}: {reason}"
