@@ -27,9 +27,9 @@ def table(results: Path, names: Mapping[str, str]) -> list[str]:
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     counts = [f"{title}: {_passed(run)}" for title, run in runs.items()]
     lines += ["", f"Kinds of which every way passes that the engine has: {'; '.join(counts)}.", ""]
+    lines += ["| engine | kinds and ways | outcome and reason |", "|---|---|---|"]
     for title, run in runs.items():
-        for reason, places in _reasons(run).items():
-            lines.append(f"- {title}, {', '.join(places)}: {reason}")
+        lines += [f"| {title} | {', '.join(places)} | {reason} |" for reason, places in _reasons(run).items()]
     return lines
 
 
@@ -56,4 +56,4 @@ def _reasons(run: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, list
 
 
 def _escaped(record: Mapping[str, Any]) -> str:
-    return f"`{record['reason']}`" if record["reason"] else "no reason recorded"
+    return f"`{record['reason'].replace('|', '/').replace('`', '')}`" if record["reason"] else "no reason recorded"

@@ -59,4 +59,4 @@ def test_the_table_of_the_records(tmp_path: Path) -> None:
     assert "| dense | yes, , , - |" in lines
     assert "| other | refused, **no**, ,  |" in lines
     assert any("vLLM 0.32.0, cpu: 1" in line for line in lines)
-    assert "- vLLM 0.32.0, cpu, other (partial): failed, `torn`" in lines
+    assert "| vLLM 0.32.0, cpu | other (partial) | failed, `torn` |" in lines
