@@ -154,7 +154,8 @@ def test_transformed_weights_are_those_of_a_fresh_engine(kind: Quantised, tmp_pa
         assert report["receivers"][0]["opaque"] > 0
         assert state(server) == other
         with pytest.raises(WeightUpdateError):
-            push(server, Breaking(checkpoint(folders[0])))
+            # in buckets that are small enough for several to arrive before
+            server.control.update_weights(Breaking(checkpoint(folders[0])), bucket_bytes=1 << 18)
         assert server.control.memory()["content"] == "failed"
         for number in (0, 1):
             renew(server, folders[number])
