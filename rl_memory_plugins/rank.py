@@ -87,7 +87,7 @@ class RankAgent:
 
     def prepare_sleep(self, level: int, tags: list[str], keep: Sequence[str] = ()) -> None:
         self._settle_writes()
-        kept = self._weights.chosen(keep) if keep else {}
+        kept = self._weights.chosen(keep) if keep or level == Level.DISCARD else {}
         self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags], kept)
 
     def commit_sleep(self) -> dict[str, Any]:

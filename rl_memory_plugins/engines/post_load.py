@@ -60,6 +60,11 @@ class PostLoad:
                 if step is not None and not hasattr(step, _ATTRIBUTE):
                     setattr(owner, STEP, self._watched(step, layer if owner is layer else None))
 
+    def unfilled(self) -> list[str]:
+        """The parameters of layers with templates that the first load left as they were: no checkpoint has them."""
+        names = {layer: name for name, layer in self.model.named_modules()}
+        return [f"{names[layer]}.{key}" for layer, one in self.templates.items() for key in one.optional]
+
     def keep_templates(self) -> None:
         """Record the layouts of the layers that have a step, for a reload. Call this before weights are loaded."""
         for layer in self.model.modules():

@@ -104,6 +104,7 @@ def build_agent(
     checkpoint: EngineCheckpoint,
     draft: Draft | None = None,
     adapters: Callable[[], AdapterSlots] | None = None,
+    unfilled: Callable[[], Iterable[str]] = tuple,
     calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **own: Any,
 ) -> RankAgent:
@@ -117,6 +118,7 @@ def build_agent(
         checkpoint: The files that the engine was started from.
         draft: How to reach the draft model of an engine that may have one.
         adapters: Gives the engine's adapters; `None` if it takes none.
+        unfilled: As for `NamedWeights`.
         calls: As for `RankAgent`.
         **own: Arguments of `RankAgent` that only one engine has.
     """
@@ -152,9 +154,8 @@ def build_agent(
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
     if adapters is not None:
         calls = {**calls, **RankAdapters(receiver, adapters).calls}
-    agent = RankAgent(
-        manager, receiver, NamedWeights(model, draft.model if draft else lambda: None), calls=calls, **own
-    )
+    names = NamedWeights(model, draft.model if draft else lambda: None, unfilled)
+    agent = RankAgent(manager, receiver, names, calls=calls, **own)
     manager.warm_up()
     receiver.warm_up()
     return agent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_memory_plugins.memory.allocator import Block
@@ -45,21 +45,30 @@ class NamedWeights:
     Args:
         model: Gives the model as it is now.
         draft: Gives its draft model, if it has one.
+        unfilled: Gives the names of parameters that the engine's own load leaves as they are: no checkpoint has them,
+            so no load would write them after a discarding sleep. Every choice has them.
     """
 
     def __init__(
-        self, model: Callable[[], torch.nn.Module], draft: Callable[[], torch.nn.Module | None] = lambda: None
+        self,
+        model: Callable[[], torch.nn.Module],
+        draft: Callable[[], torch.nn.Module | None] = lambda: None,
+        unfilled: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._model = model
         self._draft = draft
+        self._unfilled = unfilled
 
     def chosen(self, globs: Sequence[str]) -> dict[str, Block]:
-        """The parameters that match, by name, with their storage.
+        """The parameters that match or that no load fills, by name, with their storage.
 
         A tied parameter has several names, and any of them matches. The result has the first.
         """
+        unfilled = set(self._unfilled())
+        if not globs and not unfilled:
+            return {}
         parameters = dict(self._model().named_parameters(remove_duplicate=False))
-        matching = {name for glob in globs for name in fnmatch.filter(parameters, glob)}
+        matching = {name for glob in globs for name in fnmatch.filter(parameters, glob)} | parameters.keys() & unfilled
         tied = {id(parameters[name]) for name in matching}
         return {name: _storage(one) for name, one in self._model().named_parameters() if id(one) in tied}
 

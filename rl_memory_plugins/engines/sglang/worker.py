@@ -235,6 +235,7 @@ class SglangWorker:
             checkpoint=EngineCheckpoint(memory.checkpoint),
             draft=draft.of(drafts, self._reload, memory.checkpoint),
             adapters=adapters,
+            unfilled=self._unfilled,
             resident_graphs=memory.resident_graphs,
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
             after_wake=lambda tags: memory.registered.resume() if Tag.WEIGHTS in tags else None,
@@ -243,6 +244,10 @@ class SglangWorker:
     def region(self) -> AbstractContextManager[None]:
         """The region for code that makes new weights."""
         return self._allocator.region(Tag.WEIGHTS)
+
+    def _unfilled(self) -> list[str]:
+        watch = post_load.of(self._model)
+        return [] if watch is None else watch.unfilled()
 
     def _reload(self, model: torch.nn.Module) -> LayerReload | None:
         """The reload of a model's layers that SGLang has transformed after loading; `None` if there are none.

@@ -200,6 +200,11 @@ def test_a_partial_update_has_the_layers_that_the_loader_reads() -> None:
     assert_equal(state(model), state(loaded({**weights(1), **changed}, absorbs=True)))
 
 
+def test_what_the_first_load_left_as_it_was_is_known() -> None:
+    watch: Any = post_load.of(loaded(weights(1)))
+    assert watch.unfilled() == ["one.multiplier", "two.multiplier"]
+
+
 def test_a_manifest_is_checked_against_the_checkpoint_s_layout() -> None:
     model = loaded(weights(1))
     before = state(model)

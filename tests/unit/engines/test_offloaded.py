@@ -1,6 +1,6 @@
-"""Parameters that the engine keeps in host memory of its own, as vLLM's `--cpu-offload-gb` does.
+"""Parameters that a sleep must not lose: those that no load fills, and those in host memory of the engine's own.
 
-That offloader points the `data` of a parameter at pinned host memory. A GPU reads it there. No sleep touches it, and
+vLLM's `--cpu-offload-gb` keeps parameters in host memory. That offloader points the `data` of a parameter at pinned host memory. A GPU reads it there. No sleep touches it, and
 updates write it there.
 """
 
@@ -33,11 +33,19 @@ class Model(torch.nn.Module):
             self.get_parameter(name).copy_(tensor)
 
 
-class Rank:
+class Scaled(Model):
+    """Has a scale that no checkpoint has."""
+
     def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((NUMEL,), 5.0), requires_grad=False)
+
+
+class Rank:
+    def __init__(self, model: type[Model] = Model, unfilled: tuple[str, ...] = ()) -> None:
         allocator = HostAllocator()
         with allocator.region(Tag.WEIGHTS):
-            self.model = Model()
+            self.model = model()
         self.model.offloaded.data = self.model.offloaded.data.clone()  # outside of the region
         config = RLMemoryConfig(poison=True)
         self.manager = build_manager(
@@ -51,6 +59,7 @@ class Rank:
             reload=lambda: None,
             model_config=lambda: None,
             checkpoint=EngineCheckpoint(lambda: ("a model that no host has", None)),
+            unfilled=lambda: unfilled,
         )
         self.updates = EngineUpdates(self.manager, self.model.named_parameters)
 
@@ -101,3 +110,21 @@ def test_it_counts_for_the_identity_of_the_weights(rank: Rank) -> None:
     assert rank.agent.identity() != before
     rank.load("offloaded", 2.0)
     assert rank.agent.identity() == before
+
+
+def test_a_discarding_sleep_keeps_what_no_load_fills() -> None:
+    """Such as the scale of a KV cache that the checkpoint does not have: the engine's own load would not write it."""
+    rank = Rank(Scaled, unfilled=("scale", "of another model"))
+    for value in (3.0, 4.0):
+        rank.sleep(Level.DISCARD)
+        rank.wake()
+        rank.load("resident", value)
+        assert rank.manager.content is Content.STALE
+        rank.load("offloaded", value)
+        assert rank.manager.content is Content.VALID
+        parameters = dict(rank.model.named_parameters())
+        assert {name: float(one.max()) for name, one in parameters.items()} == {
+            "resident": value,
+            "offloaded": value,
+            "scale": 5.0,
+        }

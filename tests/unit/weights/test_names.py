@@ -50,6 +50,14 @@ def test_globs_choose_parameters_by_any_of_their_names() -> None:
     assert names.chosen(["inv_freq"]) == {}
 
 
+def test_parameters_that_no_load_fills_are_always_chosen() -> None:
+    model = Tied()
+    names = NamedWeights(lambda: model, unfilled=lambda: ["layers.0.bias", "of another model"])
+    assert set(names.chosen([])) == {"layers.0.bias"}
+    assert set(names.chosen(["layers.*.weight"])) == {"layers.0.bias", "layers.0.weight", "layers.1.weight"}
+    assert NamedWeights(Tied).chosen([]) == {}
+
+
 def test_a_parameter_among_buffers_is_chosen_with_its_storage() -> None:
     model = Shared()
     assert NamedWeights(lambda: model).chosen(["sparse"]) == {"sparse": Block(model.storage.data_ptr(), 256)}
