@@ -74,6 +74,9 @@ def arenas(pages):
 
     yield make
     pages.let_all()
+    for thread in threading.enumerate():
+        if thread.name == "rl-memory-eager-backup":  # it writes into an arena
+            thread.join(TIMEOUT_S)
     for arena in made:
         arena.close()
         assert arena.held_bytes == 0
