@@ -43,7 +43,11 @@ class Scheduler(types.SimpleNamespace):
             config=types.SimpleNamespace(implicit_update_session=False),
             controller=types.SimpleNamespace(status=status, note_foreign_changes=lambda version: None),
             ranks=types.SimpleNamespace(gather=lambda mine: [mine]),
-            worker=types.SimpleNamespace(region=nullcontext, agent=types.SimpleNamespace(loading=nullcontext)),
+            worker=types.SimpleNamespace(
+                region=nullcontext,
+                agent=types.SimpleNamespace(loading=nullcontext),
+                manager=types.SimpleNamespace(draft=types.SimpleNamespace(note_draft=lambda complete: None)),
+            ),
             updates=types.SimpleNamespace(record=nullcontext, wrote=True, settle=lambda: None),
             versions=types.SimpleNamespace(after_load=lambda version: version),
         )
