@@ -1,7 +1,7 @@
 """Parameters that a sleep must not lose: those that no load fills, and those in host memory of the engine's own.
 
-vLLM's `--cpu-offload-gb` keeps parameters in host memory. That offloader points the `data` of a parameter at pinned host memory. A GPU reads it there. No sleep touches it, and
-updates write it there.
+vLLM's `--cpu-offload-gb` points the `data` of a parameter at pinned host memory. A GPU reads it there. No sleep touches
+it, and updates write it there.
 """
 
 from __future__ import annotations
