@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_memory_plugins import commands
 from rl_memory_plugins.admission import require_weights
-from rl_memory_plugins.coordination import RankGroup, raise_failures
+from rl_memory_plugins.coordination import RankGroup, call_or_undo, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.published_state import PublishedState
@@ -89,8 +89,10 @@ class Adapters:
         number = number_of(command.token)
         if self.knows(number):
             raise InvalidRequestError("the token of this update has made another version already", field="token")
-        received = self._ranks.call(
+        received = call_or_undo(
+            self._ranks,
             "prepare_adapter",
+            lambda: self._ranks.call("abort_adapter", number=number),
             name=name,
             number=number,
             config=command.config,
@@ -98,11 +100,6 @@ class Adapters:
             token=command.token,
             timeout_s=self._update_timeout_s if command.timeout_s is None else command.timeout_s,
         )
-        try:
-            raise_failures(received)
-        except RLMemoryError:
-            self._ranks.call("abort_adapter", number=number)
-            raise
 
         def finish(agreed: bool) -> Any:
             if not agreed:

@@ -22,7 +22,7 @@ from rl_memory_plugins.adapters import Adapters
 from rl_memory_plugins.board import StatusBoard
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import AnyCommand, done, encode_reply, error_reply
-from rl_memory_plugins.coordination import RankGroup, abort, commit, prepare, raise_failures
+from rl_memory_plugins.coordination import RankGroup, abort, call_or_undo, commit, prepare, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.keep import checked_globs
@@ -218,17 +218,14 @@ class Controller:
 
         def act() -> Any:
             self.require_free()
-            received[:] = self._ranks.call(
+            received[:] = call_or_undo(
+                self._ranks,
                 "receive_weights",
+                lambda: self._ranks.call("finish_update", complete=False),
                 endpoints=command.endpoints,
                 token=command.token,
                 timeout_s=self._update_timeout_s if command.timeout_s is None else command.timeout_s,
             )
-            try:
-                raise_failures(received)
-            except RLMemoryError:
-                self._ranks.call("finish_update", complete=False)
-                raise
             return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rl_memory_plugins.errors import RLMemoryError, from_record
@@ -22,10 +22,16 @@ def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
     Raises:
         RLMemoryError: the error of the first rank that failed; `rank` and `failed_ranks` in its details name the ranks.
     """
+    call_or_undo(ranks, f"prepare_{operation}", lambda: abort(ranks, operation), **arguments)
+
+
+def call_or_undo(ranks: RankGroup, method: str, undo: Callable[[], object], /, **arguments: Any) -> list[Reply[Any]]:
+    """Run a method on all ranks. If a rank fails, run `undo`, and raise as `prepare` does."""
+    replies = ranks.call(method, **arguments)
     try:
-        raise_failures(ranks.call(f"prepare_{operation}", **arguments))
+        return raise_failures(replies)
     except RLMemoryError:
-        abort(ranks, operation)
+        undo()
         raise
 
 
