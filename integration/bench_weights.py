@@ -1,6 +1,7 @@
 """Weight updates on a GPU through a whole engine: by the plugin and by the engine's own routes, in the same session.
 
     python -m integration.bench_weights --engine vllm --model 7b --out results.json
+    python -m integration.bench_weights --engine vllm --model 7b --fp8 --out results.json
 
 Each subject is a process of its own, with the engine's offline class, dummy weights and CUDA graphs. The trainer is
 another process on the same GPU (`bench_weights_trainer`) and sends a checkpoint's tensors through the engine's public
@@ -38,7 +39,8 @@ from typing import Any
 import msgspec
 
 from integration import bench_weights_trainer, records
-from integration.models import SHAPES, write_model
+from integration.kinds.checkpoints import configure
+from integration.models import FP8_BLOCKS, SHAPES, write_model
 from integration.offline import sglang_answers, start_sglang, start_vllm, vllm_answers
 from integration.records import Records
 from integration.subjects import described, engine_version, succeeds
@@ -249,11 +251,13 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         dtype = "bfloat16" if arguments.device == "cuda" else "float32"
         model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype=dtype)
+        if arguments.fp8:
+            configure(model, quantization_config=FP8_BLOCKS)
         subject = ENGINES[arguments.engine](model, arguments.subject == "plugin", arguments.device, arguments.memory)
         common = described(
             "bench_weights",
             arguments.engine,
-            arguments.model,
+            label(arguments),
             arguments.subject,
             arguments.commit,
             gpu=None if arguments.device == "cuda" else "none",
@@ -274,6 +278,7 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
                 arguments.device,
                 arguments.repeats,
                 arguments.bucket_mib << 20,
+                arguments.fp8,
             ),
             daemon=True,
         )
@@ -297,6 +302,11 @@ def serve(pipe: Connection, subject: Subject) -> list[str]:
         except Exception as error:
             traceback.print_exc()
             pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+def label(arguments: argparse.Namespace) -> str:
+    """The model's name in the records."""
+    return f"{arguments.model}-fp8" if arguments.fp8 else str(arguments.model)
 
 
 # -- all subjects ---------------------------------------------------------------------------------------------
@@ -329,6 +339,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default="7b")
     parser.add_argument("--subject", choices=SUBJECTS, default=None, help="by default both, one after the other")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is only for trying the script")
+    parser.add_argument("--fp8", action="store_true", help="the engine's checkpoint is FP8 in blocks of 128 by 128")
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that the engine takes")
     parser.add_argument("--repeats", type=int, default=7, help="updates per route after the first one")
     parser.add_argument("--bucket-mib", type=int, default=DEFAULT_BUCKET_BYTES >> 20, help="largest bucket, in MiB")
@@ -351,7 +362,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             variables = environment(arguments.engine, arguments.device, Path(scratch))
             succeeded = succeeds(command, arguments.timeout, variables) and succeeded
-    compare_answers(arguments.out, arguments.engine, arguments.model)
+    compare_answers(arguments.out, arguments.engine, label(arguments))
     sys.exit(0 if succeeded else 1)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from integration.gpu_figures import copy_floor, peak_extra_bytes
-from integration.models import SHAPES, checkpoint_shapes
-from rl_memory_plugins.trainer import ModelSource, Offloader, push_weights
+from integration.models import FP8_BLOCKS, SHAPES, checkpoint_shapes, fp8_checkpoint_names
+from rl_memory_plugins.trainer import ModelSource, Offloader, QuantisedSource, push_weights
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 
@@ -47,7 +47,9 @@ class Engine:
 class Weights:
     """A checkpoint's tensors, on the device or offloaded to page-locked host memory."""
 
-    def __init__(self, model: str, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: str, device: str, dtype: torch.dtype, fp8: bool) -> None:
+        self.fp8 = fp8
+        self._quantised_names = fp8_checkpoint_names(SHAPES[model])
         self.tensors = {
             name: torch.empty(shape, dtype=dtype, device=device)
             for name, shape in checkpoint_shapes(SHAPES[model]).items()
@@ -76,8 +78,15 @@ class Weights:
         """Keep the tensors in host memory from the next `fill` on."""
         self._on_host = True
 
-    def source(self) -> ModelSource | dict[str, torch.Tensor]:
+    def source(self) -> ModelSource | QuantisedSource | dict[str, torch.Tensor]:
+        if self.fp8:
+            return QuantisedSource(self.tensors, FP8_BLOCKS, self._quantised_names)
         return ModelSource(self.tensors) if self._on_host else self.tensors
+
+    def sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the engine's own route gets."""
+        source = self.source()
+        return iter(source.items()) if isinstance(source, dict) else source.tensors()
 
 
 class Bench:
@@ -123,7 +132,7 @@ class Bench:
 
     def _verify(self, name: str, other: list[list[int]]) -> None:
         """Check that the engine has the last numbers and answers with them."""
-        found = self._engine.call("checksums")
+        found = None if self._weights.fp8 else self._engine.call("checksums")
         if found is not None:
             if found["layout"] != "checkpoint" or found["partial"]:
                 raise RuntimeError(f"after {name} the engine knows no checksums of the checkpoint")
@@ -182,6 +191,8 @@ class Bench:
             return
         self.record("copy_floor_s", list(copy_floor(weights.tensors, self._repeats)))
         self.route("staged", sending(transport="cuda_ipc"))
+        if weights.fp8:  # what is sent is made as it is sent: nobody can open it before
+            return
         self.route("direct", sending(transport="cuda_direct", keep_mapped=True))
         release_mapped()
         self.route("direct_unkept", sending(transport="cuda_direct"))
@@ -198,7 +209,7 @@ class Bench:
         from vllm.distributed.weight_transfer import ipc_engine
 
         call, weights = self._engine.call, self._weights
-        largest = max(tensor.nbytes for tensor in weights.tensors.values())
+        largest = max(tensor.nbytes for _, tensor in weights.sent())
         buffer = {"packed": packed, "packed_buffer_size_bytes": max(largest, 1 << 30)}
         if not hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):  # older vLLM: the trainer's side is a function
 
@@ -207,9 +218,7 @@ class Bench:
                     call("native_update", {key: value for key, value in vars(info).items() if value is not None})
 
                 call("native_start")
-                ipc_engine.IPCWeightTransferEngine.trainer_send_weights(
-                    iter(weights.tensors.items()), {"send_mode": ship, **buffer}
-                )
+                ipc_engine.IPCWeightTransferEngine.trainer_send_weights(weights.sent(), {"send_mode": ship, **buffer})
                 call("native_finish")
 
             call("native_init", {})
@@ -219,10 +228,10 @@ class Bench:
 
         class Source(WeightSource):
             def metadata(self) -> list[Any]:
-                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.tensors.items()]
+                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.sent()]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return iter(weights.tensors.items())
+                return weights.sent()
 
         class Client:
             def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -250,20 +259,21 @@ class Bench:
 
         if self._device == "cuda":
             monkey_patch_torch_reductions()
-        call, named = self._engine.call, list(self._weights.tensors.items())
+        call, weights = self._engine.call, self._weights
         sessions = call("native_init", {})
 
         def send() -> None:
             if sessions:
                 call("native_start")
+            named = list(weights.sent())
             if packed:
-                send_buckets()
+                send_buckets(named)
             else:
                 call("native_update", MultiprocessingSerializer.serialize(named), None, True)
             if sessions:
                 call("native_finish")
 
-        def send_buckets() -> None:
+        def send_buckets(named: list[tuple[str, torch.Tensor]]) -> None:
             buckets = list(cut(named, 1 << 30))
             for number, bucket in enumerate(buckets):
                 flat = FlattenedTensorBucket(named_tensors=bucket)
@@ -313,11 +323,20 @@ def empty_cache(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def main(pipe: Connection, engine: str, subject: str, model: str, device: str, repeats: int, bucket_bytes: int) -> None:
+def main(
+    pipe: Connection,
+    engine: str,
+    subject: str,
+    model: str,
+    device: str,
+    repeats: int,
+    bucket_bytes: int,
+    fp8: bool = False,
+) -> None:
     """The program of the trainer process. Its last message is `done`, with the routes that failed."""
     proxy = Engine(pipe)
     try:
-        weights = Weights(model, device, torch.bfloat16 if device == "cuda" else torch.float32)
+        weights = Weights(model, device, torch.bfloat16 if device == "cuda" else torch.float32, fp8)
         bench = Bench(proxy, weights, repeats, device)
         proxy.call("about", {"bytes": weights.nbytes, "tensors": len(weights.tensors)})
         print(f"{model}: {len(weights.tensors)} tensors, {weights.nbytes / 1e9:.2f} GB", flush=True)

@@ -110,6 +110,21 @@ def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ..
     }
 
 
+#: FP8 with a scale for each block of 128 by 128, as DeepSeek and Qwen publish it.
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def fp8_checkpoint_names(shape: Shape) -> list[str]:
+    """The names of a checkpoint's tensors with `FP8_BLOCKS`."""
+    names = list(checkpoint_shapes(shape))
+    return names + [f"{name}_scale_inv" for name in names if name.endswith("_proj.weight")]
+
+
 def write_model(folder: Path, shape: Shape, *, dtype: str = "float32", seed: int | None = None) -> Path:
     """Write a model folder.
 

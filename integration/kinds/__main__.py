@@ -32,7 +32,7 @@ def main() -> int:
     about = {
         "engine": arguments.engine,
         "engine_version": version_of(*ENGINES[arguments.engine]),
-        "device": ", ".join(gpus()) or "cpu",
+        "device": ", ".join(dict.fromkeys(gpus())) or "cpu",
     }
     records: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
     failures = 0

@@ -19,4 +19,6 @@ def preload(engine: str) -> None:
     if engine == "sglang" and not gpus():
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_IN_KERNELS), os.environ.get("PYTHONPATH")]))
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(MODULES[engine])
+    # SGLang's modules use the GPU when they are imported, and no fork can use it then.
+    modules = [] if engine == "sglang" and gpus() else MODULES[engine]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)

@@ -61,6 +61,19 @@ def fp8(write: Write) -> Write:
     return _with(write, quantised, {"quant_method": "fp8", "activation_scheme": "dynamic"})
 
 
+def block_fp8(write: Write) -> Write:
+    """FP8 with a scale for each block of 128 by 128, as DeepSeek and Qwen publish them."""
+
+    def quantised(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        blocks = weight.float().unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))  # [row, GROUP, column, GROUP]
+        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / torch.finfo(FP8).max
+        values = (blocks / scale).to(FP8).view(weight.shape)
+        return {f"{name}.weight": values, f"{name}.weight_scale_inv": scale[:, 0, :, 0]}
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return _with(write, quantised, {**config, "weight_block_size": [GROUP, GROUP]})
+
+
 def _with(write: Write, quantised: Any, config: dict[str, Any]) -> Write:
     def written(folder: Path, seed: int, dtype: str) -> Path:
         write(folder, seed, dtype)

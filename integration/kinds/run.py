@@ -20,6 +20,7 @@ from tests.vllm.child import Child
 
 SEED, OTHER_SEED = 1, 2
 REASON_LENGTH = 300
+ON_GPU = bool(gpus())
 
 
 class Outcome(NamedTuple):
@@ -152,7 +153,7 @@ def cleaned(text: str, folder: Path) -> str:
 def _write(name: str, folder: Path, checkpoints: list[Checkpoint]) -> None:
     kind = table.KINDS[name]
     for checkpoint in checkpoints:
-        kind.write(checkpoint.folder, checkpoint.seed, kind.dtype)
+        kind.write(checkpoint.folder, checkpoint.seed, dtype_of(kind))
     if kind.adapter:
         write_adapter(folder / "adapter", checkpoints[0].folder)
 
@@ -226,12 +227,24 @@ def expect(subject: Subject, checkpoint: Checkpoint) -> None:
     raise WrongAnswerError(f"values differ from a fresh engine's by up to {apart:.2g}")
 
 
+def dtype_of(kind: Kind) -> str:
+    """The dtype of a kind's weights. The engines' kernels for GPUs need 16 bits."""
+    return "bfloat16" if ON_GPU and kind.dtype == "float32" else kind.dtype
+
+
+def trained(kind: Kind, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, where a trainer has them: on the engine's own GPU, unless the engine has several."""
+    device = "cuda" if ON_GPU and kind.tp == 1 else "cpu"
+    return {name: tensor.to(device) for name, tensor in tensors_of(checkpoint.folder).items()}
+
+
 def weights(kind: Kind, checkpoint: Checkpoint) -> Any:
     if not kind.module:
-        return tensors_of(checkpoint.folder)
+        return trained(kind, checkpoint)
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=getattr(torch, kind.dtype))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=getattr(torch, dtype_of(kind)))
+    return model.to("cuda") if ON_GPU else model
 
 
 def push(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
@@ -240,14 +253,14 @@ def push(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
 
 def push_in_parts(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
     """The first layer, and then the rest."""
-    everything = tensors_of(checkpoint.folder)
+    everything = trained(kind, checkpoint)
     first = {name for name in everything if re.search(r"\b(layers|blocks|h)\.0\.", name)}
     for names in (first, everything.keys() - first):
         subject.push({name: tensor for name, tensor in everything.items() if name in names}, partial=True)
 
 
 def break_off_and_push(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:
-    tensors = tensors_of(checkpoint.folder)
+    tensors = trained(kind, checkpoint)
     try:
         subject.push(Breaking(tensors), bucket_bytes=1 << 16)
     except (ManifestError, UnsupportedError):
@@ -279,7 +292,7 @@ class Breaking:
 def start(engine: str, name: str, folder: Path, log: Path, adapter: Path, *, plugin: bool) -> Child:
     """A fresh engine, in a process of its own that writes into `log`."""
     kind = table.KINDS[name]
-    options = {"dtype": kind.dtype, **(kind.vllm if engine == "vllm" else kind.sglang)}
+    options = {"dtype": dtype_of(kind), **(kind.vllm if engine == "vllm" else kind.sglang)}
     if kind.tp > 1:
         options |= {"tensor_parallel_size" if engine == "vllm" else "tp_size": kind.tp}
     return Child(
@@ -287,7 +300,7 @@ def start(engine: str, name: str, folder: Path, log: Path, adapter: Path, *, plu
         log,
         Start(engine, folder, options, kind.task, plugin, str(adapter) if kind.adapter else ""),
         environment=environment(engine, folder, kind),
-        forked=engine == "vllm",
+        forked=engine == "vllm",  # SGLang's modules use the GPU when they are imported
     )
 
 
@@ -304,14 +317,13 @@ def make(log: Path, start: Start) -> Subject:
     for stream in (1, 2):  # an engine's processes write there
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     if start.engine == "sglang":
-        from tests.aids.sglang_fork import sglang_fork
-
-        torch.set_num_threads(1)
         torch.multiprocessing.set_sharing_strategy("file_system")
-        sglang_fork.register()
-        if not gpus():  # SGLang's build for CPUs comes with none of these kernels
+        if not ON_GPU:  # SGLang's build for CPUs comes with none of these kernels
+            from tests.aids.sglang_fork import sglang_fork
             from tests.sglang import torch_kernels
 
+            torch.set_num_threads(1)
+            sglang_fork.register()
             torch_kernels.register()
     subject = SUBJECTS[start.engine]
     return subject(start.folder, start.options, task=start.task, plugin=start.plugin, adapter=start.adapter)
@@ -321,8 +333,10 @@ def environment(engine: str, folder: Path, kind: Kind) -> dict[str, str]:
     from integration.engines import ENGINES
     from integration.engines.base import Launch
 
-    found = ENGINES[engine]().environment(Launch(folder, tp=kind.tp, forked=True))
+    found = ENGINES[engine]().environment(Launch(folder, tp=kind.tp, forked=True, device="cuda" if ON_GPU else "cpu"))
     found.pop("SGLANG_DISABLED_MODEL_ARCHS", None)  # the process of which all engines are forks has imported them
+    if ON_GPU:  # both engines prefer kernels for blocks that are compiled at first use
+        return {**found, "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "VLLM_USE_DEEP_GEMM": "0"}
     return {**found, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 

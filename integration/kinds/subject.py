@@ -7,9 +7,30 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.run_report import gpus
+
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [300, 20, 7])
 TOKENS = 12
 BUSY_TRIES = 20
+#: The engines that share a GPU have a small part of it each. CUDA graphs must read the new weights.
+VLLM = {
+    "cpu": {"enforce_eager": True},
+    "cuda": {
+        "gpu_memory_utilization": 0.05,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+        "enable_flashinfer_autotune": False,
+    },
+}
+SGLANG: dict[str, dict[str, Any]] = {
+    "cpu": {"attention_backend": "torch_native", "disable_overlap_schedule": True},
+    "cuda": {
+        "attention_backend": "triton",
+        "disable_prefill_cuda_graph": True,
+        "cuda_graph_max_bs_decode": 4,
+        "mem_fraction_static": 0.2,
+    },
+}
+DEVICE = "cuda" if gpus() else "cpu"
 
 
 class Answer(NamedTuple):
@@ -77,10 +98,10 @@ class Vllm(Subject):
                 "dtype": "float32",
                 "max_model_len": 512,
                 "max_num_seqs": 4,
-                "enforce_eager": True,
                 "kv_cache_memory_bytes": 64 << 20,
                 "skip_tokenizer_init": task == "generate",
                 **({"runner": "pooling"} if task in ("embed", "classify") else {}),
+                **VLLM[DEVICE],
                 **options,
             },
         )
@@ -123,11 +144,9 @@ class Sglang(Subject):
             rl_memory={"poison": True} if plugin else False,
             **{
                 "dtype": "float32",
-                "device": "cpu",
-                "attention_backend": "torch_native",
+                "device": DEVICE,
                 "sampling_backend": "pytorch",
                 "grammar_backend": "none",
-                "disable_overlap_schedule": True,
                 "skip_tokenizer_init": True,
                 "max_total_tokens": 4096,
                 "max_running_requests": 4,
@@ -135,6 +154,7 @@ class Sglang(Subject):
                 "log_level": "warning",
                 **({"is_embedding": True} if task in ("embed", "classify") else {}),
                 **({"lora_paths": [f"adapter={adapter}"]} if adapter else {}),
+                **SGLANG[DEVICE],
                 **options,
             },
         )

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from integration.kinds.checkpoints import COMMON, VOCABULARY, Write, of, with_mtp, with_nextn_layer
-from integration.kinds.quantised import awq, fp8, gptq
+from integration.kinds.quantised import awq, block_fp8, fp8, gptq
 from integration.kinds.ways import STREAM, WAYS
 from tests import weight_kinds
 from tests.vllm.test_images import write_vision_model
@@ -67,6 +67,7 @@ GLM = of(
     kept_float32="e_score_correction_bias",
 )
 QUANTISED = of("LlamaConfig", intermediate_size=512)
+EXPERTS = of("Qwen3MoeConfig", intermediate_size=512, **MOE)
 
 KINDS = {
     "dense": Kind(of("Qwen2Config", intermediate_size=512)),
@@ -274,6 +275,12 @@ KINDS = {
     "AWQ int4": Kind(awq(QUANTISED), BF16),
     "FP8 per tensor": Kind(fp8(QUANTISED), BF16),
     "FP8 in blocks": Kind(weight_kinds.write_block_fp8, BF16),
+    "FP8 per tensor, experts": Kind(fp8(EXPERTS), BF16),
+    "FP8 in blocks, experts": Kind(block_fp8(EXPERTS), BF16),
+    "int4 WNA16, experts": Kind(weight_kinds.write_int4_experts, BF16),
+    "FP8 that the engine makes, experts": Kind(
+        EXPERTS, BF16, vllm={"quantization": "fp8"}, sglang={"quantization": "fp8"}
+    ),
     "FP8 that the engine makes": Kind(QUANTISED, BF16, vllm={"quantization": "fp8"}, sglang={"quantization": "fp8"}),
 }
 

@@ -24,8 +24,15 @@ _KEPT_BYTES = 1 << 16
 """Up to this size, first values that are not all equal are kept."""
 
 
+_KV_SCALES = "BaseKVCacheMethod"
+"""The class, in both engines, of the methods whose step gives the scales of an FP8 KV cache defaults if none came."""
+
+
 class LayerTemplate:
     """The parameters and buffers of one layer before its weights were loaded.
+
+    Args:
+        dummy: The first load writes random numbers into every parameter, also into those that no checkpoint has.
 
     Attributes:
         parameters: By name; on the meta device, with their classes and attributes. `None` where the layer has none.
@@ -33,8 +40,9 @@ class LayerTemplate:
         ready: Whether `before_step` has run.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, layer: torch.nn.Module, *, dummy: bool = False) -> None:
         self._layer = layer
+        self._dummy = dummy
         self.parameters = {name: _on_meta(parameter) for name, parameter in layer._parameters.items()}
         self._buffers = dict(layer._buffers)
         self._first = {name: _first_values(tensor) for name, tensor in layer._parameters.items() if tensor is not None}
@@ -52,7 +60,7 @@ class LayerTemplate:
         self.optional = frozenset(
             name
             for name, parameter in layer._parameters.items()
-            if parameter is not None and _is_still(parameter, self._first.get(name))
+            if parameter is not None and (_is_still(parameter, self._first.get(name)) or self._has_default())
         )
         self._attributes = {name: value for name, value in vars(layer).items() if name not in _TABLES}
         self._methods = [
@@ -60,6 +68,11 @@ class LayerTemplate:
             for _, _, owner in walk(layer)
             if owner is not None and hasattr(owner, "__dict__")
         ]
+
+    def _has_default(self) -> bool:
+        """Whether an update may leave the parameters out, although the first load wrote them."""
+        method = type(getattr(self._layer, "quant_method", None))
+        return self._dummy and any(one.__name__ == _KV_SCALES for one in method.__mro__)
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:

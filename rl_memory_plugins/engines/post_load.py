@@ -65,11 +65,15 @@ class PostLoad:
         names = {layer: name for name, layer in self.model.named_modules()}
         return [f"{names[layer]}.{key}" for layer, one in self.templates.items() for key in one.optional]
 
-    def keep_templates(self) -> None:
-        """Record the layouts of the layers that have a step, for a reload. Call this before weights are loaded."""
+    def keep_templates(self, *, dummy: bool = False) -> None:
+        """Record the layouts of the layers that have a step, for a reload. Call this before weights are loaded.
+
+        Args:
+            dummy: See `LayerTemplate`.
+        """
         for layer in self.model.modules():
             if hasattr(getattr(layer, "quant_method", None), STEP):
-                self.templates[layer] = LayerTemplate(layer)
+                self.templates[layer] = LayerTemplate(layer, dummy=dummy)
 
     def transformed(self) -> dict[str, str]:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""
@@ -169,15 +173,16 @@ class PostLoad:
         return watched
 
 
-def attach(model: torch.nn.Module, *, templates: bool = False) -> None:
+def attach(model: torch.nn.Module, *, templates: bool = False, dummy: bool = False) -> None:
     """Watch a new model. Call this before its weights are loaded.
 
     Args:
         templates: Record the layouts of its layers; see `PostLoad.keep_templates`.
+        dummy: The first weights are random numbers; see `LayerTemplate`.
     """
     post_load = PostLoad(model)
     if templates:
-        post_load.keep_templates()
+        post_load.keep_templates(dummy=dummy)
     post_load.watch()
     setattr(model, _ATTRIBUTE, post_load)
 

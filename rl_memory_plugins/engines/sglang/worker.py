@@ -140,10 +140,10 @@ def _create(original: Callable[..., Any]) -> Callable[..., Any]:
 def _initialize_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Watch the post-load steps of each model that SGLang makes."""
 
-    def _initialize_model(*args: Any, **kwargs: Any) -> Any:
-        model = original(*args, **kwargs)
+    def _initialize_model(model_config: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(model_config, load_config, *args, **kwargs)
         if _memory is not None:
-            post_load.attach(model, templates=True)
+            post_load.attach(model, templates=True, dummy=str(load_config.load_format).lower().endswith("dummy"))
         return model
 
     return _initialize_model
