@@ -296,3 +296,61 @@ def test_a_step_that_makes_another_shape_of_other_weights_is_an_error() -> None:
     with pytest.raises(WeightUpdateError, match=r"changed (one|two)\.index, which must not change"):
         update(loader_of(model), weights(2))
     update(loader_of(model), weights(1))
+
+
+class BaseKVCacheMethod:
+    """As the class of this name in both engines."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        scale = float(layer.k_scale)
+        layer.k_scale.data.fill_(scale if scale > 0 else 1.0)
+
+
+class Fp8KVCacheMethod(BaseKVCacheMethod):
+    pass
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+        self.quant_method = Fp8KVCacheMethod()
+
+
+class Cached(Model):
+    """With an attention layer whose scale hardly any checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    @classmethod
+    def started(cls, tensors: dict[str, torch.Tensor], *, dummy: bool) -> Cached:
+        model = cls()
+        post_load.attach(model, templates=True, dummy=dummy)
+        if dummy:
+            for parameter in model.parameters():
+                parameter.data.uniform_(1e-4, 1e-3)
+        model.load_weights(tensors.items())
+        for layer in (model.one, model.two, model.attention):
+            layer.quant_method.process_weights_after_loading(layer)
+        return model
+
+
+def test_an_engine_that_began_with_random_numbers_needs_no_scale_of_its_kv_cache() -> None:
+    model = Cached.started({}, dummy=True)
+    assert 0 < float(model.attention.k_scale) < 1
+    loader = loader_of(model)
+    with pytest.raises(ManifestError, match="multiplier"):  # no engine has a default for it
+        update(loader, weights(1))
+    multipliers = {f"{layer}.multiplier": torch.ones(()) for layer in ("one", "two")}
+    update(loader, weights(1) | multipliers)
+    assert float(model.attention.k_scale) == 1.0  # the default of an engine whose checkpoint has no scale
+    update(loader, {**weights(2), **multipliers, "attention.k_scale": torch.tensor(0.5)})
+    assert float(model.attention.k_scale) == 0.5
+
+
+def test_a_scale_of_the_kv_cache_that_the_checkpoint_had_must_come_again() -> None:
+    loader = loader_of(Cached.started({**weights(1), "attention.k_scale": torch.tensor(0.5)}, dummy=False))
+    with pytest.raises(ManifestError, match=r"attention\.k_scale"):
+        update(loader, weights(1))
