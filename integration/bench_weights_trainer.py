@@ -49,7 +49,6 @@ class Weights:
 
     def __init__(self, model: str, device: str, dtype: torch.dtype, fp8: bool) -> None:
         self.fp8 = fp8
-        self._quantised_names = fp8_checkpoint_names(SHAPES[model])
         self.tensors = {
             name: torch.empty(shape, dtype=dtype, device=device)
             for name, shape in checkpoint_shapes(SHAPES[model]).items()
@@ -57,6 +56,7 @@ class Weights:
         self._device = device
         self._offloader = Offloader(self.tensors, moves=lambda tensor: True)
         self._on_host = False
+        self._quantised = QuantisedSource(self.tensors, FP8_BLOCKS, fp8_checkpoint_names(SHAPES[model]))
         self.checksums: dict[str, str] = {}  # of the numbers that `fill` wrote last
 
     @property
@@ -80,7 +80,7 @@ class Weights:
 
     def source(self) -> ModelSource | QuantisedSource | dict[str, torch.Tensor]:
         if self.fp8:
-            return QuantisedSource(self.tensors, FP8_BLOCKS, self._quantised_names)
+            return self._quantised
         return ModelSource(self.tensors) if self._on_host else self.tensors
 
     def sent(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
 """The version of weights that an engine's own call has loaded, e.g. from disk, and that the caller has not named.
 
 A load of other weights never keeps the version of the former weights. A load of weights that have had a version before
-gets that version again: a load of the engine's first checkpoint is `initial`. All other loaded weights are named by a
+gets that version again: a load of the engine's first checkpoint is `default`. All other loaded weights are named by a
 hash of their bytes, so that equal weights have equal versions on every engine.
 """
 

@@ -13,8 +13,8 @@ import msgspec
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.tags import Content, Draft, TagState
 
-INITIAL_VERSION = "initial"
-"""The version of the weights that an engine starts with."""
+INITIAL_VERSION = "default"
+"""The version of the weights that an engine starts with, by the name that vLLM and SGLang give it."""
 
 LONGEST_VERSION = 1024
 """The most characters of a weight version. Every status holds the version, and the status board is limited."""

@@ -272,7 +272,7 @@ KINDS = {
     "int8 W8A8 (compressed-tensors)": Kind(weight_kinds.write_int8, BF16),
     "int4 WNA16 (compressed-tensors)": Kind(weight_kinds.write_int4, BF16),
     "GPTQ int4": Kind(gptq(QUANTISED), BF16),
-    "AWQ int4": Kind(awq(QUANTISED), BF16),
+    "AWQ int4": Kind(awq(QUANTISED), "float16"),
     "FP8 per tensor": Kind(fp8(QUANTISED), BF16),
     "FP8 in blocks": Kind(weight_kinds.write_block_fp8, BF16),
     "FP8 per tensor, experts": Kind(fp8(EXPERTS), BF16),

@@ -172,7 +172,7 @@ def objections(watched: list[dict[str, Any]], steps: int) -> list[str]:
     levels, versions = [], []
     for step in range(1, steps + 1):
         levels.append(1 if step == 1 else 2)  # the first rollout sleeps before the first sync
-        versions.append(str(step - 1) if step > 1 else "initial")
+        versions.append(str(step - 1) if step > 1 else "default")
         if step % EVALUATION == 0:
             levels.append(1)
             versions.append(str(step))

@@ -213,7 +213,7 @@ class Loop:
             found = self._generation.vllm_client.engine.weight_version()
         else:
             found = self._llm.weight_version()
-        expected = "initial" if self._subject == "plugin" else str(step - 1)
+        expected = "default" if self._subject == "plugin" else str(step - 1)
         expect("the version of the weights is the trainer's step", found, expected)
 
     def log(self, logs: dict[str, float]) -> None:

@@ -110,8 +110,8 @@ _RANK = RankStatus(
     device_total_bytes=25276502016,
     host_arena_bytes=0,
 )
-MEMORY: Json = {"one rank": _sent(Memory(True, None, False, "initial", Content.VALID, [EngineStatus([_RANK])]))}
-VERSION: Json = {"discarded": _sent(Version("initial", Content.STALE))}
+MEMORY: Json = {"one rank": _sent(Memory(True, None, False, "default", Content.VALID, [EngineStatus([_RANK])]))}
+VERSION: Json = {"discarded": _sent(Version("default", Content.STALE))}
 CHECKSUMS: Json = {
     "after a complete update": {
         "layout": "checkpoint",

@@ -103,12 +103,13 @@ class DraftedLoader(ModelLoader):
         self, manifest: Manifest, expected: Mapping[str, torch.Tensor], kept: frozenset[str] = frozenset()
     ) -> LoadPlan:
         """See `ModelLoader`. A manifest that names no tensor of the draft leaves the draft as it is."""
-        ours = {name: tensor for name, tensor in expected.items() if name in self._target.parameters()}
+        of_target = self._target.parameters() if self._exists() else expected
+        ours = {name: tensor for name, tensor in expected.items() if name in of_target}
         split = self._split(manifest)
         if split is None:
             return self._target.plan(manifest, ours, kept)
-        of_target = [spec for spec in manifest.tensors if spec.name in split.target]
-        target = self._target.plan(msgspec.structs.replace(manifest, tensors=of_target), ours, kept)
+        specs = [spec for spec in manifest.tensors if spec.name in split.target]
+        target = self._target.plan(msgspec.structs.replace(manifest, tensors=specs), ours, kept)
         draft, share = self._draft_plan(manifest, split)
         known = self._of_both.get(manifest.digest())
         if known is None or known.target is not target or known.draft is not draft:

@@ -78,7 +78,7 @@ def test_an_app_that_a_framework_serves(python: Callable[..., str], enabled: boo
     if not enabled:
         assert (first[1], first[3], status[1]) == (200, None, 404)
         return
-    assert (first[1], first[3]) == (200, "initial")
+    assert (first[1], first[3]) == (200, "default")
     memory, asleep, last = rest
     [engine] = json.loads(memory[2])["engines"]
     states = {name: tag["state"] for rank in engine["ranks"] for name, tag in rank["tags"].items()}

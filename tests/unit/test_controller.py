@@ -427,7 +427,7 @@ def test_new_weights_never_answer_from_an_old_cache(world: World) -> None:
         world.run(commands.UpdateWeights({"*": "socket"}, "token"))
     assert world.controller.refusal() is not None
     assert {rank.manager.content for rank in world.ranks} == {Content.FAILED}
-    assert world.reader.read().weight_version == "initial"
+    assert world.reader.read().weight_version == "default"
 
 
 def test_a_drain_that_cannot_be_reopened_is_answered(world: World) -> None:

@@ -49,14 +49,14 @@ def test_equal_weights_keep_their_version_and_others_change_it(world: World) -> 
     assert world.load(5, 6) == "step-5"
     other = world.load(5, 7)  # one rank differs
     assert other.startswith(PREFIX)
-    assert world.load(8, 8) not in (other, "step-5", "initial")
+    assert world.load(8, 8) not in (other, "step-5", "default")
     assert world.load(5, 7) == other
     assert world.load(5, 6) == "step-5"
 
 
 def test_a_load_of_the_first_weights_is_initial(world: World) -> None:
     world.update(5, 6, version="step-5")
-    assert world.load(1, 17) == "initial"
+    assert world.load(1, 17) == "default"
 
 
 def test_engines_name_equal_weights_equally() -> None:
@@ -65,14 +65,14 @@ def test_engines_name_equal_weights_equally() -> None:
 
 def test_weights_that_a_trainer_has_loaded_unnamed_do_not_lend_their_version(world: World) -> None:
     world.update(5, 6, version=None)
-    assert world.load(1, 17) != "initial"
+    assert world.load(1, 17) != "default"
 
 
 def test_the_bytes_count_after_a_level_2_sleep(world: World) -> None:
     for rank in world.ranks:
         sleep(rank, Level.DISCARD)
         wake(rank)
-    assert world.load(1, 17) == "initial"
+    assert world.load(1, 17) == "default"
     world.update(5, 6, version="step-5")
     for rank in world.ranks:
         sleep(rank, Level.DISCARD)
@@ -82,7 +82,7 @@ def test_the_bytes_count_after_a_level_2_sleep(world: World) -> None:
 
 def test_a_given_version_counts(world: World) -> None:
     assert world.load(5, 6, given="mine") == "mine"
-    assert world.load(1, 17) == "initial"
+    assert world.load(1, 17) == "default"
     assert world.load(5, 6) == "mine"
 
 

@@ -38,9 +38,9 @@ def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator
 def rolled_back(llm: Any, folder: Path, other_folder: Path, first: list[int], other: list[int]) -> None:
     push(llm, new_model(folder, OTHER_SEED), weight_version="step-5")
     llm.collective_rpc("reload_weights")
-    assert llm.weight_version() == "initial"
+    assert llm.weight_version() == "default"
     assert generate(llm) == first
-    assert llm.llm_engine.get_weight_version() == "initial"  # vLLM's own name of it
+    assert llm.llm_engine.get_weight_version() == "default"  # vLLM's own name of it
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_folder)})
     assert llm.weight_version() == "step-5"
     assert generate(llm) == other
@@ -48,7 +48,7 @@ def rolled_back(llm: Any, folder: Path, other_folder: Path, first: list[int], ot
     llm.wake_up(["weights"])
     llm.collective_rpc(lambda worker: worker.reload_weights(weights_path=str(folder)))
     llm.wake_up()
-    assert llm.weight_version() == "initial"
+    assert llm.weight_version() == "default"
     assert generate(llm) == first
 
 
@@ -73,7 +73,7 @@ def from_an_iterator(llm: Any, folder: Path) -> None:
     version = llm.weight_version()
     assert version.startswith(PREFIX)
     llm.collective_rpc(load, args=(66,))
-    assert llm.weight_version() not in (version, "initial")
+    assert llm.weight_version() not in (version, "default")
     llm.collective_rpc(load, args=(55,))
     assert llm.weight_version() == version
     with pytest.raises(Exception, match="No such file|does not|Cannot find|not found|Repo id"):

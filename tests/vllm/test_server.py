@@ -86,7 +86,7 @@ def test_an_app_that_is_built_before_its_engine(python: Callable[..., str], pars
     if by == "nothing":
         assert (first[1], first[3], status[1]) == (200, None, 404)
         return
-    assert (first[1], first[3]) == (200, "initial")
+    assert (first[1], first[3]) == (200, "default")
     sleep, memory, asleep, stranger, wake, last = rest
     assert sleep[1] == 200, sleep
     [engine] = json.loads(memory[2])["engines"]

@@ -17,11 +17,11 @@ from rl_memory_plugins.engines.enabled import engine_method, on_enabled, state_o
 from rl_memory_plugins.engines.sglang import served_adapters
 from rl_memory_plugins.engines.sglang.native_calls import FROM_DISK, WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
-from rl_memory_plugins.engines.sglang.scheduler import given_version, has_attention_dp
+from rl_memory_plugins.engines.sglang.scheduler import has_attention_dp
 from rl_memory_plugins.errors import EngineAsleepError, EngineFaultError, StateConflictError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
-from rl_memory_plugins.records import INITIAL_VERSION, Reply, Report
+from rl_memory_plugins.records import Reply, Report
 from rl_memory_plugins.server.gate import refuse_if_closed, report_refusal
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
@@ -175,8 +175,6 @@ def _add_api(config: RLMemoryConfig, original: Callable[..., Any], tokenizer: An
 
     result = original(tokenizer)
     tokenizer.rl_memory = api = SglangApi(tokenizer, config)
-    if given_version(tokenizer.server_args) is None:
-        tokenizer._update_weight_version_if_provided(INITIAL_VERSION)
     tokenizer._result_dispatcher += TypeBasedDispatcher([(RLMemoryReqOutput, api.on_reply)])
     return result
 

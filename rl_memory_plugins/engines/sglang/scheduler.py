@@ -26,12 +26,12 @@ from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.loaded_versions import LoadedVersions
+from rl_memory_plugins.records import INITIAL_VERSION
 from rl_memory_plugins.tags import PauseMode
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
 
 logger = logging.getLogger(__name__)
 
-SGLANG_DEFAULT_VERSION = "default"
 IDLE_SECONDS = 0.001  # between two polls for requests while closed; SGLang's own loop spins
 
 
@@ -83,8 +83,8 @@ class SglangScheduler:
             update_timeout_s=config.update_timeout_s,
             capabilities=capabilities_of(scheduler.server_args),
         )
-        named = given_version(scheduler.server_args)
-        if named is not None:
+        named = getattr(scheduler.server_args, "weight_version", INITIAL_VERSION)
+        if named != INITIAL_VERSION:
             self.controller.note_foreign_changes(named)
         self.versions = LoadedVersions(self.ranks, self.controller)
 
@@ -159,12 +159,6 @@ def capabilities_of(server_args: Any) -> Capabilities:
     no_freeze = frozen.why_not(server_args)
     modes = tuple(mode for mode in PauseMode if mode is not PauseMode.FREEZE or not no_freeze)
     return Capabilities(modes=modes, no_freeze=no_freeze, no_adapters=adapters.why_none(server_args))
-
-
-def given_version(server_args: Any) -> str | None:
-    """The weight version that SGLang's own option names at the start; `None` if it names none."""
-    version: str = getattr(server_args, "weight_version", SGLANG_DEFAULT_VERSION)
-    return None if version == SGLANG_DEFAULT_VERSION else version
 
 
 def _parallel(scheduler: Any) -> Any:

@@ -100,13 +100,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
 
 def by_scale(weight: torch.Tensor, *, dtype: torch.dtype, scale_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Eight bits with one scale."""
-    scale = _scale(weight.abs().amax().float(), _most(dtype))
+    scale = _scale(_largest(weight), _most(dtype))
     return {"weight": _rounded(weight, scale, dtype), "weight_scale": scale.reshape(scale_shape)}
 
 
 def by_row(weight: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Eight bits with a scale for each output, of shape (outputs, 1)."""
-    scale = _scale(weight.abs().amax(dim=1, keepdim=True).float(), _most(dtype))
+    scale = _scale(_largest(weight, (1,), keepdim=True), _most(dtype))
     return {"weight": _rounded(weight, scale, dtype), "weight_scale": scale}
 
 
@@ -115,9 +115,10 @@ def fp8_by_block(
 ) -> dict[str, torch.Tensor]:
     """FP8 with a scale for each block, as DeepSeek publishes it. Blocks at the edges may be smaller."""
     rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
+    edges = (0, -columns % block[1], 0, -rows % block[0])
+    padded = torch.nn.functional.pad(weight, edges) if any(edges) else weight  # padding by nothing copies too
     blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    scales = _scale(blocks.abs().amax(dim=(1, 3)).float(), _most(FP8))
+    scales = _scale(_largest(blocks, (1, 3)), _most(FP8))
     if power_of_two:
         scales = torch.exp2(torch.ceil(torch.log2(scales)))
     values = _rounded(blocks, scales[:, None, :, None], FP8).view(padded.shape)
@@ -196,10 +197,15 @@ def _scale(range_: torch.Tensor, most: float) -> torch.Tensor:
     return torch.where(range_ > 0, range_ / most, 1.0)
 
 
+def _largest(weight: torch.Tensor, dims: tuple[int, ...] | None = None, *, keepdim: bool = False) -> torch.Tensor:
+    """The largest magnitudes, in float32. Reads the weight once and makes no copy of it."""
+    return torch.linalg.vector_norm(weight, float("inf"), dims, keepdim).float()
+
+
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    most = _most(dtype)
-    values = (weight.float() / scale).clamp(-most, most)
-    return (values if dtype.is_floating_point else values.round()).to(dtype)
+    """The weight in eight bits, for a scale at least as large as `_scale` gives: no value is beyond the dtype's range."""
+    values = torch.div(weight, torch.atleast_1d(scale))  # in float32: a tensor without dimensions promotes nothing
+    return (values if dtype.is_floating_point else values.round_()).to(dtype)
 
 
 def _most(dtype: torch.dtype) -> float:

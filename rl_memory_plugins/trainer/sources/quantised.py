@@ -38,6 +38,7 @@ class QuantisedSource:
     def __init__(self, source: Tensors, config: Mapping[str, Any], names: Collection[str]) -> None:
         self._source: TensorSource = as_source(source)
         self._format = format_of(config)
+        self._known_parts: dict[tuple[tuple[int, ...], str], dict[str, torch.Tensor]] = {}
         end = f".{self._format.marker}"
         self._weights = {f"{name.removesuffix(end)}.weight" for name in names if name.endswith(end)}
         if not self._weights:
@@ -60,13 +61,22 @@ class QuantisedSource:
 
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`."""
-        return [
-            spec_of(name, tensor)
-            for spec in self._source.specs()
-            for name, tensor in self._tensors(
-                spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            )
-        ]
+        found: list[TensorSpec] = []
+        for spec in self._source.specs():
+            if spec.name in self._weights:
+                base = spec.name.removesuffix("weight")
+                found += [spec_of(f"{base}{part}", value) for part, value in self._parts(spec).items()]
+            else:
+                found.append(spec)
+        return found
+
+    def _parts(self, spec: TensorSpec) -> dict[str, torch.Tensor]:
+        """The tensors of one weight on the meta device. Many weights have the same shape, and this takes 1 ms."""
+        key = (spec.shape, spec.dtype)
+        if key not in self._known_parts:
+            weight = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            self._known_parts[key] = self._format.quantise(weight)
+        return self._known_parts[key]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source.tensors():

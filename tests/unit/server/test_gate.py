@@ -251,7 +251,7 @@ def test_an_answer_that_is_there_is_given_though_the_status_is_gone(client, engi
 
     response = client.post("/generate")
     assert response.status_code == 200
-    assert response.headers["x-weight-version"] == "initial"
+    assert response.headers["x-weight-version"] == "default"
     assert "x-weight-version-end" not in response.headers
 
 

@@ -192,7 +192,7 @@ def test_the_worst_engine_decides(client, control, engine, reason, sleeping, con
     answer = client.get("/memory").json()
     assert (answer["admitting"], answer["reason"], answer["is_sleeping"]) == (False, reason, sleeping)
     assert answer["content"] == content
-    assert client.get("/weight_version").json() == {"weight_version": "initial", "content": content}
+    assert client.get("/weight_version").json() == {"weight_version": "default", "content": content}
     assert client.get("/is_sleeping").json() == {"is_sleeping": sleeping}
 
 

@@ -194,3 +194,29 @@ def test_the_engine_s_checkpoint_gives_format_and_names(tmp_path: Any) -> None:
         QuantisedSource.for_checkpoint({"layer.weight": weight()}, tmp_path)
     with pytest.raises(InvalidRequestError, match="no tensor whose name ends"):
         QuantisedSource({"layer.weight": weight()}, {"quant_method": "fp8"}, ["layer.weight"])
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [16, 48]}])
+def test_values_are_divided_by_their_scale_in_float32(config: dict[str, Any]) -> None:
+    """In bfloat16 the quotient would be rounded twice."""
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1), dtype=torch.float32).bfloat16()
+    name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+    made = dict(QuantisedSource({"a.weight": weight}, config, [f"a.{name}"]).tensors())
+    scale = made[f"a.{name}"]
+    if scale.dim():
+        scale = scale.repeat_interleave(16, 0)[:ROWS].repeat_interleave(48, 1)[:, :COLUMNS]
+    assert torch.equal(made["a.weight"].float(), (weight.float() / scale).to(FP8).float())
+
+
+def test_the_specs_of_weights_of_one_shape_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {f"layers.{number}.weight": torch.zeros(ROWS, COLUMNS) for number in range(30)}
+    source = QuantisedSource(
+        weights, {"quant_method": "fp8"}, [f"layers.{number}.weight_scale" for number in range(30)]
+    )
+    made: list[int] = []
+    quantise = source._format.quantise
+    monkeypatch.setattr(
+        source, "_format", source._format._replace(quantise=lambda one: made.append(1) or quantise(one))
+    )
+    assert [spec.name for spec in source.specs()][:2] == ["layers.0.weight", "layers.0.weight_scale"]
+    assert (len(source.specs()), len(made)) == (60, 1)

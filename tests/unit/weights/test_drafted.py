@@ -72,6 +72,24 @@ def values(model: Model) -> dict[str, float]:
     return {name: float(tensor[0, 0]) for name, tensor in model.memory.items()}
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_known_manifest_reads_the_parameters_a_few_times_however_many_they_are(drafted: bool) -> None:
+    """A model's `named_parameters` walks through all its modules."""
+    names = [f"layers.{number}" for number in range(50)]
+    model, reads = Model(*names), []
+
+    def parameters() -> dict[str, torch.Tensor]:
+        reads.append(1)
+        return dict(model.memory)
+
+    target = ModelLoader(model.load_weights, parameters)
+    loader = DraftedLoader(target, Model("a").loader(), lambda: drafted, lambda: False)
+    made = plan(loader, manifest(*names))
+    reads.clear()
+    assert plan(loader, manifest(*names)) is made
+    assert len(reads) <= 3
+
+
 def test_a_manifest_without_the_draft_is_the_target_s_alone() -> None:
     loader = pair(Model("a", "b"), Model("a"))
     made = plan(loader, manifest("a", "b"))
