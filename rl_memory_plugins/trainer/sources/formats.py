@@ -203,7 +203,7 @@ def _largest(weight: torch.Tensor, dims: tuple[int, ...] | None = None, *, keepd
 
 
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in eight bits, for a scale at least as large as `_scale` gives: no value is beyond the dtype's range."""
+    """The weight in eight bits. With a scale as large as that of `_scale`, no value is beyond the dtype's range."""
     values = torch.div(weight, torch.atleast_1d(scale))  # in float32: a tensor without dimensions promotes nothing
     return (values if dtype.is_floating_point else values.round_()).to(dtype)
 

@@ -209,14 +209,12 @@ def test_values_are_divided_by_their_scale_in_float32(config: dict[str, Any]) ->
 
 
 def test_the_specs_of_weights_of_one_shape_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = {f"layers.{number}.weight": torch.zeros(ROWS, COLUMNS) for number in range(30)}
-    source = QuantisedSource(
-        weights, {"quant_method": "fp8"}, [f"layers.{number}.weight_scale" for number in range(30)]
-    )
+    layers = [f"layers.{number}" for number in range(30)]
+    weights = {f"{layer}.weight": torch.zeros(ROWS, COLUMNS) for layer in layers}
+    source = QuantisedSource(weights, {"quant_method": "fp8"}, [f"{layer}.weight_scale" for layer in layers])
     made: list[int] = []
-    quantise = source._format.quantise
-    monkeypatch.setattr(
-        source, "_format", source._format._replace(quantise=lambda one: made.append(1) or quantise(one))
-    )
+    one = source._format
+    counting = one._replace(quantise=lambda weight: made.append(1) or one.quantise(weight))
+    monkeypatch.setattr(source, "_format", counting)
     assert [spec.name for spec in source.specs()][:2] == ["layers.0.weight", "layers.0.weight_scale"]
     assert (len(source.specs()), len(made)) == (60, 1)
