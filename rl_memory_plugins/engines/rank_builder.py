@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import stage_captures
+from rl_memory_plugins.engines.saved_layers import SavedLayers
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
@@ -105,6 +106,8 @@ def build_agent(
     draft: Draft | None = None,
     adapters: Callable[[], AdapterSlots] | None = None,
     unfilled: Callable[[], Iterable[str]] = tuple,
+    filled: Callable[[], Iterable[str]] = tuple,
+    dummy: Callable[[], bool] = lambda: False,
     calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **own: Any,
 ) -> RankAgent:
@@ -119,6 +122,8 @@ def build_agent(
         draft: How to reach the draft model of an engine that may have one.
         adapters: Gives the engine's adapters; `None` if it takes none.
         unfilled: As for `NamedWeights`.
+        filled: Gives the names of parameters that the engine's first load is known to have filled.
+        dummy: As for `ModelLoader`.
         calls: As for `RankAgent`.
         **own: Arguments of `RankAgent` that only one engine has.
     """
@@ -138,10 +143,12 @@ def build_agent(
             transformed=lambda: post_load.transformed_in(model()),
             ignorable=lambda name: is_ignorable(name, tied=bool(getattr(config_of(), "tie_word_embeddings", False))),
             checkpoint=files.specs,
+            dummy=dummy,
+            unchanged=lambda: SavedLayers(dict(model().named_modules())).restoring(),
             casts=CastRule(config.strict_dtypes, config.allow_cast, files.specs),
         )
 
-    loader = loader_of(model, load_weights, reload, model_config, checkpoint)
+    loader = target = loader_of(model, load_weights, reload, model_config, checkpoint)
     if draft is not None:
         loader = DraftedLoader(
             loader,
@@ -155,6 +162,7 @@ def build_agent(
     if adapters is not None:
         calls = {**calls, **RankAdapters(receiver, adapters).calls}
     names = NamedWeights(model, draft.model if draft else lambda: None, unfilled)
+    manager.find_unfilled = lambda: names.memory(target.unfilled() - {*filled()})
     agent = RankAgent(manager, receiver, names, calls=calls, **own)
     manager.warm_up()
     receiver.warm_up()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,14 @@ class SavedLayers:
         """The names of a layer's parameters that an earlier layer has too, and which are loaded with that layer."""
         parameters = self._tables[layer][0]
         return {name for name, parameter in parameters.items() if self._owner[_memory(parameter)] is not layer}
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Restore the layers at the end of the body."""
+        try:
+            yield
+        finally:
+            self.restore()
 
     def restore(self) -> None:
         """Restore the layers and their methods, but not the values in their tensors."""

@@ -134,12 +134,15 @@ class MemoryManager(WeightsContent):
 
         Args:
             keep: The memory of parameters that a discarding sleep preserves too, by name. Of undefined weights it can
-                keep only those that the last sleep has kept.
+                keep only those that the last sleep has kept. It preserves unfilled parameters without `keep`.
 
         Raises:
             HostMemoryError: too little host memory for the copies; nothing was changed.
         """
         self._begin_transition()
+        if level is Level.DISCARD and Tag.WEIGHTS in tags and self.is_resident(Tag.WEIGHTS):
+            self.learn_unfilled()
+            keep = {**(self._unfilled or {}), **keep}
         prepared = PreparedSleep(level, self.epoch, keep)
         if level is Level.PAUSE:
             tags = ()
@@ -268,6 +271,8 @@ class MemoryManager(WeightsContent):
             if not preserves(prepared.level, tag):
                 identified, fingerprint = (backup.identified, backup.fingerprint) if backup is not None else ([], None)
                 self._kept = KeptWeights(frozenset(prepared.keep), identified, fingerprint) if prepared.keep else None
+                if not prepared.keep.keys() >= (self._unfilled or {}).keys():
+                    self._whole = None
             if state is TagState.DISCARDED:
                 self.content = Content.STALE
                 self.epoch += 1

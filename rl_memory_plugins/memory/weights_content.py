@@ -11,7 +11,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.draft_state import DraftState
 from rl_memory_plugins.memory.eager import EagerBackup
-from rl_memory_plugins.memory.ranges import subtract
+from rl_memory_plugins.memory.ranges import intersect, subtract
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, DraftShare, Level, Tag, TagState
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class WeightsContent:
         content: The content state of the weights.
         epoch: A counter that grows with every known change of the weights.
         draft: The state of the draft model.
+        find_unfilled: Gives the parameters that no load of the engine's own checkpoint fills, with their memory.
+            `None` until the model can tell.
     """
 
     def __init__(
@@ -72,6 +74,9 @@ class WeightsContent:
         self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
         self._backups: dict[Tag, Backup] = {}
         self._kept: KeptWeights | None = None
+        self.find_unfilled: Callable[[], Mapping[str, Block]] | None = None
+        self._unfilled: Mapping[str, Block] | None = None
+        self._whole: KeptWeights | None = None  # the unfilled parameters, while they hold their values
         self._prepared_sleep: PreparedSleep | None = None
         self._prepared_wake: dict[Tag, Reservation] | None = None
 
@@ -80,15 +85,55 @@ class WeightsContent:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The parameters that the last discarding sleep has kept, by the engine's name, until a complete update.
+        """The parameters that a complete update may leave out because they hold their values, by the engine's name.
 
-        They hold their values, so a complete update may leave them out. After an update that broke off they count only
-        if their bytes are those of the sleep. The weights must be resident.
+        Until a complete update these are the parameters that the last discarding sleep has kept; and always the
+        unfilled ones. After an update that broke off both count only if their bytes are those of before. The weights
+        must be resident.
         """
-        is_undefined = self.content in (Content.UPDATING, Content.FAILED)
-        if self._kept is not None and is_undefined and not self._is_unchanged(self._kept):
-            self._kept = None
-        return frozenset() if self._kept is None else self._kept.names
+        if self.content in (Content.UPDATING, Content.FAILED):
+            if self._kept is not None and not self._is_unchanged(self._kept):
+                self._kept = None
+            if self._whole is not None and not self._is_unchanged(self._whole):
+                self._whole = None
+        names: frozenset[str] = frozenset()
+        return names.union(*(one.names for one in (self._kept, self._whole) if one is not None))
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether `learn_unfilled` has something to do."""
+        return self._unfilled is None and self.find_unfilled is not None
+
+    def learn_unfilled(self) -> bool:
+        """Find the parameters that no load fills. The first call may take seconds, later calls take no time.
+
+        The weights must be resident. If their content is undefined at the first call, an update that broke off may have
+        written unfilled parameters: they count once a complete update has written them.
+
+        Returns: whether this call has found some.
+        """
+        if self._unfilled is not None or self.find_unfilled is None:
+            return False
+        self._unfilled = {}
+        try:
+            self._unfilled = self.find_unfilled()
+        except Exception as error:  # without the knowledge the rule is strict: every parameter must be sent
+            logger.warning("cannot tell which parameters the engine's checkpoint does not fill: %s", error)
+        self._note_whole()
+        return bool(self._unfilled)
+
+    def _note_whole(self) -> None:
+        """Note that the unfilled parameters hold their values, if the content is valid."""
+        if not self._unfilled or self.content is not Content.VALID:
+            return
+        blocks = intersect(self.allocator.blocks(Tag.WEIGHTS), self._unfilled.values())
+        fingerprint = None
+        try:
+            self.device.synchronize()
+            fingerprint = self.device.fingerprint(blocks)
+        except DeviceMemoryError:
+            logger.warning("no memory for the fingerprint of %d unfilled parameters", len(self._unfilled))
+        self._whole = KeptWeights(frozenset(self._unfilled), blocks, fingerprint)
 
     def _is_unchanged(self, kept: KeptWeights) -> bool:
         if not kept.blocks:
@@ -151,6 +196,7 @@ class WeightsContent:
             self.draft.finish(complete)
             if complete:
                 self._kept = None
+            self._note_whole()
             self._start_eager_backup()
 
     def mark_failed(self) -> None:
@@ -174,6 +220,8 @@ class WeightsContent:
         if complete:
             self.content = Content.VALID
             self._kept = None
+        self._note_whole()
+        if complete:
             self._start_eager_backup()
 
     # -- copying in advance -----------------------------------------------------------------------------------

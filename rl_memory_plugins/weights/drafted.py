@@ -127,7 +127,7 @@ class DraftedLoader(ModelLoader):
         expected, shared = self._draft.parameters(), self._shared()
         whole = msgspec.structs.replace(manifest, tensors=specs, partial=False)
         try:
-            return self._draft.plan(whole, expected, shared), DraftShare.WHOLE
+            return self._whole_draft_plan(whole, expected, shared), DraftShare.WHOLE
         except ManifestError as error:
             if not manifest.partial:
                 raise _named(error) from None
@@ -135,6 +135,18 @@ class DraftedLoader(ModelLoader):
             return self._draft.plan(msgspec.structs.replace(whole, partial=True), expected, shared), DraftShare.PART
         except ManifestError as error:
             raise _named(error) from None
+
+    def _whole_draft_plan(
+        self, manifest: Manifest, expected: Mapping[str, torch.Tensor], shared: frozenset[str]
+    ) -> LoadPlan:
+        """The plan of an update of the whole draft. Every sleep preserves what no load of its checkpoint fills."""
+        try:
+            return self._draft.plan(manifest, expected, shared)
+        except ManifestError:
+            unfilled = self._draft.unfilled()
+            if not unfilled:
+                raise
+        return self._draft.plan(manifest, expected, shared | unfilled)
 
     def _shared(self) -> frozenset[str]:
         """The names of the draft's parameters whose memory is the target's."""

@@ -126,6 +126,7 @@ class EngineUpdates:
             StateConflictError: the weights are asleep.
         """
         self.manager.require_writable()
+        self.manager.learn_unfilled()  # the marks would overwrite them
         if self.needs_marks:
             kept = self.manager.kept
             self._marks = UnwrittenMarks(lambda: [one for name, one in self._parameters() if name not in kept])

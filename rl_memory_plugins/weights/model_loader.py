@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.casts import CastRule
 from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.filled import Filled, filled_by
 from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan, layer_of, signature, trace
@@ -38,6 +40,16 @@ def _of_kept_layers(names: Iterable[str], expected: Iterable[str], kept: frozens
     """The names in layers of which every expected parameter is kept. A reload writes whole layers."""
     layers = {layer_of(name) for name in kept} - {layer_of(name) for name in expected if name not in kept}
     return frozenset(name for name in names if layer_of(name) in layers)
+
+
+def _kept_in(
+    layout: Mapping[str, torch.Tensor], expected: Iterable[str], kept: frozenset[str], reload: Reload
+) -> frozenset[str]:
+    """The names of the checkpoint's layout that an update may leave out before this reload."""
+    of_layers = _of_kept_layers(layout, expected, kept)
+    if reload.is_temporary is None:
+        return of_layers
+    return of_layers | {name for name in kept & layout.keys() if not reload.is_temporary(layout[name])}
 
 
 class Reload(Protocol):
@@ -88,6 +100,9 @@ class ModelLoader:
         ignorable: Whether the loader may ignore a name of the manifest.
         checkpoint: Gives the tensors of the engine's checkpoint. The loader may ignore their names too, and what it
             does not write for them is padding.
+        dummy: Whether the engine was started with dummy weights, which also lie where a load of its checkpoint leaves
+            the engine's own values. A complete update must then bring every parameter.
+        unchanged: The model has its layers again at the exit of this context.
         casts: Which tensors may have another dtype than the engine's memory.
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
         replays: The buckets of the latest update.
@@ -103,11 +118,14 @@ class ModelLoader:
     transformed: Callable[[], int] = lambda: 0
     ignorable: Callable[[str], bool] = is_ignorable
     checkpoint: Callable[[], Mapping[str, TensorSpec]] = dict
+    dummy: Callable[[], bool] = lambda: False
+    unchanged: Callable[[], AbstractContextManager[None]] = nullcontext
     casts: CastRule = field(default_factory=CastRule)
     complete: LoadPlan | None = field(default=None, init=False)
     replays: Replays = field(default_factory=Replays, init=False)
     _plans: dict[str, LoadPlan] = field(default_factory=dict, init=False)
     _signature: tuple[Any, ...] = field(default=(), init=False)
+    _filled: Filled | None = field(default=None, init=False)
 
     def plan(
         self, manifest: Manifest, expected: Mapping[str, torch.Tensor], kept: frozenset[str] = frozenset()
@@ -132,9 +150,10 @@ class ModelLoader:
                 self.load_weights,
                 manifest,
                 expected=layout,
-                kept=kept if reload is None else _of_kept_layers(layout, expected, kept),
+                kept=kept if reload is None else _kept_in(layout, expected, kept, reload),
                 ignorable=self.ignorable,
                 checkpoint=self.checkpoint,
+                filled=functools.partial(self._filled_in, layout),
                 # In the checkpoint's layout nothing is replayed. An opaque name would escape the rule for casts.
                 owned=[*expected.values(), *self.buffers().values()] if reload is None else None,
                 casts=self.casts,
@@ -142,12 +161,35 @@ class ModelLoader:
                 is_temporary=None if reload is None else reload.is_temporary,
             )
         if reload is not None and plan.omitted:
-            plan.omitted = _of_kept_layers(expected, expected, kept)  # their names after the transformation
+            after = _of_kept_layers(expected, expected, kept)  # their names after the transformation
+            plan.omitted = after | (plan.omitted & kept)
         while len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         self._plans[digest] = plan
         self.drop_outdated()  # the loader may have made new tensors even in a trace
         return plan
+
+    def _filled_in(self, layout: Mapping[str, torch.Tensor]) -> Filled:
+        """What the load of the engine's own checkpoint fills of parameters. The first call finds it out."""
+        if self._filled is None:
+            self._filled = filled_by(self.load_weights, self.checkpoint(), layout, self.unchanged)
+        return self._filled
+
+    def unfilled(self) -> frozenset[str]:
+        """The parameters, by the engine's name, that the load of the engine's own checkpoint does not fill at all.
+
+        The first call runs the loader on meta tensors of the whole checkpoint. Later calls take no time.
+
+        Raises:
+            UnsupportedError: the engine has transformed weights and cannot repeat that.
+        """
+        if self.dummy():
+            return frozenset()
+        if self._filled is None:
+            reload = self.reload()
+            with nullcontext(self.parameters()) if reload is None else reload.checkpoint_layout() as layout:
+                self._filled_in(layout)
+        return frozenset(name for name, regions in (self._filled or {}).items() if not regions)
 
     def written(self, specs: Sequence[TensorSpec], among: frozenset[str] = frozenset()) -> Written:
         """Which tensors the loader writes anywhere. Writes no memory, and finds no fault with the tensors.

@@ -68,8 +68,13 @@ class NamedWeights:
         if not globs and not unfilled:
             return {}
         parameters = dict(self._model().named_parameters(remove_duplicate=False))
-        matching = {name for glob in globs for name in fnmatch.filter(parameters, glob)} | parameters.keys() & unfilled
-        tied = {id(parameters[name]) for name in matching}
+        matching = {name for glob in globs for name in fnmatch.filter(parameters, glob)} | unfilled
+        return self.memory(matching)
+
+    def memory(self, names: Iterable[str]) -> dict[str, Block]:
+        """The storage of the parameters with these names. A tied parameter comes under its first name."""
+        parameters = dict(self._model().named_parameters(remove_duplicate=False))
+        tied = {id(parameters[name]) for name in names if name in parameters}
         return {name: _storage(one) for name, one in self._model().named_parameters() if id(one) in tied}
 
     def unmatched(self, globs: Sequence[str]) -> dict[str, list[str]]:

@@ -17,9 +17,10 @@ import torch
 from rl_memory_plugins.tags import DraftShare
 from rl_memory_plugins.weights.casts import CastRule, summary
 from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.known_names import hint, nearest, skipped_twins
 from rl_memory_plugins.weights.loader_run import MAX_FAILURES, Loader, run_traced
-from rl_memory_plugins.weights.manifest import ITEMSIZE, Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.trace import CopyStep, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]
@@ -220,6 +221,7 @@ def trace(
     kept: frozenset[str] = frozenset(),
     ignorable: Callable[[str], bool] = lambda name: False,
     checkpoint: Callable[[], Mapping[str, TensorSpec]] = dict,
+    filled: Callable[[], Filled] = dict,
     owned: Iterable[torch.Tensor] | None = None,
     casts: CastRule | None = None,
     whole_layers: str = "",
@@ -233,8 +235,8 @@ def trace(
         expected: The parameters that a complete update must cover, by the engine's name.
         kept: Those that a complete update may leave out, each as a whole.
         ignorable: Whether the loader may ignore a name (tied embeddings, derived buffers).
-        checkpoint: Gives the tensors of the engine's checkpoint. The loader may ignore their names too, and what it
-            does not write for them is padding.
+        checkpoint: Gives the tensors of the engine's checkpoint. The loader may ignore their names too.
+        filled: Gives what the load of that checkpoint fills. The rest of a parameter is padding.
         owned: The model's parameters and buffers. The caller drops the plan if their memory is replaced. A name whose
             loading writes other memory is opaque.
         casts: Which tensors may have another dtype than the engine's memory; the copy casts.
@@ -280,7 +282,8 @@ def trace(
     written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}
     any_may_lack = manifest.partial or (tracer.unseen_writes and whole_layers)
     missing = _missing(written, frozenset(written) if any_may_lack else kept, reloaded)
-    padded = _padded(load_weights, checkpoint(), tracer.written, {m.name: counted[m.name] for m in missing})
+    lacking = {mismatch.name: counted[mismatch.name] for mismatch in missing}
+    padded = _padded(filled(), tracer.written, lacking) if lacking else {}
     missing = [mismatch for mismatch in missing if mismatch.name not in padded]
     if whole_layers or not tracer.unseen_writes:
         problems += missing
@@ -312,22 +315,12 @@ def trace(
     return plan
 
 
-def _padded(
-    load_weights: Loader, checkpoint: Mapping[str, TensorSpec], written: Coverage, lacking: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Those of the lacking parameters of which the engine's own checkpoint writes nothing more, either."""
-    if not lacking or not checkpoint:
-        return {}
-    tracer = Tracer([spec for spec in checkpoint.values() if spec.dtype in ITEMSIZE], casts=CastRule(any=True))
-    run_traced(load_weights, tracer, [name for name, spec in checkpoint.items() if spec.dtype in ITEMSIZE])
-    both = Coverage()
-    both.extend(written)
-    both.extend(tracer.written)
+def _padded(filled: Filled, written: Coverage, lacking: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the lacking parameters of which the engine's own checkpoint fills nothing more, but something."""
     return {
         name: parameter
         for name, parameter in lacking.items()
-        if not tracer.unseen_writes and tracer.written.fraction(parameter) > 0
-        if both.fraction(parameter) == written.fraction(parameter)
+        if filled.get(name) and all(written.fraction(region.of(parameter)) == 1 for region in filled[name])
     }
 
 

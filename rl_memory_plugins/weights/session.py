@@ -134,7 +134,7 @@ class Session:
             )
         try:
             with timed(self.seconds, "validate"):
-                plan = self.model.plan(manifest, expected, self.manager.kept)
+                plan = self._plan(manifest, expected)
         except ManifestError as error:
             error.details["rank"] = self.manager.rank
             mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]
@@ -144,6 +144,16 @@ class Session:
             raise
         connection.send(wire.Accept(plan.unused, plan.skipped, plan.nearest), self.timeout_s)
         return plan
+
+    def _plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
+        """The plan of the model. What it lacks may be parameters that no load fills."""
+        try:
+            return self.model.plan(manifest, expected, self.manager.kept)
+        except ManifestError as error:
+            lacks = any(mismatch["kind"] == "missing" for mismatch in error.details["mismatches"])
+            if not (lacks and self.model.writes_weights and self.manager.learn_unfilled()):
+                raise
+        return self.model.plan(manifest, expected, self.manager.kept)
 
     def _arrivals(
         self, connection: wire.Connection, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan

@@ -54,6 +54,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         wrong_dtype: Names whose copy would make a cast that `casts` does not allow.
         casts: For each name whose copy makes an allowed cast, the dtype of the tensor and that of the memory.
         written: The real memory that the loader would overwrite.
+        destinations: The same memory as tensors.
         unseen_writes: The loader would write more memory: it needs values, which the trace does not have.
         derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
         current: The name that the loader read last.
@@ -71,6 +72,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.opaque: dict[str, str] = {}
         self.wrong_dtype: dict[str, Mismatch] = {}
         self.written = Coverage()
+        self.destinations: list[torch.Tensor] = []
         self.current: str | None = None
         self.casts: dict[str, tuple[str, str]] = {}
         self._rule = casts or CastRule()
@@ -181,7 +183,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             overwritten = overwritten_by(func, args, kwargs)
             self.unseen_writes = self.unseen_writes or len(overwritten) < len(written)
             for tensor in overwritten:
-                self.written.add(tensor)
+                self.overwrite(tensor)
         returns = func._schema.returns
         if not returns:
             return None
@@ -213,7 +215,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 steps.append(CopyStep(destination, tuple(source.shape), stride, offset))
                 self._previous = (target, name)
         if not destination.is_meta:
-            self.written.add(destination)
+            self.overwrite(destination)
+
+    def overwrite(self, destination: torch.Tensor) -> None:
+        """Note that the loader would overwrite a tensor in real memory."""
+        self.written.add(destination)
+        self.destinations.append(destination)
 
     def _cast(self, spec: TensorSpec, held: str) -> None:
         if self._rule.allows(spec, held):
@@ -234,7 +241,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """Record a fill (e.g. of vocabulary padding) with the name whose copy writes the same storage."""
         if destination.numel() == 0:
             return
-        self.written.add(destination)
+        self.overwrite(destination)
         storage = _storage(destination)
         if self._previous is not None and self._previous[0] == storage:
             self.steps[self._previous[1]].append(FillStep(destination, value))
@@ -274,6 +281,7 @@ class PythonGuard(TorchFunctionMode):  # type: ignore[misc]
             return _READS[func](self._tracer.read_value(args[0]))
         if func == _SET_DATA and not args[0].is_meta:
             self._tracer.refuse("the loader replaces the memory of a parameter", *tensors_in(args[1:]))
+            self._tracer.overwrite(args[0])
             return None
         return func(*args, **(kwargs or {}))
 

@@ -247,6 +247,7 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
     def session(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         def call() -> Any:
             forget_embeddings()  # a trainer may have written weights by RDMA, past SGLang's handlers
+            added.worker.manager.learn_unfilled()  # before SGLang takes layers apart
             with added.worker.region():
                 return original()
 

@@ -79,6 +79,10 @@ class Memory:
         """The model's folder or name, and its revision."""
         return self._server_args.model_path, self._server_args.revision
 
+    def has_dummy_weights(self) -> bool:
+        """Whether no checkpoint has filled the weights."""
+        return str(getattr(self._server_args, "load_format", "")) == "dummy"
+
     def has_graphs(self) -> bool:
         """Whether compiled code or CUDA graphs refer to the weights by address."""
         if getattr(self._server_args, "enable_torch_compile", False):
@@ -236,6 +240,7 @@ class SglangWorker:
             draft=draft.of(drafts, self._reload, memory.checkpoint),
             adapters=adapters,
             unfilled=self._unfilled,
+            dummy=memory.has_dummy_weights,
             resident_graphs=memory.resident_graphs,
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
             after_wake=lambda tags: memory.registered.resume() if Tag.WEIGHTS in tags else None,

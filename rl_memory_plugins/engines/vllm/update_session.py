@@ -75,7 +75,7 @@ def own_reload() -> Iterator[None]:
 def prepare_reload(layer: torch.nn.Module) -> None:
     """Called before vLLM puts the parameters of a layer aside, for a reload of the model to which the layer belongs."""
     for loads in () if _own else list(_all):
-        if loads.needs_marks and any(one is layer for one in loads._modules()):
+        if (loads.needs_marks or loads.manager.may_learn) and any(one is layer for one in loads._modules()):
             loads.prepare()
 
 

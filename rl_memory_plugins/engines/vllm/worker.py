@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
-from rl_memory_plugins.engines.vllm import draft, modes, nccl_suspend, reload
+from rl_memory_plugins.engines.vllm import draft, first_load, modes, nccl_suspend, reload
 from rl_memory_plugins.engines.vllm.adapters import VllmAdapters
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
@@ -214,6 +214,8 @@ class VllmWorker:
                 after_wake=self._after_wake,
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
+                filled=self._filled,
+                dummy=lambda: self._worker.vllm_config.load_config.load_format == "dummy",
                 calls=nccl_suspend.CALLS,
             )
         return self._agent
@@ -226,6 +228,12 @@ class VllmWorker:
     def _checkpoint(self) -> tuple[str, str | None]:
         config = self._worker.model_config
         return str(getattr(config, "model_weights", "") or config.model), config.revision
+
+    def _filled(self) -> list[str]:
+        """The parameters that vLLM's loaders have filled at the start."""
+        first = first_load.of(self.model)
+        names = {layer: f"{name}." if name else "" for name, layer in self.model.named_modules()}
+        return [] if first is None else [f"{names[layer]}{key}" for layer, key in first.filled if layer in names]
 
     def _restore_layers(self) -> None:
         for model in (self.model, draft.model_of(self._worker)):

@@ -143,6 +143,95 @@ def test_after_an_update_that_broke_off_only_unchanged_weights_are_kept(rank, wr
     assert rank.manager.kept == ({"model.frozen"} if written == "model.trained" else set())
 
 
+def unfilled(rank):
+    """Half of the parameter is one that no load fills."""
+    found = []
+
+    def find():
+        found.append("found")
+        return {"model.frozen": rank.names.blocks["model.frozen"]}
+
+    rank.manager.find_unfilled = find
+    return found
+
+
+def test_level_2_always_keeps_what_no_load_fills(rank):
+    found, before = unfilled(rank), halves(rank)
+    for _ in range(2):
+        sleep(rank, Level.DISCARD)
+        wake(rank)
+        assert halves(rank)[0] == before[0]
+        assert rank.manager.kept == {"model.frozen"}
+        assert rank.manager.content is Content.STALE
+        update(rank)
+        assert rank.manager.kept == {"model.frozen"}
+        before = halves(rank)
+    assert found == ["found"]
+
+
+@pytest.mark.parametrize("level", [Level.PAUSE, Level.PRESERVE])
+def test_only_a_sleep_that_discards_weights_asks_what_no_load_fills(rank, level):
+    found = unfilled(rank)
+    sleep(rank, level)
+    sleep(rank, Level.DISCARD)  # the weights are asleep: nobody could look at the model
+    if level is Level.PRESERVE:
+        assert found == []
+
+
+@pytest.mark.parametrize("written", ["model.frozen", "model.trained"])
+def test_what_no_load_fills_counts_while_no_update_has_torn_it(rank, written):
+    unfilled(rank)
+    rank.manager.learn_unfilled()
+    update(rank, byte=3)
+    rank.manager.begin_writing()
+    rank.allocator.write(rank.names.blocks[written], b"\5" * 100)
+    rank.manager.finish_writing(complete=False)
+    whole = set() if written == "model.frozen" else {"model.frozen"}
+    assert rank.manager.kept == whole
+    sleep(rank, Level.DISCARD)
+    wake(rank)
+    assert rank.manager.kept == whole
+    update(rank)
+    assert rank.manager.kept == {"model.frozen"}
+
+
+def test_a_foreign_load_of_valid_weights_may_write_it(rank):
+    unfilled(rank)
+    rank.manager.learn_unfilled()
+    rank.allocator.write(rank.names.blocks["model.frozen"], b"\5" * 100)
+    rank.manager.note_foreign_load(complete=False)
+    rank.manager.mark_failed()
+    assert rank.manager.kept == {"model.frozen"}
+
+
+def test_what_is_learnt_of_undefined_weights_counts_after_a_complete_update(rank):
+    """Nobody knows what an update that broke off before has written."""
+    unfilled(rank)
+    update(rank, complete=False)
+    assert rank.manager.learn_unfilled()
+    assert rank.manager.kept == frozenset()
+    update(rank)
+    assert rank.manager.kept == {"model.frozen"}
+    assert not rank.manager.learn_unfilled()
+
+
+def test_a_model_that_cannot_tell_is_asked_once(rank):
+    asked = []
+
+    def find():
+        asked.append("asked")
+        raise ValueError("no such layout")
+
+    assert not rank.manager.learn_unfilled()
+    rank.manager.find_unfilled = find
+    for _ in range(2):
+        assert not rank.manager.learn_unfilled()
+        sleep(rank, Level.DISCARD)
+        wake(rank)
+        assert rank.manager.kept == frozenset()
+    assert asked == ["asked"]
+
+
 def test_kept_weights_need_host_memory():
     rank = FakeRank(arena_bytes=6000)
     with pytest.raises(HostMemoryError):

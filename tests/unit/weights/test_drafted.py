@@ -129,6 +129,18 @@ def test_what_is_wrong_with_the_draft_has_the_manifest_s_names() -> None:
     assert found == {("unknown", "draft.d"), ("missing", "draft.c")}
 
 
+def test_the_whole_draft_is_what_a_load_of_its_checkpoint_fills() -> None:
+    target, draft = Model("a"), Model("b", "c")
+    of_draft = ModelLoader(
+        draft.load_weights, lambda: draft.memory, checkpoint=lambda: {"b": TensorSpec("b", "float32", SHAPE)}
+    )
+    loader = DraftedLoader(target.loader(), of_draft, lambda: True, lambda: False)
+    assert plan(loader, manifest("a", "draft.b")).draft_share is DraftShare.WHOLE
+    assert plan(loader, manifest("a", "draft.b", "draft.c")).draft_share is DraftShare.WHOLE
+    with pytest.raises(ManifestError, match=r"draft\.b"):
+        plan(loader, manifest("a", "draft.c"))
+
+
 def test_a_partial_update_may_cover_the_draft_or_a_part_of_it() -> None:
     loader = pair(Model("a"), Model("b", "c"))
     assert plan(loader, manifest("draft.b", partial=True)).draft_share is DraftShare.PART

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from rl_memory_plugins.engines.vllm.update_session import WatchedLoads, prepare_reload
 from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -93,6 +95,36 @@ def test_kept_weights_are_neither_marked_nor_waited_for(rank: Rank, before: Cont
     assert rank.content is Content.VALID
     assert torch.equal(rank.parameters["a"], torch.zeros(8))
     assert rank.manager.kept == frozenset()
+
+
+@pytest.mark.parametrize("before", [Content.STALE, Content.FAILED])
+def test_what_no_load_fills_is_neither_marked_nor_waited_for(rank: Rank, before: Content) -> None:
+    rank.manager.find_unfilled = lambda: {"a": Block(rank.parameters["a"].data_ptr(), 32)}
+    rank.call("b")  # the first call finds it
+    rank.manager.content = before
+    rank.call("b")
+    assert rank.content is Content.VALID
+    assert torch.equal(rank.parameters["a"], torch.zeros(8))
+    rank.call("b", success=False)
+    rank.call("b")
+    assert rank.content is Content.VALID
+    assert torch.equal(rank.parameters["a"], torch.zeros(8))
+
+
+def test_vllm_s_reload_marks_nothing_before_it_knows_what_no_load_fills() -> None:
+    """The reload moves layer after layer to the meta device, where a trace of the loader would find nothing."""
+    model: Any = torch.nn.Linear(2, 2)
+    model.load_weights = lambda weights: None
+    manager = MemoryManager(0, HostAllocator(), PagedArena(), lambda tag: [])
+    loads = WatchedLoads(manager, model, lambda: None)
+    learnt: list[bool] = []
+    manager.find_unfilled = lambda: learnt.append(model.weight.is_meta) or {}  # type: ignore[func-returns-value]
+    prepare_reload(torch.nn.Linear(1, 1))
+    assert learnt == []
+    prepare_reload(model)
+    prepare_reload(model)
+    assert learnt == [False]
+    assert loads.manager.content is Content.VALID
 
 
 def test_only_parameters_count_as_written(rank: Rank) -> None:

@@ -120,8 +120,8 @@ class Rank:
         self.manager = MemoryManager(rank, FakeAllocator(device), PagedArena(), list)
         options.setdefault("ignorable", lambda name: name == "lm_head.weight")
         check_finite = options.pop("check_finite", False)
-        loader = ModelLoader(self.model.load_weights, lambda: dict(self.model.named_parameters()), **options)
-        self.receiver = WeightReceiver(self.manager, loader, check_finite=check_finite)
+        self.loader = ModelLoader(self.model.load_weights, lambda: dict(self.model.named_parameters()), **options)
+        self.receiver = WeightReceiver(self.manager, self.loader, check_finite=check_finite)
 
 
 class Receiving(threading.Thread):

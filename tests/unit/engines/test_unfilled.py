@@ -1,0 +1,124 @@
+"""A rank whose model has a parameter that its checkpoint on disk does not fill, over sleeps and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
+from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.host import HostAllocator
+from rl_memory_plugins.rank import RankAgent
+from rl_memory_plugins.tags import Content, Level, Tag
+from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
+from rl_memory_plugins.weights.engine_updates import EngineUpdates
+from rl_memory_plugins.weights.names import parameter_blocks
+
+WIDTH = 4 << 10
+
+
+class Reward(torch.nn.Module):
+    """The loader makes a tensor of its own each time, also in a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.score = torch.nn.Linear(4, WIDTH).requires_grad_(False)
+        self.score.bias.fill_(7)
+        self.scratch = torch.zeros(1)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            self.scratch = torch.zeros(1)
+            self.get_parameter(name).data.copy_(weight)
+
+
+def checkpoint(value: float) -> dict[str, torch.Tensor]:
+    return {"norm": torch.full((WIDTH,), value), "score.weight": torch.full((WIDTH, 4), value)}
+
+
+class Rank:
+    def __init__(self, folder: Path, **options: Any) -> None:
+        save_file(checkpoint(0.0), folder / "model.safetensors")
+        allocator = HostAllocator()
+        with allocator.region(Tag.WEIGHTS):
+            self.model = Reward()
+        self.model.load_weights(checkpoint(0.0).items())
+        config = RLMemoryConfig(poison=True)
+        self.manager = build_manager(
+            config, 0, (allocator, PagedArena(1 << 20)), lambda tag: parameter_blocks(self.model)
+        )
+        self.agent: RankAgent = build_agent(
+            config,
+            self.manager,
+            lambda: self.model,
+            load_weights=self.model.load_weights,
+            reload=lambda: None,
+            model_config=lambda: None,
+            checkpoint=EngineCheckpoint(lambda: (str(folder), None)),
+            **options,
+        )
+        self.updates = EngineUpdates(self.manager, self.model.named_parameters)
+
+    def discard(self) -> None:
+        self.agent.prepare_sleep(int(Level.DISCARD), ["weights"])
+        self.agent.commit_sleep()
+        self.agent.prepare_wake(["weights"])
+        self.agent.commit_wake()
+
+    def load(self, value: float, names: Iterable[str] = ("norm", "score.weight")) -> None:
+        """By the engine's own route."""
+        with self.updates.watch():
+            self.model.load_weights((name, checkpoint(value)[name]) for name in names)
+
+
+def test_the_engine_s_own_load_after_level_2_opens_the_engine(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    for value in (1.0, 2.0):
+        rank.discard()
+        assert rank.manager.content is Content.STALE
+        assert rank.model.score.bias.eq(7).all()
+        assert not rank.model.norm.eq(value - 1).all()
+        rank.load(value, ["norm"])
+        assert rank.manager.content is Content.STALE  # the checkpoint fills the weight of the head
+        rank.load(value, ["score.weight"])
+        assert rank.manager.content is Content.VALID
+        assert rank.model.norm.eq(value).all()
+        assert rank.model.score.weight.eq(value).all()
+        assert rank.model.score.bias.eq(7).all()
+
+
+def test_a_load_that_breaks_off_is_followed_by_one_that_opens_the_engine(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    with pytest.raises(KeyError):
+        rank.load(1.0, ["norm", "no such file"])
+    assert rank.manager.content is Content.FAILED
+    rank.load(2.0)
+    assert rank.manager.content is Content.VALID
+    assert rank.model.score.bias.eq(7).all()
+
+
+def test_to_learn_it_changes_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    scratch, before = rank.model.scratch, rank.agent.identity()
+    assert rank.manager.learn_unfilled()
+    assert rank.manager.kept == {"score.bias"}
+    assert rank.model.scratch is scratch
+    assert rank.agent.identity() == before
+
+
+@pytest.mark.parametrize(
+    "options", [{"dummy": lambda: True}, {"filled": lambda: ["score.bias"]}], ids=["dummy", "filled at the start"]
+)
+def test_what_the_engine_may_have_filled_otherwise_is_discarded(tmp_path: Path, options: dict[str, Any]) -> None:
+    rank = Rank(tmp_path, **options)
+    rank.discard()
+    assert not rank.model.score.bias.eq(7).all()
+    rank.load(1.0)
+    assert rank.manager.content is Content.STALE
