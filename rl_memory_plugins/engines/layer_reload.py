@@ -28,6 +28,7 @@ from rl_memory_plugins.engines.post_load import STEP, PostLoad, refuse_untried, 
 from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.trace import CopyStep, Step
@@ -123,7 +124,7 @@ class LayerReload:
                     continue
                 for layer in streamed[name]:
                     if layer not in opened:
-                        opened[layer] = self._open(layer)
+                        opened[layer] = self._open(layer, plan)
                 for layer, key, step in routes[name]:
                     _replay(step, opened[layer].parameters[key] if layer else step.destination, tensor)
                 for layer in streamed[name]:
@@ -133,7 +134,7 @@ class LayerReload:
 
         try:
             with self._context(), torch.no_grad(), self._post_load.repeating(partial=True):
-                opened.update((layer, self._open(layer)) for layer in sorted(held))
+                opened.update((layer, self._open(layer, plan)) for layer in sorted(held))
                 written = Coverage()
                 if held or streamed.keys() != plan.opaque.keys():
                     with recording(written) if held else ExitStack():
@@ -143,7 +144,7 @@ class LayerReload:
                 for layer in sorted(held):
                     opened.pop(layer).close_if_written(written, self._templates[layer].optional, self._graphs)
                 for layer in self._without_tensors(plan, held | missing.keys()):
-                    self._open(layer).close(self._graphs)
+                    self._open(layer, plan).close(self._graphs)
         except BaseException:
             for one in opened.values():
                 one.saved.restore()
@@ -182,9 +183,10 @@ class LayerReload:
     def _is_kept(self, layer: str, omitted: Set[str]) -> bool:
         return any(f"{layer}.{name}" in omitted for name in self._layers[layer]._parameters)
 
-    def _open(self, layer: str) -> _Opened:
+    def _open(self, layer: str, plan: LoadPlan) -> _Opened:
         device = next(parameter.device for parameter in self._post_load.model.parameters() if not parameter.is_meta)
-        return _Opened(layer, self._layers[layer], self._templates[layer], device)
+        padding = {name: plan.padding.get(f"{layer}.{name}", ()) for name in self._templates[layer].parameters}
+        return _Opened(layer, self._layers[layer], self._templates[layer], device, padding)
 
     def _held(self, plan: LoadPlan) -> set[str]:
         """The layers that only the model's own loader can load, or that it reads to compute other tensors."""
@@ -208,17 +210,23 @@ class LayerReload:
 class _Opened:
     """A layer with temporary parameters of the checkpoint's layout.
 
+    Args:
+        padding: For parameters with padding, the regions that are no padding.
+
     Attributes:
         parameters: The temporary parameters.
         saved: The layer as it was.
     """
 
-    def __init__(self, name: str, layer: torch.nn.Module, template: LayerTemplate, device: torch.device) -> None:
+    def __init__(
+        self, name: str, layer: torch.nn.Module, template: LayerTemplate, device: torch.device, padding: Filled
+    ) -> None:
         self._name = name
+        self._padding = padding
         self._layer = layer
         self._template = template
         self.saved = SavedLayers({name: layer})
-        self.parameters = template.materialised(device)
+        self.parameters = template.materialised(device, [name for name, regions in padding.items() if regions])
         template.give(self.parameters)
 
     def close(self, graphs: Graphs | None) -> None:
@@ -243,7 +251,11 @@ class _Opened:
         if not any(covered.values()):
             self.saved.restore()
             return
-        missing = [name for name, fraction in covered.items() if fraction < 1 and name not in optional]
+        missing = [
+            name
+            for name, fraction in covered.items()
+            if fraction < 1 and name not in optional and not self._is_filled(name, written)
+        ]
         if missing:
             self.saved.restore()
             names = [f"{self._name}.{name}" for name in missing]
@@ -253,6 +265,11 @@ class _Opened:
                 missing=names,
             )
         self.close(graphs)
+
+    def _is_filled(self, name: str, written: Coverage) -> bool:
+        """Whether all of a parameter but its padding is written."""
+        regions, parameter = self._padding.get(name, ()), self.parameters[name]
+        return bool(regions) and all(written.fraction(region.of(parameter)) == 1 for region in regions)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,12 +79,14 @@ class LayerTemplate:
         """The parameters without physical memory, each at an address of its own, for a trace of the loader."""
         return {name: without_memory(meta) for name, meta in self.parameters.items() if meta is not None}
 
-    def materialised(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """New parameters on a device. Large ones are undefined."""
+    def materialised(self, device: torch.device, padded: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """New parameters on a device. Large ones are zero if they are among `padded`, as engines make these; else
+        undefined."""
         made: dict[str, torch.Tensor] = {}
         for name, meta in self.parameters.items():
             if meta is not None:
-                memory = torch.empty(extent(meta), dtype=meta.dtype, device=device)
+                make = torch.zeros if name in padded else torch.empty
+                memory = make(extent(meta), dtype=meta.dtype, device=device)
                 tensor = memory.as_strided(meta.shape, meta.stride())
                 first = self._first.get(name)
                 if first is not None:

@@ -15,6 +15,7 @@ import msgspec
 
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import DraftShare
+from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, manifest_error
 from rl_memory_plugins.weights.model_loader import MAX_PLANS, ModelLoader
 from rl_memory_plugins.weights.names import DRAFT
@@ -84,6 +85,15 @@ class DraftedLoader(ModelLoader):
         self._one_checkpoint = one_checkpoint
         self._splits: dict[str, Split | None] = {}
         self._of_both: dict[str, DraftedPlan] = {}
+
+    def padding(self) -> Filled:
+        """See `ModelLoader`. The engine's own loads of the draft are not watched."""
+        return self._target.padding()
+
+    @property
+    def has_random_padding(self) -> bool:
+        """See `ModelLoader`."""
+        return self._target.has_random_padding
 
     def drop_outdated(self) -> Mapping[str, torch.Tensor]:
         """See `ModelLoader`. The names of the draft's parameters have the prefix `draft.`."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
+from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.unwritten import UnwrittenMarks
 from rl_memory_plugins.weights.write_detector import WriteDetector
 
@@ -35,6 +36,7 @@ class EngineUpdates:
         parameters: Gives the parameters and their names, as `NamedWeights` names them. A complete update must cover
             those that the last sleep has not kept.
         undo: Restores the layers that the engine has changed for a load that failed.
+        padding: For parameters with padding, the regions that a load fills.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class EngineUpdates:
         manager: MemoryManager,
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         undo: Callable[[], None] = lambda: None,
+        padding: Callable[[], Filled] = dict,
     ) -> None:
         self.manager = manager
         self._parameters = parameters
         self._undo = undo
+        self._padding = padding
         self._marks: UnwrittenMarks | None = None  # in weights of undefined content
         self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
         self._storages: set[int] = set()  # the addresses of the parameters, when a write was last looked for
@@ -129,7 +133,11 @@ class EngineUpdates:
         self.manager.learn_unfilled()  # the marks would overwrite them
         if self.needs_marks:
             kept = self.manager.kept
-            self._marks = UnwrittenMarks(lambda: [one for name, one in self._parameters() if name not in kept])
+            filled = self._padding()
+            padded = [
+                (one, [region.of(one) for region in filled[name]]) for name, one in self._parameters() if name in filled
+            ]
+            self._marks = UnwrittenMarks(lambda: [one for name, one in self._parameters() if name not in kept], padded)
             self._epoch = self.manager.epoch
 
     @property

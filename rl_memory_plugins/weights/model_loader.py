@@ -125,6 +125,7 @@ class ModelLoader:
     replays: Replays = field(default_factory=Replays, init=False)
     _plans: dict[str, LoadPlan] = field(default_factory=dict, init=False)
     _signature: tuple[Any, ...] = field(default=(), init=False)
+    _was_complete: bool = field(default=False, init=False)
     _filled: Filled | None = field(default=None, init=False)
 
     def plan(
@@ -183,13 +184,35 @@ class ModelLoader:
         Raises:
             UnsupportedError: the engine has transformed weights and cannot repeat that.
         """
-        if self.dummy():
-            return frozenset()
+        lacking = self._lacking()
+        return frozenset(() if self.dummy() else (name for name, regions in lacking.items() if not regions))
+
+    def _lacking(self) -> Filled:
         if self._filled is None:
             reload = self.reload()
             with nullcontext(self.parameters()) if reload is None else reload.checkpoint_layout() as layout:
-                self._filled_in(layout)
-        return frozenset(name for name, regions in (self._filled or {}).items() if not regions)
+                return self._filled_in(layout)
+        return self._filled
+
+    def padding(self) -> Filled:
+        """For parameters with padding that `load_weights` writes in place, the regions that it fills.
+
+        Raises:
+            UnsupportedError: see `unfilled`.
+        """
+        filled = {name: regions for name, regions in self._lacking().items() if regions}
+        reload = self.reload()
+        if reload is None or not filled:
+            return filled
+        if reload.is_temporary is None:
+            return {}
+        with reload.checkpoint_layout() as layout:
+            return {name: regions for name, regions in filled.items() if not reload.is_temporary(layout[name])}
+
+    @property
+    def has_random_padding(self) -> bool:
+        """Whether dummy weights lie in the padding: no complete update has cleared it."""
+        return not self._was_complete and self.dummy()
 
     def written(self, specs: Sequence[TensorSpec], among: frozenset[str] = frozenset()) -> Written:
         """Which tensors the loader writes anywhere. Writes no memory, and finds no fault with the tensors.
@@ -259,5 +282,6 @@ class ModelLoader:
 
     def note_complete(self, plan: LoadPlan) -> None:
         """Note a complete update with this plan. Without the copies of all layers it gives no checkpoint checksums."""
+        self._was_complete = True
         if plan.digest in self._plans:
             self.complete = plan if plan.steps and not plan.rebuilt else None

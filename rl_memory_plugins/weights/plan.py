@@ -56,10 +56,11 @@ class LoadPlan:
         traced: If parameters are unproven, the memory that the trace has seen written.
         omitted: The kept parameters that a complete update leaves out. The plan is complete only while these are kept.
         casts: The casts of its copies, see `casts.summary`.
-        padded: For a complete update, parameters with padding that it does not write.
+        padded: For a complete update, parameters with padding that it does not write and no reload makes anew.
+        padding: For parameters with padding, by name before a reload, the regions that are no padding.
         rebuilt: For each opaque name that is copied into temporary parameters of a `Reload`, these copies and fills.
         derived_from: The parameters, by the engine's name, from which the loader itself computes other tensors.
-        read_unwritten: Those of them that the update does not write, or not whole.
+        read_unwritten: Those of them that the update does not write, or not all but their padding.
         draft_share: How much of the draft model it writes.
         draft_tensors: The number of tensors that the draft model takes.
     """
@@ -72,6 +73,7 @@ class LoadPlan:
         self.omitted: frozenset[str] = frozenset()
         self.casts: list[dict[str, Any]] = []
         self.padded: list[torch.Tensor] = []
+        self.padding: Filled = {}
         self.skipped: list[str] = []
         self.nearest: dict[str, str] = {}
         self.rebuilt: dict[str, list[Step]] = {}
@@ -305,11 +307,14 @@ def trace(
     plan.casts, plan.skipped, plan.nearest = summary(tracer.casts), skipped, near
     plan.rebuilt = rebuilt
     plan.derived_from = frozenset(name for name, parameter in expected.items() if tracer.derives_from(parameter))
-    plan.read_unwritten = frozenset(n for n in plan.derived_from if tracer.written.fraction(expected[n]) < 1)
+    plan.read_unwritten = frozenset(
+        name for name in plan.derived_from - padded.keys() if tracer.written.fraction(expected[name]) < 1
+    )
     if not (whole_layers or tracer.derives or manifest.partial) and tracer.unseen_writes:
         plan.traced = tracer.written
         plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
-    plan.padded = [one for name, one in padded.items() if not (whole_layers or manifest.partial)]
+    plan.padded = [one for one in padded.values() if not (temporary(one) or manifest.partial)]
+    plan.padding = {name: filled()[name] for name in padded}
     if not manifest.partial:
         plan.omitted = frozenset(name for name in kept & written.keys() if not written[name])
     return plan

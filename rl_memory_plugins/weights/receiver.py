@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import traceback
@@ -13,10 +14,13 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.cuda_ipc import Mappings
+from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.identity import identity
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class WeightReceiver:
@@ -83,6 +87,14 @@ class WeightReceiver:
         except UnsupportedError as error:
             return fixed_by(error)
         return Capabilities()
+
+    def padding(self) -> Filled:
+        """See `ModelLoader.padding`. Nothing if the model cannot tell."""
+        try:
+            return self._model.padding()
+        except Exception as error:  # a load by the engine's own calls must not fail for that
+            logger.warning("cannot tell which elements of the parameters are padding: %s", error)
+            return {}
 
     def warm_up(self) -> None:
         """Import in the background what the first update needs."""

@@ -177,7 +177,7 @@ class Session:
             if self.model.writes_weights and self._next_tensor == 0 and self._received_bytes == 0:
                 is_undefined = self.manager.content is not Content.VALID
                 self.manager.begin_writing(plan.draft_share)
-                if is_undefined:  # a sleep has discarded the padding
+                if is_undefined or self.model.has_random_padding:  # a sleep has discarded the padding
                     plan.clear_padding()
             with timed(self.seconds, "load"):
                 repeated = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -43,16 +43,25 @@ class UnwrittenMarks:
     Args:
         parameters: Gives the parameters of the model. The engine may replace some of them during a load; the new
             parameters count as written, unless they are on the meta device.
+        padded: Parameters with padding, each with views of what a load fills. The padding becomes zero.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        padded: Iterable[tuple[torch.Tensor, Sequence[torch.Tensor]]] = (),
+    ) -> None:
         self._parameters = parameters
         with _plain():
             marked = [one for one in parameters() if one.numel()]
             # With a parameter on the meta device vLLM keeps them elsewhere, and nothing is marked.
             self._is_possible = not any(one.is_meta for one in marked)
+            views = {id(parameter): filled for parameter, filled in padded}
             for parameter in marked if self._is_possible else ():
-                _mark(parameter)
+                if id(parameter) in views:
+                    _bits(parameter).zero_()
+                for view in views.get(id(parameter), [parameter]):
+                    _mark(view)
         self._left = [weakref.ref(one) for one in marked]
         self._last = -1  # an element that held a mark in the last parameter that is left
         self._checks = 0

@@ -42,7 +42,7 @@ def write_latent_attention(folder: Path, seed: int) -> Path:
     return folder
 
 
-SCRIPT = """
+PRELUDE = """
     import contextlib, json, sys
     import torch
     from safetensors.torch import load_file
@@ -51,7 +51,7 @@ SCRIPT = """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.reload import layerwise
-    from rl_memory_plugins.engines import layer_tensors, post_load
+    from rl_memory_plugins.engines import layer_templates, layer_tensors, post_load
     from rl_memory_plugins.engines.vllm import first_load, reload, worker
     from rl_memory_plugins.errors import UnsupportedError
     from rl_memory_plugins.hooking import Hooks
@@ -81,7 +81,11 @@ SCRIPT = """
 
     def checksums(found):
         return {name: checksum for name, (checksum, _) in found.items()}
+"""
 
+SCRIPT = (
+    PRELUDE
+    + """
     _, fresh = load(sys.argv[2])
     config, model = load(sys.argv[1])
     before = tensors(model)
@@ -125,6 +129,7 @@ SCRIPT = """
         "same addresses": {n: at for n, (_, at) in after.items()} == {n: at for n, (_, at) in before.items()},
     }))
 """
+)
 
 
 def test_absorbed_matrices_and_packed_experts(python: Callable[..., str], tmp_path: Path) -> None:
@@ -134,4 +139,85 @@ def test_absorbed_matrices_and_packed_experts(python: Callable[..., str], tmp_pa
     assert set(found.pop("layers").values()) == {"MLAAttention", "UnquantizedFusedMoEMethod"}
     assert len(found.pop("absorbed")) == 4  # two layers
     assert found.pop("expected") > 20
+    assert found == dict.fromkeys(found, True)
+
+
+PADDED = (
+    PRELUDE
+    + """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from rl_memory_plugins.engines.layer_reload import LayerReload
+    from rl_memory_plugins.weights.model_loader import ModelLoader
+
+    # As vLLM makes experts for a kernel of MXFP4: with rows and columns that no checkpoint has, all zero at first.
+    original = UnquantizedFusedMoEMethod.create_weights
+
+    def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, *rest, **options):
+        original(self, layer, num_experts, hidden_size, intermediate_size_per_partition + 32, *rest, **options)
+        for parameter in layer.parameters(recurse=False):
+            parameter.data.zero_()
+
+    UnquantizedFusedMoEMethod.create_weights = create_weights
+    layer_templates._SMALL = 1  # these experts count as large
+    _, fresh = load(sys.argv[2])
+    config, model = load(sys.argv[1])
+    before = tensors(model)
+    watch = post_load.of(model)
+    layers = reload.transformed_layers(watch)
+    checkpoint = load_file(sys.argv[2] + "/model.safetensors")
+    specs = {name: spec_of(name, tensor) for name, tensor in checkpoint.items()}
+    found = {"layers": layers, "different before": checksums(before) != checksums(tensors(fresh))}
+    # New memory holds NaNs from here on.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for kind, made in (
+        ("vLLM's", reload.LayerwiseReload(watch, layers, config, model.load_weights, contextlib.nullcontext, False)),
+        ("ours", LayerReload(watch, layers, model.load_weights, engine="vLLM", graphs=False)),
+    ):
+        for other in (sys.argv[1], sys.argv[2]):
+            with set_current_vllm_config(config):
+                loader = ModelLoader(
+                    model.load_weights,
+                    lambda: dict(model.named_parameters()),
+                    reload=lambda: made,
+                    checkpoint=lambda: specs,
+                )
+                plan = loader.plan(Manifest(list(specs.values())), loader.drop_outdated())
+                weights = load_file(other + "/model.safetensors")
+                for name in specs.keys() - plan.opaque.keys():
+                    plan.apply(name, weights[name])
+                loader.load_with_engine(plan, [(name, weights[name]) for name in specs if name in plan.opaque])
+        found[f"padded in {kind}"] = len(plan.padding)
+        found[f"equal after {kind}"] = checksums(tensors(model)) == checksums(tensors(fresh))
+    print(json.dumps(found))
+"""
+)
+
+
+def write_experts(folder: Path, seed: int) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    write_model(folder, SHAPES["tiny"], seed=None)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_the_padding_of_experts_is_that_of_a_first_load(python: Callable[..., str], tmp_path: Path) -> None:
+    first, other = write_experts(tmp_path / "first", SEED), write_experts(tmp_path / "other", OTHER_SEED)
+    found = json.loads(python(PADDED, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
+    assert set(found.pop("layers").values()) == {"UnquantizedFusedMoEMethod"}
+    assert (found.pop("padded in vLLM's"), found.pop("padded in ours")) == (4, 4)  # of two layers, w13 and w2
     assert found == dict.fromkeys(found, True)

@@ -71,7 +71,9 @@ class SglangScheduler:
         )
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
-        self.updates = EngineUpdates(self.worker.manager, model.named_parameters)
+        self.updates = EngineUpdates(
+            self.worker.manager, model.named_parameters, padding=self.worker.agent.receiver.padding
+        )
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:
             atexit.register(board.close)

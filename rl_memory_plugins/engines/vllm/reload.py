@@ -202,6 +202,7 @@ class LayerwiseReload:
                 torch.no_grad(),
                 self._post_load.repeating(partial=plan.partial or bool(plan.omitted)),
                 _new_moe_kernels(self._model) if self._device.type == "cpu" else nullcontext(),
+                _zeroed_memory() if plan.padding else nullcontext(),
             ):
                 with own_reload():
                     layerwise.initialize_layerwise_reload(self._model)
@@ -263,6 +264,28 @@ def _restore_own_loader(tensor: Any) -> None:
     own = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
     if own is not loader:
         tensor.weight_loader = own
+
+
+@contextmanager
+def _zeroed_memory() -> Iterator[None]:
+    """Make vLLM's reload begin with zeros, as vLLM makes parameters with padding; its reload leaves them undefined."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    original = getattr(meta, "materialize_meta_tensor", None)  # not in every version
+    if original is None:
+        yield
+        return
+
+    def materialize_meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = original(tensor)
+        made.data.zero_()
+        return made
+
+    meta.materialize_meta_tensor = materialize_meta_tensor
+    try:
+        yield
+    finally:
+        meta.materialize_meta_tensor = original
 
 
 @contextmanager

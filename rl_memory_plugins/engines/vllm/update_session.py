@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
+from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.write_detector import leaving_early
 
 if TYPE_CHECKING:
@@ -41,10 +42,17 @@ class WatchedLoads(EngineUpdates):
         manager: The manager of the rank.
         model: A model whose `load_weights` takes (name, tensor) pairs.
         undo: Restores the layers that vLLM has taken apart for a load that breaks off.
+        padding: As for `EngineUpdates`.
     """
 
-    def __init__(self, manager: MemoryManager, model: torch.nn.Module, undo: Callable[[], None]) -> None:
-        super().__init__(manager, model.named_parameters, undo)
+    def __init__(
+        self,
+        manager: MemoryManager,
+        model: torch.nn.Module,
+        undo: Callable[[], None],
+        padding: Callable[[], Filled] = dict,
+    ) -> None:
+        super().__init__(manager, model.named_parameters, undo, padding)
         self._modules = model.modules
         _all.add(self)
         self.original: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = model.load_weights

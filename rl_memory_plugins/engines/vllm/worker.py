@@ -153,7 +153,9 @@ class VllmWorker:
         self._capture_graphs_in_a_region()
         with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
-        self._watched_loads = WatchedLoads(self.manager, self.model, self._restore_layers)
+        self._watched_loads = WatchedLoads(
+            self.manager, self.model, self._restore_layers, lambda: self.agent.receiver.padding()
+        )
 
     def _capture_graphs_in_a_region(self) -> None:
         """Have vLLM capture its graphs into a pausable pool, or declare why that is not safe."""

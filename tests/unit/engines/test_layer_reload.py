@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_memory_plugins.engines import layer_reload as reload_module
-from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines import layer_templates, post_load
 from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.manifest import Manifest
@@ -96,9 +96,9 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def loaded(tensors: dict[str, torch.Tensor], **options: Any) -> Model:
+def loaded(tensors: dict[str, torch.Tensor], made: type[Model] = Model, **options: Any) -> Model:
     """The model after a first load."""
-    model = Model(**options)
+    model = made(**options)
     post_load.attach(model, templates=True)
     model.load_weights(tensors.items())
     for layer in (model.one, model.two):
@@ -127,13 +127,14 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-def loader_of(model: Model, graphs: bool = True) -> ModelLoader:
+def loader_of(model: Model, graphs: bool = True, **options: Any) -> ModelLoader:
     watch: Any = post_load.of(model)
     return ModelLoader(
         model.load_weights,
         lambda: dict(model.named_parameters()),
         reload=lambda: LayerReload(watch, watch.transformed(), model.load_weights, engine="SGLang", graphs=graphs),
         transformed=lambda: post_load.transformed_in(model),
+        **options,
     )
 
 
@@ -233,6 +234,58 @@ def test_an_update_that_breaks_off_leaves_layers_that_the_next_one_can_load(monk
     update(loader, weights(3))
     assert_equal(state(model), state(loaded(weights(3), absorbs=True)))
     assert addresses(model) == before
+
+
+ROWS = 3
+
+
+class PaddedModel(Model):
+    """The first layer has a row that no checkpoint has, for its kernel."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.one.weight.data.zero_()
+        self.one.weight.weight_loader = lambda parameter, weight: parameter.data[:ROWS].copy_(weight)
+
+
+def without_padding(seed: int) -> dict[str, torch.Tensor]:
+    return {**weights(seed), "one.weight": weights(seed)["one.weight"][:ROWS]}
+
+
+@pytest.fixture
+def undefined_memory() -> Iterator[None]:
+    """`torch.empty` gives NaNs."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Reading(PaddedModel):
+    """Its loader computes something of the padded layer, which then waits for the loader's end."""
+
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(weights)
+        self.absorbed.copy_(self.one.weight.sum(0))
+
+
+@pytest.mark.usefixtures("undefined_memory")
+@pytest.mark.parametrize("made", [PaddedModel, Reading])
+def test_the_padding_of_a_transformed_layer_is_as_after_a_first_load(
+    monkeypatch: pytest.MonkeyPatch, made: type[Model]
+) -> None:
+    """Of large parameters the first values are not kept, and new memory holds anything."""
+    monkeypatch.setattr(layer_templates, "_SMALL", 1)
+    model = loaded(without_padding(1), made=made)
+    specs = {name: spec_of(name, tensor) for name, tensor in without_padding(1).items()}
+    loader = loader_of(model, checkpoint=lambda: specs)
+    for seed in (2, 3):
+        plan = update(loader, without_padding(seed))
+        assert set(plan.padding) == {"one.weight"}
+        assert_equal(state(model), state(loaded(without_padding(seed), made=made)))
+    one = {"one.weight": without_padding(1)["one.weight"]}
+    update(loader, one, partial=True)
+    assert_equal(state(model), state(loaded({**without_padding(3), **one}, made=made)))
 
 
 class Optional(Packing):
