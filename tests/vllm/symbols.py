@@ -33,6 +33,7 @@ SYMBOLS: Symbols = {
     "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),
     "vllm.model_executor.model_loader.reload.meta:restore_layer_on_meta": (),
     "vllm.model_executor.model_loader.reload.meta:SKIP_TENSORS": (),
+    "vllm.model_executor.model_loader.reload.meta:materialize_meta_tensor": ("meta_tensor",),
     "vllm.model_executor.model_loader.weight_utils:default_weight_loader": ("param", "loaded_weight"),
     "vllm.model_executor.model_loader.utils:record_metadata_for_reloading": (),
     "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__": ("self",),

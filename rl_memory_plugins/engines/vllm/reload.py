@@ -35,6 +35,7 @@ SYMBOLS = (
     f"{RELOAD}.layerwise:_place_kernel_tensors",
     f"{RELOAD}.meta:restore_layer_on_meta",
     f"{RELOAD}.meta:SKIP_TENSORS",
+    f"{RELOAD}.meta:materialize_meta_tensor",
 )
 
 
@@ -271,10 +272,7 @@ def _zeroed_memory() -> Iterator[None]:
     """Make vLLM's reload begin with zeros, as vLLM makes parameters with padding; its reload leaves them undefined."""
     from vllm.model_executor.model_loader.reload import meta
 
-    original = getattr(meta, "materialize_meta_tensor", None)  # not in every version
-    if original is None:
-        yield
-        return
+    original = meta.materialize_meta_tensor
 
     def materialize_meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = original(tensor)
