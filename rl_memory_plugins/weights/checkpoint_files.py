@@ -1,13 +1,13 @@
-"""The tensors of a checkpoint on disk by name, from the headers of its safetensors files. Imports no torch."""
+"""The tensors of a checkpoint on disk by name, from the headers of its safetensors files."""
 
 from __future__ import annotations
 
 import json
 import logging
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from rl_memory_plugins.extras import needs
 from rl_memory_plugins.weights.manifest import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,6 @@ DTYPES = {
     "F64": "float64",
 }
 
-_LENGTH = struct.Struct("<Q")
-
 
 def safetensors_files(folder: Path) -> list[Path]:
     """The files that the index of a folder names, or else all its `*.safetensors`. They may not exist."""
@@ -49,15 +47,16 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 def specs_in(folder: Path) -> dict[str, TensorSpec]:
     """The tensors in a folder's safetensors files, by name."""
+    with needs("checkpoints"):
+        from safetensors import safe_open
+
     found: dict[str, TensorSpec] = {}
     for path in safetensors_files(folder):
-        with path.open("rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            dtype = DTYPES.get(entry["dtype"], entry["dtype"])
-            found[name] = TensorSpec(name, dtype, tuple(entry["shape"]))
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_slice(name)
+                dtype = tensor.get_dtype()
+                found[name] = TensorSpec(name, DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
     return found
 
 

@@ -8,7 +8,7 @@ from toys import Rank, ToyModel, checkpoint, update
 from rl_memory_plugins.errors import ManifestError
 from rl_memory_plugins.trainer import ModelSource, StreamSource
 from rl_memory_plugins.weights.casts import CastRule
-from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint, dtypes_in
+from rl_memory_plugins.weights.checkpoint_files import DTYPES, EngineCheckpoint, dtypes_in
 from rl_memory_plugins.weights.manifest import TensorSpec
 
 WIDENING = {"from": "bfloat16", "to": "float32", "direction": "widening", "tensors": 1, "names": ["norm.weight"]}
@@ -108,6 +108,14 @@ def test_the_files_of_an_index_are_read(tmp_path):
     index = '{"weight_map": {"1": "1.safetensors", "2": "2.safetensors"}}'
     (tmp_path / "model.safetensors.index.json").write_text(index)
     assert dtypes_in(tmp_path) == {"1": "bfloat16", "2": "float8_e4m3fn"}
+
+
+def test_dtypes_of_files_have_the_names_of_torch(tmp_path):
+    tensors = {name: torch.zeros(2, 3, dtype=getattr(torch, name)) for name in DTYPES.values() if hasattr(torch, name)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    specs = EngineCheckpoint(lambda: (str(tmp_path), None)).specs()
+    assert specs == {name: TensorSpec(name, name, (2, 3)) for name in tensors}
+    assert {"bfloat16", "float8_e4m3fn"} <= set(specs)
 
 
 def test_a_sharded_rank_reports_the_casts_of_its_own_memory():
