@@ -44,6 +44,7 @@ class Launch:
     device: str = "cpu"  # or "cuda"
     forked: bool = False  # on the CPU: the engine's processes are forks of the server's, which start in seconds
     compiled: bool = True  # on a GPU; an engine without compilation captures graphs too, and starts sooner
+    adapter_rank: int = 0  # the highest rank of LoRA adapters; with 0 the engine takes none
 
     @property
     def ranks(self) -> int:
@@ -62,6 +63,7 @@ class Sampling(NamedTuple):
     temperature: float = 0.0
     seed: int = 0
     logprobs: bool = False
+    adapter: str = ""  # the name of a LoRA adapter
 
 
 class EngineKind(ABC):
@@ -101,6 +103,10 @@ class EngineKind(ABC):
     @abstractmethod
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         """The generated token ids of an answer."""
+
+    @abstractmethod
+    def streamed_tokens(self, events: list[dict[str, Any]]) -> list[int]:
+        """The generated token ids of an answer in parts; see `events_of`."""
 
     @abstractmethod
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
@@ -284,6 +290,11 @@ class BackgroundRequest(threading.Thread):
         assert isinstance(self.outcome, httpx.Response), self.outcome
         assert self.outcome.status_code == 200, self.outcome.text
         return self.outcome.json()
+
+
+def events_of(stream: str) -> list[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events."""
+    return [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: {")]
 
 
 def gpu_used_bytes() -> int:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import httpx
 
 STAND_IN_KERNELS = REPOSITORY / "tests" / "aids" / "sglang_cpu"
+#: SGLang's layers with LoRA ask for page-locked memory, which needs a GPU.
+UNPINNED = REPOSITORY / "tests" / "aids" / "sglang_unpinned"
 FORKING = REPOSITORY / "tests" / "aids" / "sglang_fork"
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
 
@@ -38,6 +40,7 @@ class Sglang(EngineKind):
             *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
             *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
             *("--tensor-parallel-size", str(launch.tp), "--data-parallel-size", str(launch.dp)),
+            *(_adapter_arguments(launch) if launch.adapter_rank else ()),
         ]
 
     def environment(self, launch: Launch) -> dict[str, str]:
@@ -47,8 +50,9 @@ class Sglang(EngineKind):
         }
         if launch.device == "cuda":
             return variables
+        aids = [STAND_IN_KERNELS, *([FORKING] if launch.forked else []), *([UNPINNED] if launch.adapter_rank else [])]
         variables |= {
-            "PYTHONPATH": os.pathsep.join(map(str, [STAND_IN_KERNELS, *([FORKING] if launch.forked else [])])),
+            "PYTHONPATH": os.pathsep.join(map(str, aids)),
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_NCCL_SO_PATH": "none",  # with more than one rank, NCCL would look for a GPU
             "OMP_NUM_THREADS": "2" if launch.ranks == 1 else "1",
@@ -64,10 +68,14 @@ class Sglang(EngineKind):
             "sampling_params": {"temperature": sampling.temperature, "max_new_tokens": tokens, "ignore_eos": True},
             "stream": sampling.stream,
             "return_logprob": sampling.logprobs,
+            "lora_path": sampling.adapter or None,
         }
 
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         return list(answer["output_ids"])
+
+    def streamed_tokens(self, events: list[dict[str, Any]]) -> list[int]:
+        return list(events[-1]["output_ids"])  # each event has all tokens
 
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
         return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
@@ -84,6 +92,13 @@ class Sglang(EngineKind):
     def requests_held(self, http: httpx.Client) -> int:
         loads = http.get("/v1/loads", params={"include": "core"}).json()["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+def _adapter_arguments(launch: Launch) -> list[str]:
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    backend = ["--lora-backend", "torch_native"] if launch.device == "cpu" else []  # the others need a GPU
+    rank = ["--max-lora-rank", str(launch.adapter_rank)]
+    return ["--enable-lora", *backend, *rank, "--max-loras-per-batch", "3", "--lora-target-modules", *layers]
 
 
 def _kv_tokens(launch: Launch) -> int:

@@ -44,6 +44,9 @@ class Vllm(EngineKind):
         if launch.device == "cuda":
             sizes = [1, 2, 4, *range(8, launch.max_running + 1, 8)]
             arguments += ["--cudagraph-capture-sizes", *map(str, sizes), *_compilation(launch)]
+        if launch.adapter_rank:
+            arguments += ["--enable-lora", "--max-lora-rank", str(launch.adapter_rank)]
+            arguments += ["--max-loras", "2", "--max-cpu-loras", "2"]
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
         return arguments
@@ -68,7 +71,7 @@ class Vllm(EngineKind):
 
     def body(self, prompt: list[int], tokens: int, sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": "model",
+            "model": sampling.adapter or "model",
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": sampling.temperature,
@@ -81,6 +84,9 @@ class Vllm(EngineKind):
 
     def tokens(self, answer: dict[str, Any]) -> list[int]:
         return list(answer["choices"][0]["token_ids"])
+
+    def streamed_tokens(self, events: list[dict[str, Any]]) -> list[int]:
+        return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
 
     def logprobs(self, answer: dict[str, Any]) -> list[float]:
         return list(answer["choices"][0]["logprobs"]["token_logprobs"])

@@ -1,4 +1,4 @@
-"""Adapters that come and go while the engine sleeps and wakes."""
+"""Adapters beside vLLM's own routes: those that vLLM loads from folders, and those that a trainer sends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from safetensors.torch import save_file
 
 from integration.engines.base import Launch, Server
 from integration.engines.vllm import Vllm
-from tests.vllm.conftest import PROMPT
+from integration.models import new_model
+from rl_memory_plugins.errors import InvalidRequestError
+from tests import lora
+from tests.vllm.conftest import PROMPT, SEED
 
 RANK = 8
 
 
-class WithLora(Vllm):
-    def command(self, launch: Launch, port: int) -> list[str]:
-        return [*super().command(launch, port), "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2"]
-
+class LoadingAdapters(Vllm):
     def environment(self, launch: Launch) -> dict[str, str]:
         return {**super().environment(launch), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
@@ -29,7 +29,8 @@ class WithLora(Vllm):
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(WithLora(), Launch(model_folder, kv_bytes=64 << 20, forked=True), log) as server:
+    launch = Launch(model_folder, kv_bytes=64 << 20, forked=True, adapter_rank=RANK)
+    with Server(LoadingAdapters(), launch, log) as server:
         yield server
 
 
@@ -55,10 +56,7 @@ def load(server: Server, folder: Path) -> Any:
 
 
 def answer(server: Server, name: str) -> list[int]:
-    body = {**server.kind.request(PROMPT, 8), "model": name}
-    response = server.http.post(server.kind.generation_route, json=body)
-    assert response.status_code == 200, response.text
-    return server.kind.tokens(response.json())
+    return server.generate(PROMPT, adapter=name)
 
 
 def test_an_adapter_is_loaded_while_the_weights_are_awake(
@@ -80,3 +78,15 @@ def test_an_adapter_is_loaded_while_the_weights_are_awake(
     assert load(server, late).status_code == 200
     assert answer(server, "late") == expected
     assert answer(server, "model") == first_tokens
+
+
+def test_an_adapter_that_a_trainer_sends_is_a_model_of_the_server(server: Server, model_folder: Path) -> None:
+    sent = lora.tensors(new_model(model_folder, SEED), 1)
+    server.control.update_adapter("policy", sent, lora.config())
+    assert server.post(PROMPT, adapter="policy").json()["model"] == "policy"
+    assert "policy" in {model["id"] for model in server.http.get("/v1/models").json()["data"]}
+    with pytest.raises(InvalidRequestError, match="served model"):
+        server.control.update_adapter("model", sent, lora.config(), timeout_s=20)
+    server.control.remove_adapter("policy")
+    assert server.post(PROMPT, adapter="policy").status_code == 404
+    assert "policy" not in server.http.get("/v1/models").text
