@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def features(layer: Any, index: int, count: int, *, incoming: bool) -> int | None:
@@ -27,3 +27,32 @@ def features(layer: Any, index: int, count: int, *, incoming: bool) -> int | Non
         return int(size * (base.head_size if index < 2 else getattr(base, "v_head_size", base.head_size)))
     sizes = getattr(base, "output_sizes", ())
     return int(sizes[index]) if len(sizes) == count else None
+
+
+class ExpertSizes(NamedTuple):
+    """The features of the experts of a layer, on all ranks.
+
+    Attributes:
+        hidden: The features that come into the layer and go out of it.
+        intermediate: The features between the projections of one expert.
+        number: The number of experts.
+        padded: Whether the sizes are larger than those of the checkpoint.
+    """
+
+    hidden: int
+    intermediate: int
+    number: int
+    padded: bool = False
+
+    def features(self, projection: str, *, incoming: bool) -> int | None:
+        """The features of a projection of one expert; `None` if padding hides them.
+
+        Args:
+            projection: `down`; `up`, which stands for `gate` too; or `gate_up`, which is both in one matrix.
+            incoming: The features that come in; else those that go out.
+        """
+        if self.padded:
+            return None
+        if incoming == (projection == "down"):
+            return self.intermediate * (2 if projection == "gate_up" else 1)
+        return self.hidden

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_memory_plugins.engines.lora_layers import features
+from rl_memory_plugins.engines.vllm.adapter_layers import AdapterLayers
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
@@ -87,7 +87,7 @@ class VllmAdapters:
             raise InvalidRequestError(f"the adapter {name} does not fit this engine: {error}", field="config") from None
 
     def fit(self, config: Mapping[str, Any], specs: Sequence[TensorSpec]) -> tuple[list[Mismatch], list[str]]:
-        layers = _Layers(self._loras, config)
+        layers = AdapterLayers(self._loras, config)
         found: list[Mismatch] = []
         unused = []
         for spec in specs:
@@ -113,88 +113,6 @@ def _peft_helper(config: Mapping[str, Any]) -> Any:
     from vllm.lora.peft_helper import PEFTHelper
 
     return PEFTHelper.from_dict(dict(config))
-
-
-class _Layers:
-    """The layers of a model that take adapters, compared with the tensors of one.
-
-    Args:
-        loras: vLLM's `WorkerLoRAManager`.
-        config: PEFT's configuration.
-    """
-
-    def __init__(self, loras: Any, config: Mapping[str, Any]) -> None:
-        manager = loras._adapter_manager
-        self._modules: dict[str, Any] = manager.modules
-        self._parts = {
-            part: (manager.modules[whole], index, len(parts))
-            for whole, parts in manager.packed_modules.items()
-            for index, part in enumerate(parts)
-        }
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        self._mapper = getattr(mapper, "get_rename_mapper", lambda: mapper)()
-        self._skipped = getattr(manager.model, "lora_skip_prefixes", None) or ()
-        self._pooling = bool(getattr(manager, "is_pooling_model", False))
-        self._max_rank = loras.lora_config.max_lora_rank
-        self._rank = None if config.get("rank_pattern") else config["r"]
-        self._saved = set(config.get("modules_to_save") or ())
-        self._seen: dict[str, dict[bool, TensorSpec]] = {}
-
-    def take(self, spec: TensorSpec) -> bool:
-        """Returns whether this rank uses the tensor, or the engine leaves it out on purpose.
-
-        Raises:
-            ValueError: the name is not that of an adapter's tensor, or the shape does not fit.
-        """
-        from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
-
-        name = spec.name
-        if is_base_embedding_weights(name):
-            return True
-        if any(f".{prefix}" in name or name.startswith(prefix) for prefix in self._skipped):
-            return True
-        module_name, is_a = parse_fine_tuned_lora_name(name, self._mapper)
-        if module_name in self._saved:
-            return True
-        layer, index, count = self._find(module_name)
-        if layer is None:
-            return False
-        self._seen.setdefault(module_name, {})[is_a] = spec
-        expected = features(layer, index, count, incoming=is_a)
-        if expected is None or "lora_embedding" in name:
-            return True
-        if len(spec.shape) != 2:
-            raise ValueError(f"the shape {list(spec.shape)} is not that of a matrix")
-        rank, size = spec.shape if is_a else reversed(spec.shape)
-        if size != expected:
-            raise ValueError(f"the shape {list(spec.shape)} does not fit a layer with {expected} features")
-        if rank > self._max_rank or (self._rank is not None and rank != self._rank):
-            raise ValueError(
-                f"the shape {list(spec.shape)} has rank {rank}; the configuration has {self._rank or 'a pattern'}, "
-                f"and the engine takes ranks up to {self._max_rank}"
-            )
-        return True
-
-    def incomplete(self) -> list[Mismatch]:
-        """The tensors without the other half of their pair."""
-        return [
-            Mismatch("missing", spec.name, f"lora_{'B' if is_a else 'A'} of this layer is not in the manifest")
-            for pair in self._seen.values()
-            if len(pair) == 1
-            for is_a, spec in pair.items()
-        ]
-
-    def _find(self, name: str) -> tuple[Any, int, int]:
-        """The layer of this name, the index of the part of it that has the name, and the number of parts."""
-        names = [name, f"model.{name}"] if self._pooling else [name]
-        for each in names:
-            if each in self._parts:
-                return self._parts[each]
-            # The fused gate and up projection of experts is saved as the `base_layer` of their module.
-            layer = self._modules.get(each) or self._modules.get(each.removesuffix(".base_layer"))
-            if layer is not None:
-                return layer, 0, 1
-        return None, 0, 0
 
 
 # -- hooks --------------------------------------------------------------------------------------------------
