@@ -290,7 +290,7 @@ print("done")
 
 
 def test_adapters_of_an_engine_in_python(python: Callable[..., str]) -> None:
-    path = Sglang().environment(Launch(Path(), adapter_rank=8))["PYTHONPATH"]
+    path = Sglang().environment(Launch(Path(), adapter_rank=8, forked=True))["PYTHONPATH"]
     *_, twice, rslora, layer, done = python(PYTHON, PYTHONPATH=os.pathsep.join((path, str(REPOSITORY)))).splitlines()
     assert "no adapter" in twice and "use_rslora" in rslora and "lm_head" in layer
     assert done == "done"

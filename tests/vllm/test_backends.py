@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from integration.models import new_model
+from tests.vllm.calls import generate, push, refused, restore
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
-from tests.vllm.test_python import generate, push, refused
-from tests.vllm.test_trainers import restore
 
 HALF = 10  # of some thirty parameters
 
@@ -37,12 +36,6 @@ def started(model_folder: Path) -> Iterator[Child]:
     with Child(make, model_folder, environment=environment(model_folder, tp=2)) as child:
         child(prepare, model_folder)
         yield child
-
-
-@pytest.fixture
-def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator[Child]:
-    yield started
-    assert started(restore, model_folder) == first_tokens
 
 
 def prepare(llm: Any, folder: Path) -> None:

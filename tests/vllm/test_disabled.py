@@ -145,11 +145,11 @@ def test_the_same_look_finds_the_hooks_of_an_enabled_engine(found: dict[str, Any
     assert expected <= set(found["enabled"])
 
 
-def test_an_engine_beside_an_enabled_one_is_plain(python: Callable[..., str]) -> None:
+def test_an_engine_beside_an_enabled_one_is_plain(forked_python: Callable[..., str]) -> None:
     """The hooks are in by then; each looks at its engine's own configuration."""
-    output = python(
+    output = forked_python(
         """
-        import json, os
+        import json
         from pathlib import Path
         from vllm import EngineArgs, LLM, SamplingParams
         from tests.vllm.conftest import engine_options
@@ -176,8 +176,7 @@ def test_an_engine_beside_an_enabled_one_is_plain(python: Callable[..., str]) ->
             "packed": down.weight.numel() == 0,
             "answer": len(answers[0].outputs[0].token_ids),
             "error": error,
-        }), flush=True)
-        os._exit(0)
+        }))
         """,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )

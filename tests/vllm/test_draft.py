@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.calls import generate, refused
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, engine_options, environment
-from tests.vllm.test_python import generate, refused
 from tests.vllm.test_trainers import EXTENSION, call, content
 
 

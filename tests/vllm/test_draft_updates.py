@@ -13,9 +13,9 @@ from integration.kinds.table import KINDS
 from integration.models import new_model
 from rl_memory_plugins import ManifestError
 from rl_memory_plugins.weights.checksums import tensor_checksum
+from tests.vllm.calls import generate, push, refused
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
-from tests.vllm.test_python import generate, push, refused
 
 TOKENS = 24
 

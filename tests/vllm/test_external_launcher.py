@@ -13,9 +13,10 @@ import pytest
 
 from integration.models import new_model
 from rl_memory_plugins import DeviceMemoryError, StateConflictError
+from tests.vllm.calls import generate, push, refused
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
-from tests.vllm.test_python import generate, load_here, push, refused
+from tests.vllm.test_python import load_here
 
 RANKS = 2
 JOIN_S = 3.0

@@ -12,9 +12,9 @@ import torch
 from rl_memory_plugins import ManifestError
 from rl_memory_plugins.trainer import ModelSource
 from tests.checkpoints import write_glm4_moe
+from tests.vllm.calls import generate, push
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
-from tests.vllm.test_python import generate, push
 from tests.weight_kinds import checkpoint
 
 DRAFT = {"model.layers.2.eh_proj.weight", "model.layers.2.shared_head.head.weight"}

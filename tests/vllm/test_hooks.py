@@ -44,9 +44,9 @@ def test_an_engine_without_a_symbol_is_refused_by_name(monkeypatch: pytest.Monke
 
 
 @pytest.fixture(scope="module")
-def found(python: Callable[..., str]) -> dict[str, Any]:
+def found(forked_python: Callable[..., str]) -> dict[str, Any]:
     """An engine's start without one symbol, and what the hooks ask for in a start with it."""
-    output = python("""
+    output = forked_python("""
         import json
         from pathlib import Path
         from vllm import EngineArgs

@@ -93,7 +93,7 @@ SCRIPT = """
 """
 
 
-def test_image_embeddings_do_not_outlive_a_load(python: Callable[..., str], tmp_path: Path) -> None:
+def test_image_embeddings_do_not_outlive_a_load(forked_python: Callable[..., str], tmp_path: Path) -> None:
     """Stock: the image is looked up by its name, and its embedding is that of the former vision tower (trl#7198)."""
     folder = write_vision_model(tmp_path / "model")
-    assert python(SCRIPT, str(folder), VLLM_ENABLE_V1_MULTIPROCESSING="0").endswith("done\n")
+    assert forked_python(SCRIPT, str(folder), VLLM_ENABLE_V1_MULTIPROCESSING="0").endswith("done\n")

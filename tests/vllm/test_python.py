@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,65 +20,14 @@ from rl_memory_plugins import (
     StateConflictError,
     WeightUpdateError,
 )
-from rl_memory_plugins.trainer import AsyncRolloutHandoff, ModelSource, Offloader, push_weights
+from rl_memory_plugins.trainer import AsyncRolloutHandoff, ModelSource, Offloader
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.sender import WeightSender
+from tests.vllm.calls import generate, push, refused, restore
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment, greedy
 
 NUMBERS = itertools.count()
-
-
-def make_llm(folder: Path, native: bool) -> Any:
-    if native:  # without this package's name: as any vLLM user writes it
-        import vllm
-
-        options = {"poison": True, "update_timeout_s": 5}
-        return vllm.LLM(**engine_options(folder), additional_config={"rl_memory": options})
-    from rl_memory_plugins.vllm import LLM
-
-    return LLM(rl_memory={"poison": True, "update_timeout_s": 5}, **engine_options(folder))
-
-
-@pytest.fixture(scope="module", params=["processes", "in-process"])
-def llm(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Child]:
-    """The two ways of running the core. The second is enabled by vLLM's own argument."""
-    inside = request.param == "in-process"
-    with Child(
-        make_llm,
-        model_folder,
-        inside,
-        environment=environment(model_folder, VLLM_ENABLE_V1_MULTIPROCESSING="0" if inside else "1"),
-    ) as child:
-        yield child
-
-
-def generate(llm: Any, tokens: int = 8) -> list[int]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    return list(llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0].outputs[0].token_ids)
-
-
-def restore(llm: Any, folder: Path) -> list[int]:
-    """The known state, by correct calls alone: awake, valid, the checkpoint's weights."""
-    llm.wake_up()
-    push(llm, new_model(folder, SEED))
-    return generate(llm)
-
-
-def push(llm: Any, tensors: Any, **options: Any) -> dict[str, Any]:
-    """The trainer is a thread of the client's process; the engine is asked by Python."""
-    post = lambda body: llm.update_weights_from_ipc(**body)  # noqa: E731
-    return push_weights(post, tensors, timeout_s=10, bucket_bytes=1 << 20, **options)
-
-
-def refused(call: Callable[[], Any]) -> str:
-    start = time.monotonic()
-    with pytest.raises(EngineAsleepError) as caught:
-        call()
-    assert time.monotonic() - start < AT_ONCE_S
-    return str(caught.value.details["reason"])
 
 
 def sleep_and_wake(llm: Any, folder: Path, first: list[int]) -> None:
@@ -154,7 +102,6 @@ def discard_and_update(llm: Any, folder: Path, other: list[int]) -> None:
 
 def test_discard_and_update(llm: Child, model_folder: Path, first_tokens: list[int], other_tokens: list[int]) -> None:
     llm(discard_and_update, model_folder, other_tokens)
-    assert llm(restore, model_folder) == first_tokens
 
 
 def answers_name_their_weights(llm: Any, folder: Path) -> None:
@@ -210,7 +157,6 @@ def wake_without_update(llm: Any) -> None:
 
 def test_discarded_weights_do_not_answer(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
     llm(wake_without_update)
-    assert llm(restore, model_folder) == first_tokens
 
 
 def broken_update(llm: Any, folder: Path) -> None:
@@ -236,7 +182,6 @@ def broken_update(llm: Any, folder: Path) -> None:
 
 def test_a_failed_update_closes_the_engine(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
     llm(broken_update, model_folder)
-    assert llm(restore, model_folder) == first_tokens
 
 
 def silent_trainer(llm: Any, folder: Path) -> None:
@@ -248,7 +193,6 @@ def silent_trainer(llm: Any, folder: Path) -> None:
 
 def test_a_trainer_that_says_nothing(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
     llm(silent_trainer, model_folder)
-    assert llm(restore, model_folder) == first_tokens
 
 
 def typed_errors(llm: Any, folder: Path, first: list[int]) -> None:
@@ -395,7 +339,6 @@ def test_a_load_beside_a_request(llm: Child, request: pytest.FixtureRequest, mod
     """Its keys and values are computed again."""
     if "in-process" in request.node.name:
         llm(load_in_the_middle, model_folder)
-        llm(restore, model_folder)
 
 
 # -- AsyncLLM --------------------------------------------------------------------------------------------------

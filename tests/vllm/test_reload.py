@@ -132,10 +132,10 @@ SCRIPT = (
 )
 
 
-def test_absorbed_matrices_and_packed_experts(python: Callable[..., str], tmp_path: Path) -> None:
+def test_absorbed_matrices_and_packed_experts(forked_python: Callable[..., str], tmp_path: Path) -> None:
     first = write_latent_attention(tmp_path / "first", SEED)
     other = write_latent_attention(tmp_path / "other", OTHER_SEED)
-    found = json.loads(python(SCRIPT, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
+    found = json.loads(forked_python(SCRIPT, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
     assert set(found.pop("layers").values()) == {"MLAAttention", "UnquantizedFusedMoEMethod"}
     assert len(found.pop("absorbed")) == 4  # two layers
     assert found.pop("expected") > 20

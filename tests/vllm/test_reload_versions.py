@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,9 @@ import torch
 
 from integration.models import new_model
 from rl_memory_plugins.loaded_versions import PREFIX
+from tests.vllm.calls import generate, push, refused
 from tests.vllm.child import Child
-from tests.vllm.conftest import OTHER_SEED, engine_options, environment
-from tests.vllm.test_python import generate, push, refused, restore
-
-
-def make(folder: Path) -> Any:
-    from rl_memory_plugins.vllm import LLM
-
-    return LLM(rl_memory={"poison": True}, **engine_options(folder))
-
-
-@pytest.fixture(scope="module", params=["1", "0"], ids=["processes", "in-process"])
-def started(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Child]:
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": request.param, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    with Child(make, model_folder, environment=environment(model_folder, **variables)) as child:
-        yield child
-
-
-@pytest.fixture
-def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator[Child]:
-    yield started
-    assert started(restore, model_folder) == first_tokens
+from tests.vllm.conftest import OTHER_SEED
 
 
 def rolled_back(llm: Any, folder: Path, other_folder: Path, first: list[int], other: list[int]) -> None:

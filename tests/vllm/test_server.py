@@ -63,7 +63,7 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def parsed(python: Callable[..., str]) -> str:
+def parsed(forked_python: Callable[..., str]) -> str:
     """The arguments of a server, parsed by a process without plugins."""
     script = """
         import base64, pickle
@@ -73,15 +73,15 @@ def parsed(python: Callable[..., str]) -> str:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", FOLDER, "--api-key", "a key"])
         print(base64.b64encode(pickle.dumps(args)).decode())
     """
-    return python(script, VLLM_PLUGINS="none").splitlines()[-1]
+    return forked_python(script, VLLM_PLUGINS="none").splitlines()[-1]
 
 
 @pytest.mark.parametrize("by", ["variable", "argument", "nothing"])
-def test_an_app_that_is_built_before_its_engine(python: Callable[..., str], parsed: str, by: str) -> None:
+def test_an_app_that_is_built_before_its_engine(forked_python: Callable[..., str], parsed: str, by: str) -> None:
     """Without the routes `/sleep?tags=kv_cache` sleeps everything, and refusals are answers of 500."""
     options: dict[str, Any] = {"additional_config": {"rl_memory": {}}} if by == "argument" else {}
     variable = "1" if by == "variable" else ""
-    output = python(SCRIPT, json.dumps(options), parsed, RL_MEMORY=variable, VLLM_SERVER_DEV_MODE="1")
+    output = forked_python(SCRIPT, json.dumps(options), parsed, RL_MEMORY=variable, VLLM_SERVER_DEV_MODE="1")
     first, status, *rest = json.loads(output.splitlines()[-1])
     if by == "nothing":
         assert (first[1], first[3], status[1]) == (200, None, 404)

@@ -10,9 +10,9 @@ import pytest
 
 from integration.models import new_model
 from rl_memory_plugins import EngineAsleepError, EngineFaultError, InvalidRequestError, ManifestError
+from tests.vllm.calls import generate, push, restore
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
-from tests.vllm.test_python import generate, push, restore
 
 OPTIONS = {
     "sleep_preserve_parameter_names": ["*.embed_tokens.*", "draft.*"],

@@ -12,9 +12,9 @@ from integration.models import new_model
 from rl_memory_plugins.errors import ManifestError
 from rl_memory_plugins.trainer import ModelSource, RolloutHandoff
 from rl_memory_plugins.weights.manifest import Mismatch, manifest_error
+from tests.vllm.calls import generate, push, refused
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
-from tests.vllm.test_python import generate, push, refused
 
 EXTENSION = "tests.vllm.extensions.TrainerExtension"
 
@@ -34,18 +34,6 @@ def started(model_folder: Path) -> Iterator[Child]:
     variables = environment(model_folder, tp=2, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     with Child(make, model_folder, environment=variables) as child:
         yield child
-
-
-@pytest.fixture
-def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator[Child]:
-    yield started
-    assert started(restore, model_folder) == first_tokens
-
-
-def restore(llm: Any, folder: Path) -> list[int]:
-    llm.wake_up()
-    push(llm, new_model(folder, SEED), receivers=2)
-    return generate(llm)
 
 
 def content(llm: Any) -> str:

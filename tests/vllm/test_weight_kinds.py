@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from integration.models import SHAPES, write_model
 from rl_memory_plugins import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.checksums import tensor_checksum
+from tests.vllm.calls import generate, push
 from tests.vllm.child import Child
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, engine_options, environment
-from tests.vllm.test_python import generate, push
 from tests.weight_kinds import (
     Write,
     checkpoint,

@@ -4,6 +4,7 @@ SGLang itself starts new interpreters, since CUDA does not survive a fork. The d
 schedulers in threads, and there a fork could copy a lock that another thread holds: those stay new interpreters.
 """
 
+import gc
 import multiprocessing.context
 import threading
 from typing import Any
@@ -15,4 +16,5 @@ def register() -> None:
 
 def _start(process: Any) -> Any:
     method = "fork" if threading.active_count() == 1 else "spawn"
+    gc.freeze()  # a fork's collections need not look at, and copy, what its parent has imported
     return multiprocessing.get_context(method).Process._Popen(process)

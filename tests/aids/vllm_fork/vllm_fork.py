@@ -4,6 +4,7 @@ On GPUs vLLM forks where it can. Its CPU platform asks for new interpreters, so 
 `LD_PRELOAD`; a small model's worker does without them.
 """
 
+import gc
 import os
 
 
@@ -12,5 +13,6 @@ def register() -> None:
 
     def fork() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        gc.freeze()  # a fork's collections need not look at, and copy, what its parent has imported
 
     system_utils._maybe_force_spawn = fork
