@@ -54,8 +54,15 @@ SUITE := tests/conformance --ignore tests/conformance/test_long_run.py --ignore 
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour.
-RANKS_SUITE := tests/conformance/test_adapters.py::test_all_ranks_of_all_engines_have_an_adapter \
-	$(foreach rule,sleep_wake modes freeze faults handoff updates kept_weights,tests/conformance/test_$(rule).py)
+RANKS_SUITE := $(foreach rule,sleep_wake modes freeze faults handoff updates kept_weights,tests/conformance/test_$(rule).py)
+# Adapters were run on one version of each engine.
+ADAPTERS := tests/conformance/test_adapters.py
+WITHOUT_ADAPTERS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),,--ignore $(ADAPTERS))
+WITHOUT_ADAPTERS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),,--ignore $(ADAPTERS))
+# The first of the arguments: their server has stopped when that of the other rules starts.
+ADAPTERS_OF_RANKS := $(ADAPTERS)::test_all_ranks_of_all_engines_have_an_adapter
+RANKS_SUITE_vllm := $(if $(WITHOUT_ADAPTERS_vllm),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
+RANKS_SUITE_sglang := $(if $(WITHOUT_ADAPTERS_sglang),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
 
 # Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
 export PYTHONDONTWRITEBYTECODE :=
@@ -85,10 +92,11 @@ test-vllm-own: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
 
 test-vllm-suite: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --ignore $(PROPERTIES) --engine vllm --fork --updates 100
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --ignore $(PROPERTIES) $(WITHOUT_ADAPTERS_vllm) \
+		--engine vllm --fork --updates 100
 
 test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine vllm --fork --$* 2
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_vllm) --engine vllm --fork --$* 2
 
 test-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm
@@ -109,10 +117,10 @@ test-sglang-kinds: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine sglang
 
 test-sglang-suite: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine sglang --fork
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_sglang) --engine sglang --fork
 
 test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE) --engine sglang --fork --$* 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_sglang) --engine sglang --fork --$* 2
 
 test-long:
 	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),trainers)
@@ -130,10 +138,10 @@ test-long-vllm-properties test-long-sglang-properties: test-long-%-properties: e
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(PROPERTIES) --engine $*
 
 test-long-vllm-tp test-long-sglang-tp: test-long-%-tp: env-%
-	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine $* --tp 2
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_$*) --engine $* --tp 2
 
 test-long-vllm-dp test-long-sglang-dp: test-long-%-dp: env-%
-	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) --engine $* --dp 2
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_$*) --engine $* --dp 2
 
 test-long-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm --kinds all
