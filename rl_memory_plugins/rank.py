@@ -91,7 +91,7 @@ class RankAgent:
         self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags], kept)
 
     def commit_sleep(self) -> dict[str, Any]:
-        tags = self.manager.prepared_tags
+        tags = [Tag(tag) for tag in self.manager.prepared_tags]
         try:
             self._before_sleep(tags)
         except BaseException:

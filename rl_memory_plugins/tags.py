@@ -75,11 +75,11 @@ class DraftShare(StrEnum):
     WHOLE = "whole"
 
 
-def preserves(level: Level, tag: Tag) -> bool:
+def preserves(level: Level, tag: str) -> bool:
     """Whether `sleep(level)` keeps the content of this tag in host memory, as the table of the contract says."""
-    if tag is Tag.KV_CACHE:
+    if tag == Tag.KV_CACHE:
         return False
-    return level is Level.PRESERVE or tag is not Tag.WEIGHTS
+    return level is Level.PRESERVE or tag != Tag.WEIGHTS
 
 
 def parse_level(level: object) -> Level:

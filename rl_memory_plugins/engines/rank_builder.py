@@ -49,7 +49,7 @@ def build_manager(
     config: RLMemoryConfig,
     rank: int,
     memory: tuple[Allocator, PagedArena],
-    discardable: Callable[[Tag], Iterable[Block]],
+    discardable: Callable[[str], Iterable[Block]],
     notes: Sequence[str] = (),
 ) -> MemoryManager:
     """The memory manager of a rank; see `MemoryManager`. `memory` is the result of `choose_allocator`."""

@@ -1,17 +1,17 @@
 """The two protocols of a memory backend: an allocator of pausable regions, and its device.
 
 Four allocators pass one test suite (`tests/unit/memory/test_allocators.py`): `cuda_vmm`, `torch_saver`, `host` and
-`fake`. An allocator knows tags and blocks; levels, backups and content belong to `memory/manager.py`.
+`fake`. An allocator knows tags and blocks; levels, backups and content belong to `memory/manager.py`. A
+tag is any name: engines use those of `tags.Tag`, trainers their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rl_memory_plugins.errors import DeviceMemoryError
-from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 
 
 class Block(NamedTuple):
@@ -109,18 +109,33 @@ class Allocator(Protocol):
     device: Device
     maps_zeroed: bool
 
-    def region(self, tag: Tag) -> AbstractContextManager[None]:
+    def region(self, tag: str) -> AbstractContextManager[None]:
         """Allocations of this thread inside the context belong to `tag`. Regions nest; the inner region wins."""
 
-    def blocks(self, tag: Tag) -> list[Block]:
+    def blocks(self, tag: str) -> list[Block]:
         """The tag's live blocks, resident or released, by ascending address."""
 
-    def unused(self, tag: Tag) -> list[Block]:
+    def extents(self, tag: str) -> list[Block]:
+        """The memory of the tag's tensors, by ascending address: its blocks, and parts that no `release` frees."""
+        return self.blocks(tag)
+
+    def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
+        """Assign the storages of existing tensors to `tag`. Each tensor has a storage of its own.
+
+        On a GPU the storages move into the tag's memory: their addresses change, and tensor objects and views stay.
+
+        Raises:
+            DeviceMemoryError: too little device memory to move a storage. Earlier storages were moved; all keep their
+                content.
+        """
+        raise UnsupportedError(f"the {self.name} allocator adopts no tensors", allocator=self.name)
+
+    def unused(self, tag: str) -> list[Block]:
         """The known parts of the tag's blocks that hold no tensor, and need no copy. No region of the tag is open."""
         return []
 
     @contextmanager
-    def held(self, tag: Tag) -> Iterator[list[Block]]:
+    def held(self, tag: str) -> Iterator[list[Block]]:
         """The tag's blocks, for a reader in another thread. While the context is open, the end of a tensor does not
         unmap its block; `release` still does."""
         yield self.blocks(tag)
@@ -132,7 +147,7 @@ class Allocator(Protocol):
         """
         return {}
 
-    def release(self, tag: Tag) -> int:
+    def release(self, tag: str) -> int:
         """Free the physical memory of all blocks and keep their addresses. The content is lost.
 
         The caller has synchronised the device. Releasing a released tag does nothing.
@@ -146,7 +161,7 @@ class Allocator(Protocol):
         thread."""
         return
 
-    def reserve(self, tag: Tag) -> Reservation:
+    def reserve(self, tag: str) -> Reservation:
         """Obtain physical memory for the tag's released blocks, and do not map it yet.
 
         Raises:

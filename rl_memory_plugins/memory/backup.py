@@ -154,6 +154,11 @@ class PagedArena:
             if address in self._mappings:
                 self._idle.add(address)
 
+    def free_idle(self) -> None:
+        """Free the buffers that are not in use, also those that are being allocated in the background."""
+        self._end_background_work()
+        self._free_idle(lambda mapping: True)
+
     def close(self) -> None:
         """Free all memory. Buffers in use become invalid."""
         self._end_background_work()
@@ -316,6 +321,10 @@ class Backup:
         pairs = self._pairs([*elsewhere, *self._left_out])
         device.copy_from_host(pairs)
         return _nbytes(pairs)
+
+    def copies(self, part: Block) -> list[tuple[Block, int]]:
+        """The parts of `part` that the backup holds, each with the address of its copy."""
+        return self._pairs([*subtract(self.blocks, [part]), *self._left_out])
 
     @property
     def fingerprint(self) -> int | None:

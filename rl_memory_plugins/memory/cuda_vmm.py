@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
+from rl_memory_plugins.memory.adoption import move_storages
 from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
@@ -78,22 +80,19 @@ class CudaVmmAllocator(Allocator):
         self._margin_bytes = margin_bytes
         self._driver = Driver(index)
         self._lock = threading.Lock()  # guards the fields below; never held while torch is called
-        self._mappings: dict[Tag, dict[int, _Mapping]] = {tag: {} for tag in Tag}
-        self._idle_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
-        self._retired_pools: dict[Tag, list[torch.cuda.MemPool]] = {tag: [] for tag in Tag}
-        self._graph_pools: dict[Tag, torch.cuda.MemPool] = {}
-        self._holds = dict.fromkeys(Tag, 0)
+        self._mappings: dict[str, dict[int, _Mapping]] = defaultdict(dict)
+        self._idle_pools: dict[str, list[torch.cuda.MemPool]] = defaultdict(list)
+        self._retired_pools: dict[str, list[torch.cuda.MemPool]] = defaultdict(list)
+        self._graph_pools: dict[str, torch.cuda.MemPool] = {}
+        self._holds: dict[str, int] = defaultdict(int)
         self._segments = Segments(index)
         self._regions = RegionStack()
         self._region_lock = threading.Lock()  # guards the two below
         self._open_regions = 0
-        self._known_unused: dict[Tag, list[Block]] = {}
+        self._known_unused: dict[str, list[Block]] = {}
         self._residual = ResidualMemory(index)
-        self._malloc_callbacks = {tag: _MALLOC(self._malloc_for(tag)) for tag in Tag}
-        self._torch_allocators = {
-            tag: torch._C._cuda_customAllocator(address_of_function(callback), self._driver.unmap_address)
-            for tag, callback in self._malloc_callbacks.items()
-        }
+        self._allocators_lock = threading.Lock()  # guards the next
+        self._torch_allocators: dict[str, tuple[Any, Any]] = {}  # with the callbacks, which must live as long
         keep_forever(self)  # keeps all callbacks, allocators and pools
         set_torch_option("release_lock_on_cudamalloc", True)
         self._require_custom_pools()
@@ -101,7 +100,7 @@ class CudaVmmAllocator(Allocator):
     # -- regions ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def region(self, tag: Tag) -> Iterator[None]:
+    def region(self, tag: str) -> Iterator[None]:
         """See `Allocator.region`. A CUDA graph that is captured inside uses its own pool, unless the capture names
         `pool_id(tag)`."""
         with self._region_lock:
@@ -121,7 +120,7 @@ class CudaVmmAllocator(Allocator):
             with self._region_lock:
                 self._open_regions -= 1
 
-    def pool_id(self, tag: Tag = Tag.CUDA_GRAPH) -> tuple[int, int]:
+    def pool_id(self, tag: str = Tag.CUDA_GRAPH) -> tuple[int, int]:
         """The identifier of a pool for `torch.cuda.graph(pool=…)`. Its memory belongs to `tag`.
 
         A sleep preserves all of it, unused parts too: torch counts a graph's temporaries as unused.
@@ -131,11 +130,16 @@ class CudaVmmAllocator(Allocator):
             pool = self._graph_pools[tag] = self._new_pool(tag)
         return pool_key(pool)
 
-    def _new_pool(self, tag: Tag) -> torch.cuda.MemPool:
+    def _new_pool(self, tag: str) -> torch.cuda.MemPool:
+        with self._allocators_lock:
+            if tag not in self._torch_allocators:
+                callback = _MALLOC(self._malloc_for(tag))
+                allocator = torch._C._cuda_customAllocator(address_of_function(callback), self._driver.unmap_address)
+                self._torch_allocators[tag] = allocator, callback
         with torch.cuda.device(self.index):
-            return torch.cuda.MemPool(self._torch_allocators[tag])
+            return torch.cuda.MemPool(self._torch_allocators[tag][0])
 
-    def _return_pool(self, tag: Tag, pool: torch.cuda.MemPool) -> None:
+    def _return_pool(self, tag: str, pool: torch.cuda.MemPool) -> None:
         """Keep the pool for the tag's next region, or retire it if it has unused segments. Free unused segments."""
         capturing = torch.cuda.is_current_stream_capturing()
         whole = capturing or not self._unused(tag, [pool])
@@ -145,7 +149,7 @@ class CudaVmmAllocator(Allocator):
         if not capturing:  # freeing synchronises the device, which aborts a capture
             self.forget_freed(tag)
 
-    def forget_freed(self, tag: Tag) -> set[int]:
+    def forget_freed(self, tag: str) -> set[int]:
         """Free the blocks of retired pools that hold no tensor. Returns their addresses.
 
         While the tag is held, the method frees nothing; a later call does.
@@ -163,9 +167,9 @@ class CudaVmmAllocator(Allocator):
                     self._driver.unmap(*mapping.block)
         return unused
 
-    def _unused(self, tag: Tag, pools: Iterable[torch.cuda.MemPool]) -> set[int]:
+    def _unused(self, tag: str, pools: Iterable[torch.cuda.MemPool]) -> set[int]:
         """The addresses of the pools' blocks that hold no tensor. Empty for CUDA graphs."""
-        if tag is Tag.CUDA_GRAPH:
+        if tag == Tag.CUDA_GRAPH:
             return set()
         segments = self._segments.of(list(pools))
         with self._lock:
@@ -175,7 +179,7 @@ class CudaVmmAllocator(Allocator):
                 if not segment.active_bytes and segment.address in self._mappings[tag]
             }
 
-    def _drop_empty_pools(self, tag: Tag) -> None:
+    def _drop_empty_pools(self, tag: str) -> None:
         """Destroy the retired pools without blocks, and free their address ranges.
 
         torch aborts the process if a pool is destroyed while allocations are directed to any pool. So this method runs
@@ -205,7 +209,7 @@ class CudaVmmAllocator(Allocator):
                 if segment.address not in known:
                     self._driver.free_address(segment.address, segment.nbytes)
 
-    def _malloc_for(self, tag: Tag) -> Callable[[int, int, int | None], int | None]:
+    def _malloc_for(self, tag: str) -> Callable[[int, int, int | None], int | None]:
         mappings, lock, driver, index = self._mappings[tag], self._lock, self._driver, self.index
 
         def malloc(nbytes: int, device: int, stream: int | None) -> int | None:
@@ -227,10 +231,10 @@ class CudaVmmAllocator(Allocator):
 
     # -- the protocol -------------------------------------------------------------------------------------
 
-    def blocks(self, tag: Tag) -> list[Block]:
+    def blocks(self, tag: str) -> list[Block]:
         return [mapping.block for mapping in self._live(tag)]
 
-    def unused(self, tag: Tag) -> list[Block]:
+    def unused(self, tag: str) -> list[Block]:
         """See `Allocator.unused`. The result is cached until a region opens: a snapshot takes milliseconds, and these
         pools get new tensors only in regions."""
         with self._region_lock:
@@ -244,7 +248,7 @@ class CudaVmmAllocator(Allocator):
             return unused
 
     @contextmanager
-    def held(self, tag: Tag) -> Iterator[list[Block]]:
+    def held(self, tag: str) -> Iterator[list[Block]]:
         with self._lock:
             self._holds[tag] += 1
         try:
@@ -256,20 +260,23 @@ class CudaVmmAllocator(Allocator):
     def residual_memory(self) -> dict[str, int]:
         with self._lock:
             pools = [*self._graph_pools.values()]
-            for tag in Tag:
-                pools += self._idle_pools[tag] + self._retired_pools[tag]
+            for by_tag in (self._idle_pools, self._retired_pools):
+                pools += [pool for of_tag in list(by_tag.values()) for pool in of_tag]
             mappings = [mapping for by_address in self._mappings.values() for mapping in by_address.values()]
             resident = sum(mapping.block.nbytes for mapping in mappings if mapping.mapped)
         return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
-    def _live(self, tag: Tag) -> list[_Mapping]:
+    def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
+        move_storages(self, tag, tensors)
+
+    def _live(self, tag: str) -> list[_Mapping]:
         with self._lock, self._driver.context():
             for address, mapping in list(self._mappings[tag].items()):
                 if mapping.mapped and not self._driver.is_mapped(address):  # torch has freed it
                     del self._mappings[tag][address]
             return [mapping for _, mapping in sorted(self._mappings[tag].items())]
 
-    def release(self, tag: Tag) -> int:
+    def release(self, tag: str) -> int:
         released = 0
         mapped = [mapping for mapping in self._live(tag) if mapping.mapped]
         with self._lock, self._driver.context():
@@ -286,7 +293,7 @@ class CudaVmmAllocator(Allocator):
         self._driver.reclaim()
         self._segments.by_pool()  # read in advance for the next wake
 
-    def reserve(self, tag: Tag) -> VmmReservation:
+    def reserve(self, tag: str) -> VmmReservation:
         self.forget_freed(tag)
         self._drop_empty_pools(tag)
         return VmmReservation(self, tag, [mapping for mapping in self._live(tag) if not mapping.mapped])
@@ -294,7 +301,7 @@ class CudaVmmAllocator(Allocator):
     def close(self) -> None:
         """Free all memory. Tensors in the regions must not be used afterwards."""
         torch.cuda.synchronize(self.index)
-        for tag in Tag:
+        for tag in list(self._mappings):
             self.release(tag)
             with self._lock:
                 self._mappings[tag].clear()
@@ -335,7 +342,7 @@ class VmmReservation:
         DeviceMemoryError: the GPU has too little free memory; nothing stays reserved.
     """
 
-    def __init__(self, allocator: CudaVmmAllocator, tag: Tag, mappings: Sequence[_Mapping]) -> None:
+    def __init__(self, allocator: CudaVmmAllocator, tag: str, mappings: Sequence[_Mapping]) -> None:
         self._allocator = allocator
         self._tag = tag
         self._driver = driver = allocator._driver

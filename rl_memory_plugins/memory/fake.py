@@ -11,13 +11,12 @@ from contextlib import contextmanager
 
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.allocator import Allocator, Block, out_of_device_memory
-from rl_memory_plugins.tags import Tag
 
 GARBAGE_BYTE = 0xA5
 
 
 class _Range:
-    def __init__(self, tag: Tag, nbytes: int) -> None:
+    def __init__(self, tag: str, nbytes: int) -> None:
         self.tag = tag
         self.memory = ctypes.create_string_buffer(nbytes)
         self.block = Block(ctypes.addressof(self.memory), nbytes)
@@ -135,7 +134,7 @@ class FakeAllocator(Allocator):
         self._local = threading.local()
 
     @contextmanager
-    def region(self, tag: Tag) -> Iterator[None]:
+    def region(self, tag: str) -> Iterator[None]:
         outer = getattr(self._local, "tag", None)
         self._local.tag = tag
         try:
@@ -169,16 +168,16 @@ class FakeAllocator(Allocator):
         """The bytes of a block. A released block reads as garbage."""
         return ctypes.string_at(block.address, block.nbytes)
 
-    def blocks(self, tag: Tag) -> list[Block]:
+    def blocks(self, tag: str) -> list[Block]:
         return sorted(range_.block for range_ in self._of(tag))
 
-    def unused(self, tag: Tag) -> list[Block]:
+    def unused(self, tag: str) -> list[Block]:
         return list(self.unused_blocks)
 
     def reclaim(self) -> None:
         self.device._enter("reclaim")
 
-    def release(self, tag: Tag) -> int:
+    def release(self, tag: str) -> int:
         self.device._enter("release")
         released = 0
         for range_ in self._of(tag):
@@ -188,14 +187,14 @@ class FakeAllocator(Allocator):
                 released += range_.block.nbytes
         return released
 
-    def reserve(self, tag: Tag) -> FakeReservation:
+    def reserve(self, tag: str) -> FakeReservation:
         self.device._enter("reserve")
         ranges = [range_ for range_ in self._of(tag) if not range_.mapped]
         self.device._take(sum(range_.block.nbytes for range_ in ranges))
         return FakeReservation(self, ranges)
 
-    def _of(self, tag: Tag) -> list[_Range]:
-        return [range_ for range_ in self.device._ranges.values() if range_.tag is tag]
+    def _of(self, tag: str) -> list[_Range]:
+        return [range_ for range_ in self.device._ranges.values() if range_.tag == tag]
 
     def _unmap(self, range_: _Range) -> None:
         ctypes.memset(range_.block.address, GARBAGE_BYTE, range_.block.nbytes)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_memory_plugins.memory.allocator import Allocator, Reservation, out_of_device_memory
-from rl_memory_plugins.tags import Tag
 
 
 class FaultyAllocator:
@@ -24,11 +23,11 @@ class FaultyAllocator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def release(self, tag: Tag) -> int:
+    def release(self, tag: str) -> int:
         self._fail_if_asked("release")
         return self._inner.release(tag)
 
-    def reserve(self, tag: Tag) -> Reservation:
+    def reserve(self, tag: str) -> Reservation:
         self._fail_if_asked("reserve")
         return self._inner.reserve(tag)
 

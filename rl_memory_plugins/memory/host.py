@@ -32,7 +32,6 @@ from rl_memory_plugins.memory.allocator import Allocator, Block, Device, out_of_
 from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
 from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc
 from rl_memory_plugins.memory.ranges import merge
-from rl_memory_plugins.tags import Tag
 
 PAGE = mmap.PAGESIZE
 MIN_PAGES = 2
@@ -68,7 +67,7 @@ class HostDevice(Device):
 class _Entry:
     """One storage of a tag."""
 
-    def __init__(self, storage: Any, tag: Tag) -> None:
+    def __init__(self, storage: Any, tag: str) -> None:
         self.ref = StorageWeakRef(storage)
         self.tag = tag
         self.block: Block | None = None  # at the latest examination
@@ -99,8 +98,8 @@ class HostAllocator(Allocator):
         self._local = threading.local()
 
     @contextmanager
-    def region(self, tag: Tag) -> Iterator[None]:
-        tags: list[Tag] = self._local.__dict__.setdefault("tags", [])
+    def region(self, tag: str) -> Iterator[None]:
+        tags: list[str] = self._local.__dict__.setdefault("tags", [])
         # One recorder for each thread: of nested recorders each would see every operator, the outer first.
         recorder = nullcontext() if tags else _Recorder(self)
         tags.append(tag)
@@ -110,24 +109,29 @@ class HostAllocator(Allocator):
         finally:
             tags.pop()
 
-    def adopt(self, tag: Tag, tensors: Iterable[Any]) -> None:
+    def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
         """Assign the storages of existing CPU tensors to `tag`."""
         for tensor in tensors:
             storage = _cpu_storage(tensor)
             if storage is not None:
                 self._record(storage, tag)
 
-    def blocks(self, tag: Tag) -> list[Block]:
+    def extents(self, tag: str) -> list[Block]:
+        with self._lock:
+            storages = [entry.storage() for entry in self._entries.values() if entry.tag == tag]
+            return merge(Block(one.data_ptr(), one.nbytes()) for one in storages if one is not None and one.nbytes())
+
+    def blocks(self, tag: str) -> list[Block]:
         with self._lock:
             return sorted(block for _, _, block in self._live(tag))
 
     @contextmanager
-    def held(self, tag: Tag) -> Iterator[list[Block]]:
+    def held(self, tag: str) -> Iterator[list[Block]]:
         with self._lock:
             live = self._live(tag)  # keeps the storages alive
         yield sorted(block for _, _, block in live)
 
-    def release(self, tag: Tag) -> int:
+    def release(self, tag: str) -> int:
         released = 0
         with self._lock:
             for _storage, entry, block in self._live(tag):
@@ -137,7 +141,7 @@ class HostAllocator(Allocator):
                     released += block.nbytes
         return released
 
-    def reserve(self, tag: Tag) -> HostReservation:
+    def reserve(self, tag: str) -> HostReservation:
         """Populate the released pages. Kernels before 5.14 cannot; there the method only checks the free memory."""
         with self._lock:
             reservation = HostReservation(self, [live for live in self._live(tag) if live[1].released == live[2]])
@@ -154,7 +158,7 @@ class HostAllocator(Allocator):
                     raise out_of_device_memory(message, free, needed=needed, margin=margin) from error
             return reservation
 
-    def _record(self, storage: Any, tag: Tag | None = None) -> None:
+    def _record(self, storage: Any, tag: str | None = None) -> None:
         with self._lock:
             entry = self._entries.get(storage._cdata)
             if entry is None:
@@ -162,7 +166,7 @@ class HostAllocator(Allocator):
             elif tag is not None:
                 entry.tag = tag
 
-    def _live(self, tag: Tag) -> list[tuple[Any, _Entry, Block]]:
+    def _live(self, tag: str) -> list[tuple[Any, _Entry, Block]]:
         """The tag's storages, which the list keeps alive, with their entries and blocks."""
         private: _PrivateMemory | None = None
         live = []
@@ -171,7 +175,7 @@ class HostAllocator(Allocator):
             if storage is None:
                 del self._entries[key]
                 continue
-            if entry.tag is not tag:
+            if entry.tag != tag:
                 continue
             block = _whole_pages(storage)
             if block is not None and block != entry.block:

@@ -39,6 +39,8 @@ class MemoryManager(WeightsContent):
         discardable: Returns the parts of a tag's blocks that a discarding sleep may lose: for `weights` the parameters
             that a complete update writes again, for `kv_cache` the cache itself. All other content of the blocks
             (buffers, scales, parameters of a draft model, cache metadata) is always preserved. Called at each sleep.
+        tags: The tags that sleeps and wakes take; `add_tag` adds others.
+        preserves: Whether a sleep of this level keeps the content of a tag.
         poison: Fill newly mapped pages with a NaN pattern, so that a missing restore shows.
         zero_on_wake: Tags whose memory the engine expects to be zero after a wake.
         eager_backup: Copy the weights in the background at the start and after each complete update.
@@ -50,18 +52,21 @@ class MemoryManager(WeightsContent):
         rank: int,
         allocator: Allocator,
         arena: PagedArena,
-        discardable: Callable[[Tag], Iterable[Block]],
+        discardable: Callable[[str], Iterable[Block]],
         *,
+        tags: Iterable[str] = PUBLIC_TAGS,
+        preserves: Callable[[Level, str], bool] = preserves,
         poison: bool = False,
-        zero_on_wake: Iterable[Tag] = (),
+        zero_on_wake: Iterable[str] = (),
         eager_backup: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
-        super().__init__(rank, allocator, arena, discardable, eager_backup=eager_backup)
+        super().__init__(rank, allocator, arena, discardable, tags=tags, eager_backup=eager_backup)
+        self._preserves = preserves
         self.notes = list(notes)
         self._poison = poison
         self._zero_on_wake = frozenset(zero_on_wake)
-        self._unrestored: dict[Tag, list[Block]] = {}  # mapped by a wake that failed; the content is undefined
+        self._unrestored: dict[str, list[Block]] = {}  # mapped by a wake that failed; the content is undefined
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # the deferred work of the latest release is done
         self._allocations = 0  # `Device.allocations()` at the end of the latest transition
@@ -86,12 +91,12 @@ class MemoryManager(WeightsContent):
         self._collect_eager_backup()
         free, total = self.device.memory_info()
         tags = {
-            tag.value: TagStatus(
+            str(tag): TagStatus(
                 state=self._states[tag],
                 bytes=sum(block.nbytes for block in self.allocator.blocks(tag)),
                 host_bytes=self._backups[tag].nbytes if tag in self._backups else 0,
             )
-            for tag in PUBLIC_TAGS
+            for tag in self._states
         }
         return RankStatus(
             rank=self.rank,
@@ -114,12 +119,17 @@ class MemoryManager(WeightsContent):
             self._residual = self.allocator.residual_memory()
         return self.status()
 
-    def is_resident(self, tag: Tag) -> bool:
-        """Whether the tag's memory is mapped. Memory of a tag that no sleep releases always is."""
-        return self._states.get(tag, TagState.RESIDENT) is TagState.RESIDENT
+    def free_host_memory(self) -> None:
+        """Free all host memory that no sleeping tag needs. Later sleeps obtain it again.
 
-    def _any_asleep(self) -> bool:
-        return any(state is not TagState.RESIDENT for state in self._states.values())
+        Raises:
+            StateConflictError: a transition is prepared.
+        """
+        self._begin_transition()
+        for tag in [tag for tag in self._backups if self.is_resident(tag)]:
+            self._backups.pop(tag).free()
+        self.arena.free_idle()
+        self._reclaim_later()
 
     def seconds(self) -> dict[str, float]:
         """The seconds by step of the latest transition. Steps that did not run are absent."""
@@ -128,7 +138,7 @@ class MemoryManager(WeightsContent):
     # -- sleep --------------------------------------------------------------------------------------------
 
     def prepare_sleep(
-        self, level: Level, tags: Sequence[Tag], keep: Mapping[str, Block] = MappingProxyType({})
+        self, level: Level, tags: Sequence[str], keep: Mapping[str, Block] = MappingProxyType({})
     ) -> None:
         """Obtain host memory for the content of resident `tags` that `level` preserves. Releases nothing.
 
@@ -165,11 +175,11 @@ class MemoryManager(WeightsContent):
             raise
         self._prepared_sleep = prepared
 
-    def _prepare_tag(self, prepared: PreparedSleep, tag: Tag) -> None:
+    def _prepare_tag(self, prepared: PreparedSleep, tag: str) -> None:
         blocks, discardable = self.allocator.blocks(tag), list(self._discardable(tag))
         epoch = self.epoch
         existing = self._backups.get(tag)
-        if preserves(prepared.level, tag):
+        if self._preserves(prepared.level, tag):
             prepared.states[tag] = TagState.PRESERVED
             kept, identified = blocks, intersect(blocks, discardable)
         else:
@@ -230,11 +240,11 @@ class MemoryManager(WeightsContent):
                 self._free_new_backups(prepared)  # of tags that an error has left resident
                 self._reclaim_later()
 
-    def _begin_copy(self, prepared: PreparedSleep, tag: Tag) -> int:
+    def _begin_copy(self, prepared: PreparedSleep, tag: str) -> int:
         backup = prepared.backups[tag]
         gone = subtract(backup.blocks, self.allocator.blocks(tag))
         # torch counts a graph's temporaries as unused, but replays need them.
-        unused = self.allocator.unused(tag) if tag is not Tag.CUDA_GRAPH else []
+        unused = self.allocator.unused(tag) if tag != Tag.CUDA_GRAPH else []
         clean = backup is self._backups.get(tag)
         if clean and prepared.epoch != self.epoch:  # the weights were written after `prepare_sleep`
             del self._backups[tag]
@@ -260,7 +270,7 @@ class MemoryManager(WeightsContent):
         self.arena.settle()
         self._reclaimed = True
 
-    def _release_tag(self, prepared: PreparedSleep, tag: Tag, state: TagState, copied: int) -> TagChange:
+    def _release_tag(self, prepared: PreparedSleep, tag: str, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)
         former = self._backups.pop(tag, None)
         if former is not None and former is not backup:
@@ -268,7 +278,7 @@ class MemoryManager(WeightsContent):
         if backup is not None:
             self._backups[tag] = backup
         if tag is Tag.WEIGHTS:
-            if not preserves(prepared.level, tag):
+            if not self._preserves(prepared.level, tag):
                 identified, fingerprint = (backup.identified, backup.fingerprint) if backup is not None else ([], None)
                 self._kept = KeptWeights(frozenset(prepared.keep), identified, fingerprint) if prepared.keep else None
                 if not prepared.keep.keys() >= (self._unfilled or {}).keys():
@@ -288,7 +298,7 @@ class MemoryManager(WeightsContent):
                 self._states[tag] = state  # counts as released as a whole; a wake maps the released part
             raise
         self._states[tag] = state
-        return TagChange(self.rank, tag.value, state, bytes_released=released, bytes_copied=copied)
+        return TagChange(self.rank, str(tag), state, bytes_released=released, bytes_copied=copied)
 
     def abort_sleep(self) -> None:
         """Undo `prepare_sleep`. Does nothing if no sleep is prepared."""
@@ -306,14 +316,14 @@ class MemoryManager(WeightsContent):
 
     # -- wake ---------------------------------------------------------------------------------------------
 
-    def prepare_wake(self, tags: Sequence[Tag]) -> None:
+    def prepare_wake(self, tags: Sequence[str]) -> None:
         """Obtain physical memory for the released tags among `tags`. Maps nothing.
 
         Raises:
             DeviceMemoryError: the device has too little free memory; nothing was changed.
         """
         self._begin_transition()
-        reservations: dict[Tag, Reservation] = {}
+        reservations: dict[str, Reservation] = {}
         try:
             with self._timed("reserve"):
                 for tag in reversed(tags):
@@ -338,7 +348,7 @@ class MemoryManager(WeightsContent):
         reservations, self._prepared_wake = self._prepared_wake, None
         if reservations is None:
             raise StateConflictError("no wake is prepared on this rank", rank=self.rank)
-        former: dict[Tag, TagState] = {}
+        former: dict[str, TagState] = {}
         changes = []
         with self._naming_changes():
             try:
@@ -348,7 +358,7 @@ class MemoryManager(WeightsContent):
                     copied = self._map_tag(tag, reservation)
                     self._states[tag] = TagState.RESIDENT
                     restored = {"bytes_restored": reservation.nbytes, "bytes_copied": copied}
-                    changes.append(TagChange(self.rank, tag.value, TagState.RESIDENT, **restored))
+                    changes.append(TagChange(self.rank, str(tag), TagState.RESIDENT, **restored))
             except BaseException:
                 for reservation in reservations.values():
                     reservation.drop()
@@ -359,7 +369,7 @@ class MemoryManager(WeightsContent):
                 self._reclaim_later()
         return changes
 
-    def _map_tag(self, tag: Tag, reservation: Reservation) -> int:
+    def _map_tag(self, tag: str, reservation: Reservation) -> int:
         """Commit the reservation and restore its blocks from the backup. Returns the bytes copied."""
         with self._timed("map"):
             reservation.commit()
@@ -377,7 +387,7 @@ class MemoryManager(WeightsContent):
         del self._unrestored[tag]
         return copied
 
-    def _unmap_tag(self, tag: Tag, state: TagState) -> None:
+    def _unmap_tag(self, tag: str, state: TagState) -> None:
         """Undo `_map_tag`. If that fails too, the tag counts as released, and a later wake maps its missing part."""
         self._states[tag] = state
         try:
@@ -399,7 +409,7 @@ class MemoryManager(WeightsContent):
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two calls. Tests call it after every step."""
-        for tag in PUBLIC_TAGS:
+        for tag in self._states:
             if self._states[tag] is TagState.PRESERVED and self.allocator.blocks(tag):
                 assert tag in self._backups, f"{tag} is preserved without a backup"
             blocks = self.allocator.blocks(tag)
@@ -421,7 +431,7 @@ class MemoryManager(WeightsContent):
             yield
         except Exception as error:
             typed = as_rl_memory_error(error)
-            changed = {tag.value: state.value for tag, state in self._states.items() if state != before[tag]}
+            changed = {str(tag): state.value for tag, state in self._states.items() if state != before[tag]}
             typed.details.update(rank=self.rank, changed=changed, content=self.content.value)
             if typed is error:
                 raise

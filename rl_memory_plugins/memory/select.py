@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.memory.allocator import Allocator
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.faults import FaultyAllocator
+from rl_memory_plugins.memory.preparation import PrepareMode
 
 
-def choose_allocator(config: RLMemoryConfig, device: Any, rank: int) -> tuple[Allocator, PagedArena]:
+class MemoryOptions(Protocol):
+    """The options of `RLMemoryConfig` that concern memory. Trainers have no pydantic, and give these alone."""
+
+    @property
+    def allocator(self) -> Literal["auto", "vmm", "tms", "host"]: ...
+    @property
+    def tms_hook_mode(self) -> Literal["auto", "torch", "preload"]: ...
+    @property
+    def prepare_host_memory(self) -> PrepareMode: ...
+    @property
+    def host_arena_max_bytes(self) -> int: ...
+    @property
+    def host_memory_margin_bytes(self) -> int: ...
+    @property
+    def device_memory_margin_bytes(self) -> int: ...
+    @property
+    def fault_dir(self) -> str | None: ...
+
+
+def choose_allocator(config: MemoryOptions, device: Any, rank: int) -> tuple[Allocator, PagedArena]:
     """Make the allocator that `config.allocator` names for `device` (a `torch.device`), and its arena.
 
     `auto` means `vmm` on CUDA, `tms` on ROCm and `host` on CPUs.
@@ -52,7 +71,7 @@ def _automatic(device: Any) -> str:
     return "tms" if torch.version.hip else "vmm"
 
 
-def _gpu_allocator(kind: str, index: int, config: RLMemoryConfig) -> Allocator:
+def _gpu_allocator(kind: str, index: int, config: MemoryOptions) -> Allocator:
     if kind == "vmm":
         from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +27,13 @@ from typing import Any, Literal
 import torch
 
 from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.memory.adoption import move_storages
 from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.regions import RegionStack, keep_forever
 from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segment, Segments, pool_key
 from rl_memory_plugins.memory.torch_settings import missing_symbols, torch_options
-from rl_memory_plugins.tags import Tag
 
 #: Undocumented symbols of the saver. The start checks them.
 SAVER_SYMBOLS = ("_impl", "_impl._mem_pools", "_impl._hook_mode")
@@ -70,15 +71,15 @@ class TorchSaverAllocator(Allocator):
         self.hook_mode: str = self._saver._impl._hook_mode
         self._segments = Segments(index)
         self._regions = RegionStack()
-        self._locks = {tag: threading.RLock() for tag in Tag}  # a pool of the saver admits one thread at a time
-        self._names = {tag: [_new_name(tag)] for tag in Tag}  # the saver's tags; regions use the last
-        self._paused: dict[Tag, set[str]] = {tag: set() for tag in Tag}
+        self._locks: dict[str, Any] = defaultdict(threading.RLock)  # a pool of the saver admits one thread at a time
+        self._names: dict[str, list[str]] = {}  # the saver's tags; regions use the last
+        self._paused: dict[str, set[str]] = defaultdict(set)
         self.reserved_bytes = 0  # of all open reservations
 
     @contextmanager
-    def region(self, tag: Tag) -> Iterator[None]:
+    def region(self, tag: str) -> Iterator[None]:
         with self._locks[tag]:
-            name = self._names[tag][-1]
+            name = self._names_of(tag)[-1]
 
             def activate() -> Any:
                 return self._saver.region(tag=name, enable_cpu_backup=False)
@@ -86,18 +87,24 @@ class TorchSaverAllocator(Allocator):
             with torch.cuda.device(self.index), self._regions.enter(activate):
                 yield
 
-    def blocks(self, tag: Tag) -> list[Block]:
-        return self._blocks_of(self._names[tag])
+    def blocks(self, tag: str) -> list[Block]:
+        return self._blocks_of(self._names_of(tag))
 
-    def unused(self, tag: Tag) -> list[Block]:
-        return [block for segment in self._segments_of(self._names[tag]) for block in segment.unused]
+    def unused(self, tag: str) -> list[Block]:
+        return [block for segment in self._segments_of(self._names_of(tag)) for block in segment.unused]
 
     def residual_memory(self) -> dict[str, int]:
         pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
         by_pool = self._segments.by_pool()
         held = sum(segment.nbytes for pool in pools for segment in by_pool.get(pool, ()))
-        paused = sum(block.nbytes for tag in Tag for block in self.paused_blocks(tag))
+        paused = sum(block.nbytes for tag in list(self._paused) for block in self.paused_blocks(tag))
         return self._residual(by_pool, pools, held - paused)
+
+    def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
+        move_storages(self, tag, tensors)
+
+    def _names_of(self, tag: str) -> list[str]:
+        return self._names.get(tag) or self._names.setdefault(tag, [_new_name(tag)])
 
     def _blocks_of(self, names: Collection[str]) -> list[Block]:
         return sorted(Block(segment.address, segment.nbytes) for segment in self._segments_of(names))
@@ -106,19 +113,19 @@ class TorchSaverAllocator(Allocator):
         pools = list(self._saver._impl._mem_pools.items())
         return self._segments.of(pool for key, pool in pools if (key[0] if isinstance(key, tuple) else key) in names)
 
-    def release(self, tag: Tag) -> int:
+    def release(self, tag: str) -> int:
         released = 0
-        for name in self._names[tag]:
+        for name in self._names_of(tag):
             nbytes = 0 if name in self._paused[tag] else sum(block.nbytes for block in self._blocks_of([name]))
             if nbytes:
                 self._saver.pause(name)
                 self._paused[tag].add(name)
                 released += nbytes
-        if self._names[tag][-1] in self._paused[tag]:
-            self._names[tag].append(_new_name(tag))
+        if self._names_of(tag)[-1] in self._paused[tag]:
+            self._names_of(tag).append(_new_name(tag))
         return released
 
-    def reserve(self, tag: Tag) -> SaverReservation:
+    def reserve(self, tag: str) -> SaverReservation:
         return SaverReservation(self, tag)
 
     def require_free(self, nbytes: int) -> None:
@@ -131,19 +138,19 @@ class TorchSaverAllocator(Allocator):
         if nbytes and nbytes + self._margin_bytes > free:
             raise too_little_for_wake(nbytes, free, self._margin_bytes)
 
-    def paused_blocks(self, tag: Tag) -> list[Block]:
+    def paused_blocks(self, tag: str) -> list[Block]:
         return self._blocks_of(self._paused[tag])
 
 
-def _new_name(tag: Tag) -> str:
+def _new_name(tag: str) -> str:
     """A new tag of the saver. The saver's tags are global in the process, and several allocators may use the saver."""
-    return f"rl_memory.{tag.value}.{next(_numbers)}"
+    return f"rl_memory.{tag}.{next(_numbers)}"
 
 
 class SaverReservation:
     """A claim to free memory. The module's docstring explains its limits."""
 
-    def __init__(self, allocator: TorchSaverAllocator, tag: Tag) -> None:
+    def __init__(self, allocator: TorchSaverAllocator, tag: str) -> None:
         self._allocator = allocator
         self._tag = tag
         self.blocks = allocator.paused_blocks(tag)

@@ -12,7 +12,7 @@ from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.draft_state import DraftState
 from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.ranges import intersect, subtract
-from rl_memory_plugins.tags import PUBLIC_TAGS, Content, DraftShare, Level, Tag, TagState
+from rl_memory_plugins.tags import Content, DraftShare, Level, Tag, TagState
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ class PreparedSleep:
     level: Level
     epoch: int  # of the weights, when the sleep was prepared
     keep: Mapping[str, Block] = field(default_factory=dict)  # of parameters that a discarding sleep keeps
-    backups: dict[Tag, Backup] = field(default_factory=dict)  # of a tag with a clean backup, that backup
-    states: dict[Tag, TagState] = field(default_factory=dict)  # after the sleep
+    backups: dict[str, Backup] = field(default_factory=dict)  # of a tag with a clean backup, that backup
+    states: dict[str, TagState] = field(default_factory=dict)  # after the sleep
 
 
 class WeightsContent:
@@ -57,8 +57,9 @@ class WeightsContent:
         rank: int,
         allocator: Allocator,
         arena: PagedArena,
-        discardable: Callable[[Tag], Iterable[Block]],
+        discardable: Callable[[str], Iterable[Block]],
         *,
+        tags: Iterable[str],
         eager_backup: bool,
     ) -> None:
         self.rank = rank
@@ -71,17 +72,38 @@ class WeightsContent:
         self._discardable = discardable
         self._eager_backup = eager_backup
         self._eager: EagerBackup | None = None
-        self._states = dict.fromkeys(PUBLIC_TAGS, TagState.RESIDENT)
-        self._backups: dict[Tag, Backup] = {}
+        self._states: dict[str, TagState] = dict.fromkeys(tags, TagState.RESIDENT)
+        self._backups: dict[str, Backup] = {}
         self._kept: KeptWeights | None = None
         self.find_unfilled: Callable[[], Mapping[str, Block]] | None = None
         self._unfilled: Mapping[str, Block] | None = None
         self._whole: KeptWeights | None = None  # the unfilled parameters, while they hold their values
         self._prepared_sleep: PreparedSleep | None = None
-        self._prepared_wake: dict[Tag, Reservation] | None = None
+        self._prepared_wake: dict[str, Reservation] | None = None
 
-    def state(self, tag: Tag) -> TagState:
+    @property
+    def tags(self) -> list[str]:
+        """The tags that sleeps and wakes take."""
+        return list(self._states)
+
+    def state(self, tag: str) -> TagState:
         return self._states[tag]
+
+    def is_resident(self, tag: str) -> bool:
+        """Whether the tag's memory is mapped. Memory of a tag that no sleep releases always is."""
+        return self._states.get(tag, TagState.RESIDENT) is TagState.RESIDENT
+
+    def _any_asleep(self) -> bool:
+        return any(state is not TagState.RESIDENT for state in self._states.values())
+
+    def add_tag(self, tag: str) -> None:
+        """Take a tag of the allocator into sleeps and wakes. Does nothing for a known tag."""
+        self._states.setdefault(tag, TagState.RESIDENT)
+
+    def host_copies(self, block: Block) -> list[tuple[Block, int]]:
+        """The parts of `block` whose content is in host memory only, each with the address of its copy."""
+        asleep = [backup for tag, backup in self._backups.items() if not self.is_resident(tag)]
+        return [pair for backup in asleep for pair in backup.copies(block)]
 
     @property
     def kept(self) -> frozenset[str]:
@@ -147,7 +169,7 @@ class WeightsContent:
             return False
 
     @property
-    def prepared_tags(self) -> list[Tag]:
+    def prepared_tags(self) -> list[str]:
         """The tags that the prepared sleep will release."""
         return [] if self._prepared_sleep is None else list(self._prepared_sleep.states)
 

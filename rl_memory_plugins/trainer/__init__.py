@@ -1,8 +1,10 @@
-"""The trainer's side: hand devices over, send weights, offload, compare checksums. Needs torch and no engine.
+"""The trainer's side: hand devices over, send weights, sleep, offload, compare checksums. Needs torch and no engine.
 
     engine = EngineClient("http://127.0.0.1:8000")
     source = ModelSource(model, dtype=torch.bfloat16)
-    handoff = RolloutHandoff(engine, source, weights=[model], others=[optimizer])
+    memory = PausableMemory(model, optimizer)
+    weights, others = memory.part("parameters"), memory.part("gradients", "optimizer")
+    handoff = RolloutHandoff(engine, source, weights=[weights], others=[others])
     with handoff.training():  # the engine sleeps
         train_step(model, optimizer, batch)
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject
     from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
     from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
+    from rl_memory_plugins.trainer.pausable import PausableMemory, PausablePart
     from rl_memory_plugins.trainer.peers import Peers
     from rl_memory_plugins.trainer.push import push_adapter, push_weights
     from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
@@ -55,6 +58,8 @@ __all__ = [
     "Moved",
     "NegotiableSource",
     "Offloader",
+    "PausableMemory",
+    "PausablePart",
     "Peers",
     "QuantisedSource",
     "Replicated",
@@ -85,6 +90,7 @@ _MODULES = {
     f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],
     f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
     f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
+    f"{__name__}.pausable": ["PausableMemory", "PausablePart"],
     f"{__name__}.peers": ["Peers"],
     f"{__name__}.push": ["push_adapter", "push_weights"],
     f"{__name__}.sources.checkpoint": ["CheckpointSource"],

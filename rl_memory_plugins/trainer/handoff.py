@@ -1,7 +1,7 @@
 """Hands device memory from the engines to the trainer and back, in an order in which it suffices.
 
     sleep               the engines release their memory, and admit no requests until the last step
-    load                the trainer's model and optimiser return to the device
+    load                the trainer's model and optimiser return to the device, or wake there
       … training …        the body of `RolloutHandoff.training`; the next step needs its success on all processes
     offload_others      state that only training needs leaves the device: optimiser, gradients, reference policy
     load                the trainer's weights return, if they were offloaded
@@ -47,7 +47,10 @@ STEPS = ("sleep", "load", "offload_others", "wake_weights", "sync", "offload", "
 
 @runtime_checkable
 class Movable(Protocol):
-    """An object that can be offloaded from the device and loaded again. Repeated calls of a method do nothing."""
+    """An object that can be offloaded from the device and loaded again. Repeated calls of a method do nothing.
+
+    It may have a method `resident_bytes(device)`: the bytes that torch counts as allocated for the object's tensors.
+    """
 
     def offload(self) -> Moved: ...
 
@@ -94,8 +97,9 @@ class RolloutHandoff:
         engines: The engines that this process controls: `EngineClient`s or the engines' own Python objects. Give each
             engine to one process, and an empty list to processes without an engine.
         source: The tensors to send: a `TensorSource`, a module or a mapping.
-        weights: Modules and `Movable`s that the update reads. The gradients of modules move with `others`.
-        others: Objects that only training needs: optimisers, reference models.
+        weights: What the update reads: modules, parts of a `PausableMemory` and other `Movable`s. The gradients of
+            modules move with `others`.
+        others: What only training needs: optimisers, reference models, parts of a `PausableMemory`.
         from_host: Offload the weights before the engines wake theirs, and send them from host memory. The device then
             never holds both. `source` must read offloaded tensors, as all sources of this package do.
         level: The sleep level of the engines; 1 keeps a copy of their weights, which partial updates and adapters need.
@@ -259,7 +263,8 @@ class RolloutHandoff:
         if step != "offload_others":
             return aggressive_empty_cache(max_rounds=0).seconds
         device = own_device()
-        needed = sum(part.resident_bytes(device) for part in self._weights if isinstance(part, Offloader))
+        known = (getattr(part, "resident_bytes", None) for part in [*self._weights, *self._others])
+        needed = sum(resident_bytes(device) for resident_bytes in known if resident_bytes is not None)
         return aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed).seconds
 
     @contextmanager

@@ -15,11 +15,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
+from rl_memory_plugins.memory.adoption import bytes_of
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
@@ -106,7 +107,7 @@ class Offloader:
         gradients: bool | None = None,
     ) -> None:
         for target in targets:
-            _check(target)
+            check_target(target)
         self._targets = targets
         self._moves = moves
         self._gradients = gradients
@@ -145,7 +146,7 @@ class Offloader:
             address += align(storage.nbytes())
         _synchronize(storages)  # another stream may still write to the storages
         for storage, copy in copies.items():
-            copy.content.copy_(_bytes_of(storage), non_blocking=True)
+            copy.content.copy_(bytes_of(storage), non_blocking=True)
         _synchronize(storages)
         _host_copies.update(copies)
         self._storages.update(storages)
@@ -174,7 +175,7 @@ class Offloader:
                 f"too little device memory to load {total} bytes: {error}", needed_bytes=total
             ) from None
         for storage, content in copies.items():
-            _bytes_of(storage).copy_(content, non_blocking=True)
+            bytes_of(storage).copy_(content, non_blocking=True)
         _synchronize(copies)
         for storage in copies:
             del _host_copies[storage]
@@ -189,13 +190,13 @@ class Offloader:
         """All storages to offload, without duplicates. First frees the parameters that FSDP has gathered."""
         for target in self._targets:
             if isinstance(target, torch.nn.Module):
-                _reshard(target)
+                reshard(target)
         storages: dict[Any, None] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             # A storage of size zero is offloaded already, or FSDP has freed it.
             if storage.nbytes() and storage not in storages and storage.resizable() and self._moves(tensor):
-                if not _has_memory(storage):
+                if not has_memory(storage):
                     raise UnsupportedError(
                         f"a {type(tensor).__name__} cannot be offloaded: it has no storage and no __tensor_flatten__"
                     )
@@ -210,7 +211,7 @@ class Offloader:
     def _tensors(self) -> Iterator[torch.Tensor]:
         for target in self._targets:
             for tensor in tensors_of(target, self._gradients):
-                yield from _plain(tensor)
+                yield from plain_parts(tensor)
 
 
 def _new_arena(device: torch.device) -> PagedArena:
@@ -219,13 +220,13 @@ def _new_arena(device: torch.device) -> PagedArena:
     return PagedArena(margin_bytes=HOST_MARGIN_BYTES)
 
 
-def _check(target: Any) -> None:
+def check_target(target: Any) -> None:
     """Refuse a target whose tensors would not be found and would silently stay on the device."""
     found = isinstance(target, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, torch.Tensor))
     items = target if isinstance(target, (list, tuple)) else ()
     if not found or any(isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) for item in items):
         raise InvalidRequestError(
-            f"this {type(target).__name__} cannot be offloaded: pass each module and each torch.optim.Optimizer as a "
+            f"this {type(target).__name__} cannot be moved: pass each module and each torch.optim.Optimizer as a "
             "separate target, and tensors singly or in mappings, lists and tuples",
             field="targets",
             got=type(target).__name__,
@@ -254,7 +255,7 @@ def _nested(value: Any) -> Iterator[torch.Tensor]:
             yield from _nested(item)
 
 
-def _reshard(module: torch.nn.Module) -> None:
+def reshard(module: torch.nn.Module) -> None:
     """Free the parameters that FSDP has gathered: without a backward, the root keeps them after a forward."""
     for child in module.modules():
         if hasattr(child, "unshard") and hasattr(child, "reshard"):  # FSDP2's mixin
@@ -266,7 +267,7 @@ def _reshard(module: torch.nn.Module) -> None:
                 handle.reshard(True)
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that hold a tensor's bytes: the local shard of a DTensor, the values and scales of a quantised
     tensor, the indices and values of a sparse tensor, or the tensor itself.
     """
@@ -274,7 +275,7 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             if isinstance(part, torch.Tensor):  # a DTensor also lists its mesh
-                yield from _plain(part)
+                yield from plain_parts(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -285,16 +286,11 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _has_memory(storage: Any) -> bool:
+def has_memory(storage: Any) -> bool:
     try:
         return bool(storage.data_ptr())
     except RuntimeError:  # the storage of a wrapper subclass has no data pointer
         return False
-
-
-def _bytes_of(storage: Any) -> torch.Tensor:
-    """A view of a storage as a tensor: uint8, [bytes]."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _synchronize(storages: Iterable[Any]) -> None:
@@ -302,35 +298,64 @@ def _synchronize(storages: Iterable[Any]) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or, if its storage is offloaded, the same tensor over the host copy.
+class Sleeper(Protocol):
+    """Memory of tensors that can be asleep: `PausableMemory`."""
 
-    The result is valid until the storage is loaded.
+    def host_bytes(self, storage: Any) -> torch.Tensor | None:
+        """The content of a sleeping storage in host memory, uint8, [bytes]; `None` if the storage is not asleep."""
+
+
+sleepers: weakref.WeakSet[Sleeper] = weakref.WeakSet()
+"""All memories that `host_view` asks."""
+
+
+def _sleeping_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    if not sleepers or hasattr(tensor, "__tensor_flatten__") or not has_memory(tensor.untyped_storage()):
+        return None
+    found = (sleeper.host_bytes(tensor.untyped_storage()) for sleeper in list(sleepers))
+    return next((content for content in found if content is not None), None)
+
+
+def _is_away(part: torch.Tensor) -> bool:
+    return part.untyped_storage() in _host_copies or _sleeping_copy(part) is not None
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, if its storage is offloaded or asleep, the same tensor over the host copy.
+
+    The result is valid until the storage is loaded or awake.
 
     Raises:
         UnsupportedError: the tensor is offloaded and consists of several tensors, e.g. a quantised tensor.
     """
     copy = _host_copies.get(tensor.untyped_storage())
-    if copy is None:
-        if hasattr(tensor, "__tensor_flatten__") and any(p.untyped_storage() in _host_copies for p in _plain(tensor)):
+    content = copy.content if copy is not None else _sleeping_copy(tensor)
+    if content is None:
+        if hasattr(tensor, "__tensor_flatten__") and any(_is_away(part) for part in plain_parts(tensor)):
             raise UnsupportedError(f"an offloaded {type(tensor).__name__} cannot be read: load it first")
         return tensor
-    elements = copy.content.nbytes // tensor.element_size()
-    whole = copy.content[: elements * tensor.element_size()].view(tensor.dtype)
+    elements = content.nbytes // tensor.element_size()
+    whole = content[: elements * tensor.element_size()].view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @contextmanager
 def temporarily_loaded(tensor: torch.Tensor) -> Iterator[None]:
-    """A context with an offloaded tensor on the device. Writes inside are lost, unless `load` is called inside."""
+    """A context with an offloaded tensor on the device. Writes inside are lost, unless `load` is called inside.
+
+    Raises:
+        UnsupportedError: the tensor is asleep in a `PausableMemory`, whose tags wake as a whole.
+    """
     storage = tensor.untyped_storage()
+    if _sleeping_copy(tensor) is not None:
+        raise UnsupportedError("a tensor is asleep in a PausableMemory: wake its tag first")
     copy = _host_copies.get(storage)
     if copy is None or storage.nbytes():
         yield
         return
     try:
         storage.resize_(copy.content.nbytes)
-        _bytes_of(storage).copy_(copy.content)
+        bytes_of(storage).copy_(copy.content)
         yield
     finally:
         _synchronize([storage])

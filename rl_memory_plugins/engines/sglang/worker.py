@@ -277,7 +277,7 @@ class SglangWorker:
             made = self._made[model] = layers.keys(), reload
         return made[1]
 
-    def _discardable(self, tag: Tag) -> Iterable[Block]:
-        if tag is Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release
+    def _discardable(self, tag: str) -> Iterable[Block]:
+        if tag == Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release
             return self._allocator.blocks(tag)
         return parameter_blocks(self._model)

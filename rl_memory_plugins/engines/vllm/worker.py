@@ -257,8 +257,8 @@ class VllmWorker:
             region=lambda: self.manager.allocator.region(Tag.WEIGHTS),
         )
 
-    def _discardable(self, tag: Tag) -> Iterable[Block]:
-        if tag is Tag.WEIGHTS:
+    def _discardable(self, tag: str) -> Iterable[Block]:
+        if tag == Tag.WEIGHTS:
             yield from parameter_blocks(self.model)
             return
         for tensor in _flatten(self._worker.model_runner.kv_caches):

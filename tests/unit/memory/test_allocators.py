@@ -308,6 +308,18 @@ def test_tags_are_released_independently(memory):
     assert sleep(memory, Tag.KV_CACHE) > 0
 
 
+def test_a_tag_may_have_any_name(memory):
+    mine, weights = make(memory, "mine", 1), make(memory, Tag.WEIGHTS, 2)
+    content = memory.read(weights)
+    assert sleep(memory, "mine") >= 0.95 * memory.nbytes
+    assert memory.read(weights) == content
+    middle = memory.address(mine) + memory.nbytes // 2
+    wake(memory, "mine")
+    for ranges in (memory.allocator.blocks("mine"), memory.allocator.extents("mine")):
+        assert any(block.address <= middle < block.end for block in ranges)
+    assert memory.allocator.blocks("other") == memory.allocator.extents("other") == []
+
+
 def test_fingerprint_tells_of_every_byte(memory):
     make(memory, Tag.WEIGHTS, 1)
     device, blocks = memory.allocator.device, memory.allocator.blocks(Tag.WEIGHTS)

@@ -146,6 +146,7 @@ def test_small_storages_are_left_alone():
     allocator = HostAllocator()
     with allocator.region(Tag.WEIGHTS):
         small = torch.full((2 * PAGE - 1,), 3, dtype=torch.uint8)
+    assert allocator.extents(Tag.WEIGHTS) == [(small.data_ptr(), small.nbytes)]
     assert allocator.blocks(Tag.WEIGHTS) == []
     assert allocator.release(Tag.WEIGHTS) == 0
     assert small.eq(3).all()

@@ -37,6 +37,8 @@ for name in trainer.__all__:
 model = torch.nn.Linear(2, 2)
 offloader = trainer.Offloader(model, moves=lambda tensor: True)
 assert offloader.offload().bytes and offloader.load().bytes
+memory = trainer.PausableMemory(torch.nn.Linear(200, 200), device="cpu")
+assert memory.sleep().changes and memory.wake().changes
 assert [spec.name for spec in trainer.ModelSource(model).specs()] == ["weight", "bias"]
 trainer.tensor_checksum(model.weight)
 """

@@ -1,0 +1,414 @@
+"""Memory of a trainer that sleeps as an engine's does: by tag, in two phases, and at the same addresses.
+
+    memory = PausableMemory(model, optimizer)
+    memory.sleep()  # the tensors' device memory is free; their content is in host memory
+    memory.wake()  # every tensor has its former address and content
+
+The allocators and the state machine are those of the engines (`memory/`). A sleep unmaps the tensors' memory and a wake
+maps it again, so nothing goes through torch's cache, and CUDA graphs and flat buffers stay valid. A sleeping tensor
+must not be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError, UnsupportedError
+from rl_memory_plugins.memory.adoption import bytes_of
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.fingerprint import memory_view
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.memory.preparation import PrepareMode
+from rl_memory_plugins.memory.ranges import merge, subtract
+from rl_memory_plugins.memory.select import choose_allocator
+from rl_memory_plugins.records import Report, TagChange, TagStatus
+from rl_memory_plugins.tags import Level
+from rl_memory_plugins.timing import timed
+from rl_memory_plugins.trainer.offloading import (
+    HOST_MARGIN_BYTES,
+    Moved,
+    Target,
+    check_target,
+    has_memory,
+    plain_parts,
+    reshard,
+    sleepers,
+    tensors_of,
+)
+from rl_memory_plugins.weights.cuda_ipc import release_mapped
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+
+
+@dataclass(frozen=True)
+class PauseOptions:
+    """The options of a `PausableMemory`. `RLMemoryConfig` documents them."""
+
+    allocator: Literal["auto", "vmm", "tms", "host"] = "auto"
+    tms_hook_mode: Literal["auto", "torch", "preload"] = "auto"
+    prepare_host_memory: PrepareMode = "auto"
+    host_arena_max_bytes: int = 0
+    host_memory_margin_bytes: int = HOST_MARGIN_BYTES
+    device_memory_margin_bytes: int = 64 << 20
+    fault_dir: str | None = None
+
+
+class PausableMemory:
+    """The memory of a trainer's tensors on one device. It sleeps and wakes by tag.
+
+    A tensor belongs to the tag of the `region` that it was made in, or to a tag that has adopted it. A module's
+    parameters and buffers are adopted by the tag `parameters`, its gradients by `gradients`, and the state of an
+    optimiser by `optimizer`. On a GPU, adoption moves a tensor once: its address changes, and tensor objects, views and
+    references stay. Adopt before CUDA graphs or NCCL registrations hold addresses.
+
+    Every sleep reads the targets again and adopts new tensors. The state that the first step of an optimiser makes is
+    adopted at the end of that step.
+
+    Args:
+        *targets: Modules (plain, FSDP1, FSDP2) and optimisers to adopt; see `adopt`.
+        dropped: Tags whose content no sleep copies. Their tensors read as zeros after the wake. If `gradients` is among
+            them, a sleep sets a module's gradients to `None`, except those that were made in the region `gradients`
+            or adopted as a list, such as Megatron's flat buffers: these keep their address and read as zeros.
+        frozen: Tags that training does not change, e.g. of a reference policy. A sleep copies them again only if their
+            bytes have changed. The same holds for all parameters of modules that need no gradient.
+        device: The device of the tensors. Default: the current GPU, or the CPU without one.
+        **options: The fields of `PauseOptions`.
+
+    Raises:
+        UnsupportedError: no allocator works on this device, or a tensor cannot be adopted; use `Offloader`.
+        InvalidRequestError: see `adopt`.
+        DeviceMemoryError: too little device memory to move the tensors.
+    """
+
+    def __init__(
+        self,
+        *targets: Target,
+        dropped: Collection[str] = (GRADIENTS,),
+        frozen: Collection[str] = (),
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        self.device = _with_index(device)
+        self._dropped, self._frozen = frozenset(dropped), frozenset(frozen)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if distributed else 0
+        self._allocator, arena = choose_allocator(PauseOptions(**options), self.device, rank)
+        self._manager = MemoryManager(
+            rank,
+            self._allocator,
+            arena,
+            self._unchanging,
+            tags=(GRADIENTS, PARAMETERS, OPTIMIZER),
+            preserves=lambda level, tag: tag not in self._dropped,
+            zero_on_wake=self._dropped,
+        )
+        for tag in (*dropped, *frozen):
+            self._manager.add_tag(tag)
+        self._targets: list[tuple[Target, str | None]] = []
+        self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
+        self._lock = threading.RLock()
+        sleepers.add(self)
+        if targets:
+            self.adopt(*targets)
+
+    # -- which tensors ----------------------------------------------------------------------------------------
+
+    def region(self, tag: str) -> AbstractContextManager[None]:
+        """A context whose allocations, by operators of this thread on this device, belong to `tag`.
+
+        autograd computes gradients of GPU tensors in threads of its own, which no region covers.
+
+        Raises:
+            StateConflictError: the tag is asleep.
+        """
+        self._open(tag)
+        return self._allocator.region(tag)
+
+    def adopt(self, *targets: Target, tag: str | None = None) -> None:
+        """Adopt the tensors of these targets, now and at each later sleep. Tensors that have a tag keep it.
+
+        Args:
+            *targets: As for `Offloader`. Pass as lists: tensors that only `param_groups` of an optimiser refer to (FP32
+                master weights), and Megatron's gradient buffers.
+            tag: The tag of the tensors; gradients of modules still belong to `gradients`. Needed for lists.
+
+        Raises:
+            InvalidRequestError: a target of another type, a list without a tag, or a tensor on another device.
+            UnsupportedError: a tensor cannot be moved; use `Offloader` for it.
+            DeviceMemoryError: too little device memory to move the tensors.
+            StateConflictError: the tag is asleep.
+        """
+        for target in targets:
+            check_target(target)
+            if tag is None and not isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
+                raise InvalidRequestError(
+                    "tensors, lists and mappings need a tag: adopt(tensors, tag=...)", field="tag"
+                )
+        if tag is not None:
+            self._open(tag)
+        with self._lock:
+            self._targets += [(target, tag) for target in targets]
+            self._adopt_new()
+        for target in targets:
+            if isinstance(target, torch.optim.Optimizer) and not target.state:
+                self._adopt_after_first_step(target)
+
+    def _open(self, tag: str) -> None:
+        if not tag or not isinstance(tag, str):
+            raise InvalidRequestError("a tag is a string that is not empty", field="tag", got=str(tag))
+        with self._lock:
+            self._manager.add_tag(tag)
+            if not self._manager.is_resident(tag):
+                raise StateConflictError(f"the tag {tag} is asleep: wake([{tag!r}]) first", tag=tag)
+
+    def _adopt_after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if getattr(optimizer, "_optimizer_step_post_hooks", None) is None:  # a wrapper, whose state a sleep adopts
+            return
+        memory = weakref.ref(self)  # a copy of the optimiser must not copy the memory
+
+        def adopt_state(*_: Any) -> None:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                return
+            handle.remove()
+            found = memory()
+            if found is not None:
+                with found._lock:
+                    found._adopt_new()
+
+        handle = optimizer.register_step_post_hook(adopt_state)
+
+    def _adopt_new(self) -> None:
+        """Adopt the tensors of the targets that have no tag, and obtain host memory for their copies in advance."""
+        new: dict[str, dict[Any, torch.Tensor]] = {}
+        is_owned = self._owned()
+        for tag, tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if not storage.nbytes() or storage.device.type == "meta":
+                continue
+            if storage.device.type == "cpu" and self.device.type != "cpu":
+                continue  # e.g. the steps of an optimiser
+            if not has_memory(storage):
+                raise UnsupportedError(
+                    f"a {type(tensor).__name__} cannot be adopted: it has no storage and no __tensor_flatten__"
+                )
+            if is_owned(storage) or any(storage in taken for taken in new.values()):
+                continue
+            if storage.device != self.device:
+                raise InvalidRequestError(
+                    f"a tensor is on {storage.device}, but this memory is of {self.device}", field="targets"
+                )
+            new.setdefault(tag, {})[storage] = tensor
+        if new:
+            release_mapped()  # engines may hold the old memory open by CUDA IPC
+        for tag, tensors in new.items():
+            self._manager.add_tag(tag)
+            self._allocator.adopt(tag, tensors.values())
+        self._prepare()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The plain tensors of the targets to adopt, with their tags. Those of sleeping tags are left out."""
+        for target, tag in self._targets:
+            default = OPTIMIZER if isinstance(target, torch.optim.Optimizer) else PARAMETERS
+            kinds: list[tuple[str, bool | None]] = [(tag or default, False)]
+            if isinstance(target, torch.nn.Module):
+                reshard(target)
+                if GRADIENTS not in self._dropped:
+                    kinds.append((GRADIENTS, True))
+            for own_tag, gradients in kinds:
+                if self._manager.is_resident(own_tag):
+                    for tensor in tensors_of(target, gradients):
+                        yield from ((own_tag, part) for part in plain_parts(tensor))
+
+    def _owned(self) -> Callable[[Any], bool]:
+        """Tells whether a storage belongs to a tag."""
+        extents = merge(block for tag in self._manager.tags for block in self._allocator.extents(tag))
+        starts = [block.address for block in extents]
+
+        def is_owned(storage: Any) -> bool:
+            at = bisect_right(starts, storage.data_ptr()) - 1
+            return at >= 0 and bool(storage.data_ptr() < extents[at].end)
+
+        return is_owned
+
+    def _drop_gradients(self) -> None:
+        is_owned = self._owned()
+        for target, _ in self._targets:
+            if isinstance(target, torch.nn.Module):
+                for parameter in torch.nn.Module.parameters(target):
+                    gradient = parameter.grad
+                    if gradient is not None and not any(is_owned(p.untyped_storage()) for p in plain_parts(gradient)):
+                        parameter.grad = None
+
+    def _unchanging(self, tag: str) -> Iterator[Block]:
+        """The parts of a tag that need no copy, or no second copy."""
+        if tag in self._dropped or tag in self._frozen:
+            yield from self._allocator.blocks(tag)
+            return
+        for target, _ in self._targets:
+            if isinstance(target, torch.nn.Module):
+                for parameter in torch.nn.Module.parameters(target):
+                    if not parameter.requires_grad:
+                        parts = plain_parts(parameter.detach())
+                        yield from (Block(p.data_ptr(), p.nbytes) for p in parts if p.is_contiguous() and p.nbytes)
+
+    # -- sleep and wake ---------------------------------------------------------------------------------------
+
+    def sleep(self, tags: Collection[str] | None = None) -> Report:
+        """Copy these tags to host memory, except dropped ones, and free their device memory. Default: all tags.
+
+        A tag that sleeps already stays as it is. Returns: the bytes by tag, and the seconds by step.
+
+        Raises:
+            HostMemoryError: too little host memory; nothing sleeps that was awake.
+            InvalidRequestError: an unknown tag; the error lists the known ones.
+            UnsupportedError, DeviceMemoryError: as for `adopt`, of a new tensor; nothing sleeps that was awake.
+        """
+        with self._lock:
+            chosen = [tag for tag in self._chosen(tags) if self._manager.is_resident(tag)]
+            if not chosen:
+                return Report([], {})
+            seconds: dict[str, float] = {}
+            with timed(seconds, "adopt"):
+                self._adopt_new()
+                if GRADIENTS in chosen and GRADIENTS in self._dropped:
+                    self._drop_gradients()
+            self._manager.prepare_sleep(Level.PRESERVE, chosen)
+            changes = self._manager.commit_sleep()
+            return Report(changes, {**seconds, **self._manager.seconds()})
+
+    def wake(self, tags: Collection[str] | None = None) -> Report:
+        """Give these tags device memory at their former addresses, with their content. Default: all tags.
+
+        A tag that is awake already stays as it is. Returns: the bytes by tag, and the seconds by step.
+
+        Raises:
+            DeviceMemoryError: too little device memory; all tags that slept still sleep, with their content.
+            InvalidRequestError: an unknown tag; the error lists the known ones.
+        """
+        with self._lock:
+            chosen = [tag for tag in self._chosen(tags) if not self._manager.is_resident(tag)]
+            if not chosen:
+                return Report([], {})
+            self._reserve(chosen)
+            changes = self._manager.commit_wake()
+            for tag in self._dropped.intersection(chosen):
+                beside = subtract(self._allocator.extents(tag), self._allocator.blocks(tag))
+                if beside:
+                    self._manager.device.fill(beside, 0)
+            return Report(changes, self._manager.seconds())
+
+    def _reserve(self, tags: list[str]) -> None:
+        try:
+            self._manager.prepare_wake(tags)
+        except DeviceMemoryError:
+            self._manager.device.trim()
+            try:
+                self._manager.prepare_wake(tags)
+            except DeviceMemoryError as error:
+                message = f"{error.message}. {', '.join(tags)} still sleep; free device memory and call wake again"
+                raise DeviceMemoryError(message, **{**error.details, "tags": tags}) from None
+
+    def _chosen(self, tags: Collection[str] | None) -> list[str]:
+        known = self._manager.tags
+        if tags is None:
+            return known
+        names = [tags] if isinstance(tags, str) else list(tags)
+        unknown = sorted(set(names) - set(known))
+        if unknown or not names:
+            raise InvalidRequestError(
+                f"tags {unknown} are unknown: use some of {', '.join(known)}", field="tags", got=names, allowed=known
+            )
+        return [tag for tag in known if tag in names]
+
+    def part(self, *tags: str) -> PausablePart:
+        """These tags as a part of a `RolloutHandoff`."""
+        return PausablePart(self, self._chosen(tags))
+
+    def status(self) -> dict[str, TagStatus]:
+        """By tag: its state, its bytes, and the bytes of its copy in host memory."""
+        return self._manager.status().tags
+
+    # -- host memory ------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        sizes = {tag: sum(b.nbytes for b in self._allocator.blocks(tag)) for tag in self._manager.tags}
+        new = {tag for tag, nbytes in sizes.items() if nbytes} - self._prepared - self._dropped
+        if new:
+            self._prepared |= new
+            self._manager.arena.prepare([sizes[tag] for tag in new])
+
+    def free_host_memory(self) -> None:
+        """Free all host memory that no sleeping tag needs. Later sleeps obtain it again, and take longer."""
+        with self._lock:
+            self._manager.free_host_memory()
+
+    def close(self) -> None:
+        """Wake all tags, and free the host memory.
+
+        Raises:
+            DeviceMemoryError: as for `wake`.
+        """
+        self.wake()
+        self.free_host_memory()
+
+    def host_bytes(self, storage: Any) -> torch.Tensor | None:
+        """See `offloading.Sleeper`."""
+        if storage.device != self.device:
+            return None
+        whole = Block(storage.data_ptr(), storage.nbytes())
+        copies = self._manager.host_copies(whole)
+        if not copies:
+            return None
+        if copies[0][0] == whole:
+            found: torch.Tensor = memory_view(copies[0][1], whole.nbytes)
+            return found
+        content = bytes_of(storage).clone()  # of a CPU: the first and last bytes of a storage are never released
+        for part, address in copies:
+            start = part.address - whole.address
+            content[start : start + part.nbytes] = memory_view(address, part.nbytes)
+        return content
+
+
+class PausablePart:
+    """Tags of a `PausableMemory`, as a `handoff.Movable`."""
+
+    def __init__(self, memory: PausableMemory, tags: list[str]) -> None:
+        self.memory = memory
+        self.tags = tags
+
+    def offload(self) -> Moved:
+        """See `PausableMemory.sleep`."""
+        return _moved(lambda: self.memory.sleep(self.tags).changes)
+
+    def load(self) -> Moved:
+        """See `PausableMemory.wake`."""
+        return _moved(lambda: self.memory.wake(self.tags).changes)
+
+    def resident_bytes(self, device: torch.device) -> int:
+        """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
+        return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0
+
+
+def _moved(run: Callable[[], list[TagChange]]) -> Moved:
+    start = time.perf_counter()
+    changes = run()
+    if not changes:
+        return Moved()
+    nbytes = sum(change.bytes_released + change.bytes_restored for change in changes)
+    return Moved(nbytes, time.perf_counter() - start)
+
+
+def _with_index(device: torch.device | str | None) -> torch.device:
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found

@@ -1,0 +1,236 @@
+"""A trainer's memory that sleeps, on a GPU: addresses, CUDA graphs, the driver's free memory, scarcity.
+
+`tests/unit/trainer/test_pausable.py` has what needs no GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from processes import gpu_memory_taken
+from torch import nn
+
+from rl_memory_plugins.errors import DeviceMemoryError
+from rl_memory_plugins.trainer import PausableMemory
+
+pytestmark = pytest.mark.gpu
+
+MiB = 1 << 20
+GiB = 1 << 30
+WIDTH = 4096  # a layer has 64 MiB
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).cuda()
+
+
+def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def train(model, optimizer, steps=1):
+    losses = []
+    for step in range(steps):
+        batch = torch.linspace(-1, 1 + step, 8 * WIDTH, device="cuda").view(8, WIDTH)
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+def tensors_in(model, optimizer):
+    state = [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor for tensor in [*model.parameters(), *state] if isinstance(tensor, torch.Tensor) and tensor.is_cuda]
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(0)[0]
+
+
+@pytest.fixture
+def close():
+    """Calls the memories' allocators close at the end: a test's GPU memory would stay otherwise."""
+    memories = []
+    yield memories.append
+    for memory in memories:
+        memory.close()
+        memory._allocator.close()
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_losses_and_addresses_stay(options, close):
+    model = layers()
+    optimizer = adamw(model, **options)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    twin = layers()
+    twin_optimizer = adamw(twin, **options)
+    assert train(model, optimizer) == train(twin, twin_optimizer)
+    kept = tensors_in(model, optimizer)
+    addresses = [tensor.data_ptr() for tensor in kept]
+    for _ in range(3):
+        content = [tensor.detach().clone() for tensor in kept]
+        memory.sleep()
+        memory.wake()
+        assert [tensor.data_ptr() for tensor in kept] == addresses
+        assert all(torch.equal(*pair) for pair in zip(kept, content, strict=True))
+        del content
+        assert train(model, optimizer) == train(twin, twin_optimizer)
+
+
+def test_the_driver_has_the_bytes_while_all_sleeps(close):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    train(model, optimizer)
+    memory.sleep()
+    memory.wake()
+    total = sum(tensor.nbytes for tensor in tensors_in(model, optimizer))
+    before = free_bytes()
+    released = sum(change.bytes_released for change in memory.sleep().changes)
+    assert free_bytes() - before == released
+    assert 0 <= released - total < 0.1 * total + 64 * MiB
+    memory.wake()
+    assert free_bytes() == before
+
+
+def test_a_sleep_empties_what_training_has_left_in_the_cache(close):
+    model = layers()
+    memory = PausableMemory(model)
+    close(memory)
+    scratch = torch.empty(4 * GiB, dtype=torch.uint8, device="cuda")
+    del scratch
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    assert cached >= 4 * GiB
+    memory.sleep()
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 1 * GiB
+
+
+def test_a_region_makes_tensors_that_need_no_move(close):
+    memory = PausableMemory()
+    close(memory)
+    with memory.region("parameters"):
+        model = layers()
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    memory.adopt(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    assert sum(change.bytes_released for change in memory.sleep(["parameters"]).changes) >= 512 * MiB
+
+
+def graph_of(model, optimizer, batch):
+    """A graph of a whole training step. The optimiser has stepped before."""
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return graph
+
+
+def test_a_graph_of_a_training_step_replays_after_a_wake(close):
+    batch = torch.linspace(-1, 1, 8 * WIDTH, device="cuda").view(8, WIDTH)
+    results = []
+    for sleeps in (False, True):
+        model = layers()
+        optimizer = adamw(model, capturable=True)
+        memory = PausableMemory(model, optimizer) if sleeps else None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = graph_of(model, optimizer, batch)
+        for _ in range(4):
+            graph.replay()
+            if memory is not None:
+                memory.sleep()
+                memory.wake()
+        torch.cuda.synchronize()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+        if memory is not None:
+            close(memory)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_flat_gradients_come_back_as_zeros_at_their_address(close):
+    memory = PausableMemory()
+    close(memory)
+    with memory.region("gradients"):
+        flat = torch.full((300 * MiB,), 7, dtype=torch.uint8, device="cuda")
+    address = flat.data_ptr()
+    (change,) = [change for change in memory.sleep().changes if change.tag == "gradients"]
+    assert change.bytes_released >= 300 * MiB and change.bytes_copied == 0
+    memory.wake()
+    assert flat.data_ptr() == address and not flat.any()
+
+
+def test_frozen_parameters_are_copied_once(close):
+    model = layers().requires_grad_(False)
+    memory = PausableMemory(model)
+    close(memory)
+    expected = [parameter.clone() for parameter in model.parameters()]
+    copied = []
+    for _ in range(3):
+        (change,) = [change for change in memory.sleep().changes if change.tag == "parameters"]
+        copied.append(change.bytes_copied)
+        memory.wake()
+    assert copied[0] >= 512 * MiB and max(copied[1:]) < 8 * MiB
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
+
+
+def test_out_of_memory_at_a_wake_leaves_all_asleep(close):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    train(model, optimizer)
+    expected = [tensor.clone().cpu() for tensor in tensors_in(model, optimizer)]
+    memory.sleep()
+    with gpu_memory_taken(left_bytes=768 * MiB):  # the parameters fit, the state beside them does not
+        before = torch.cuda.mem_get_info(0)[0]
+        with pytest.raises(DeviceMemoryError, match="still sleep"):
+            memory.wake()
+        assert {str(status.state) for status in memory.status().values()} == {"preserved", "discarded"}
+        assert abs(torch.cuda.mem_get_info(0)[0] - before) < 64 * MiB
+    memory.wake()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
+
+
+def test_out_of_memory_at_an_adoption_keeps_the_content(close):
+    model = layers()
+    expected = [parameter.detach().clone().cpu() for parameter in model.parameters()]
+    memory = PausableMemory()
+    close(memory)
+    torch.cuda.empty_cache()
+    with gpu_memory_taken(left_bytes=256 * MiB), pytest.raises(DeviceMemoryError):
+        memory.adopt(model)
+    assert all(torch.equal(a.detach().cpu(), b) for a, b in zip(model.parameters(), expected, strict=True))
+    memory.adopt(model)
+    memory.sleep()
+    memory.wake()
+    assert all(torch.equal(a.detach().cpu(), b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_many_cycles_do_not_grow(close):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    train(model, optimizer)
+    memory.sleep()
+    memory.wake()
+    before = free_bytes()
+    for _ in range(50):
+        memory.sleep()
+        memory.wake()
+        train(model, optimizer)
+    assert before - free_bytes() < 128 * MiB

@@ -1,0 +1,81 @@
+"""Moving storages into a region, with storages of the CPU and a region that only counts."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
+from rl_memory_plugins.memory import adoption
+from rl_memory_plugins.memory.adoption import move_storages
+from rl_memory_plugins.memory.allocator import Allocator
+
+
+class Region(Allocator):
+    """Notes what is done; `full` regions allocate nothing."""
+
+    def __init__(self):
+        self.log = []
+        self.device = self
+        self.full = False
+
+    @contextmanager
+    def region(self, tag):
+        self.log.append(tag)
+        if self.full:
+            raise torch.OutOfMemoryError("no room")
+        yield
+
+    def trim(self, min_bytes):
+        self.log.append("trim")
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+
+def test_a_storage_moves_under_all_its_views():
+    whole = torch.arange(1000.0)
+    view, tied = whole[10:20].view(2, 5).t(), torch.nn.Parameter(whole[500:])
+    whole_address = whole.data_ptr()
+    keeps_its_place = torch.empty(0).set_(whole.untyped_storage())
+    blocker = [torch.empty(1000) for _ in range(8)]
+    move_storages(Region(), "mine", [whole])
+    assert torch.equal(whole, torch.arange(1000.0))
+    assert torch.equal(view, torch.arange(10.0, 20.0).view(2, 5).t()) and tied[0] == 500
+    whole[10] = -1
+    assert view[0, 0] == -1 and keeps_its_place[10] == -1
+    assert len(blocker) == 8 and whole_address
+
+
+def test_storages_move_in_groups(monkeypatch):
+    monkeypatch.setattr(adoption, "GROUP_BYTES", 100)
+    tensors = [torch.full((nbytes,), number, dtype=torch.uint8) for number, nbytes in enumerate([60, 40, 1, 300, 5])]
+    region = Region()
+    move_storages(region, "mine", tensors)
+    assert region.log == ["trim", "synchronize", "mine"] * 4
+    for number, tensor in enumerate(tensors):
+        assert tensor.eq(number).all()
+
+
+def test_out_of_memory_keeps_the_content():
+    tensor, region = torch.arange(100.0), Region()
+    region.full = True
+    with pytest.raises(DeviceMemoryError, match="move 400 bytes into the region mine") as caught:
+        move_storages(region, "mine", [tensor])
+    assert caught.value.details["needed_bytes"] == 400
+    assert torch.equal(tensor, torch.arange(100.0))
+
+
+def test_memory_of_other_code_is_refused():
+    plain, foreign = torch.ones(8), torch.frombuffer(bytearray(32), dtype=torch.float32)
+    address = plain.data_ptr()
+    with pytest.raises(UnsupportedError, match="use Offloader"):
+        move_storages(Region(), "mine", [plain, foreign])
+    assert plain.data_ptr() == address
+
+
+def test_an_allocator_without_adoption_says_so():
+    region = Region()
+    region.name = "toy"
+    with pytest.raises(UnsupportedError, match="the toy allocator adopts no tensors"):
+        region.adopt("mine", [])

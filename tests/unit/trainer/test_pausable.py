@@ -1,0 +1,627 @@
+"""A trainer's memory that sleeps and wakes, on the allocator of CPUs. `tests/gpu` has those of GPUs."""
+
+import copy
+import gc
+import mmap
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from models import Tied, same, whole
+from test_offloading import Hidden, Scaled
+from test_sharded_sources import fsdp1, fsdp2
+from torch import nn
+from toy_engine import ToyEngine
+from toys import checkpoint, loaded
+
+from rl_memory_plugins.errors import (
+    DeviceMemoryError,
+    HostMemoryError,
+    InvalidRequestError,
+    RLMemoryError,
+    StateConflictError,
+    UnsupportedError,
+)
+from rl_memory_plugins.memory import backup
+from rl_memory_plugins.trainer import ModelSource, Moved, PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer.offloading import host_view, plain_parts, temporarily_loaded
+
+PAGE = mmap.PAGESIZE
+WIDTH = 192  # the weights of a block have some hundred pages
+TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def tensors_in(*optimizers):
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def train(model, optimizer):
+    loss = model(TOKENS).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def states(memory):
+    return {tag: str(status.state) for tag, status in memory.status().items()}
+
+
+def reads_zero(tensor):
+    """Whether the whole pages inside a tensor are gone."""
+    middle = tensor.detach().flatten()[tensor.numel() // 2]
+    return middle.item() == 0
+
+
+OPTIMIZERS = {
+    "plain": lambda model: adamw(model, foreach=False),
+    "foreach": lambda model: adamw(model, foreach=True),
+    "fused": lambda model: adamw(model, fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_bit_by_bit_at_the_same_addresses(kind):
+    undisturbed = Tied(width=WIDTH)
+    expected = [train(undisturbed, optimizer) for optimizer in [OPTIMIZERS[kind](undisturbed)] for _ in range(5)]
+    model = Tied(width=WIDTH)
+    optimizer = OPTIMIZERS[kind](model)
+    memory = PausableMemory(model, optimizer)
+    losses = [train(model, optimizer)]
+    kept = [*model.parameters(), *tensors_in(optimizer)]
+    addresses = [tensor.data_ptr() for tensor in kept]
+    for _ in range(4):
+        content = [tensor.detach().clone() for tensor in kept]
+        slept = memory.sleep()
+        assert {change.tag for change in slept.changes} == {"parameters", "gradients", "optimizer"}
+        assert sum(change.bytes_released for change in slept.changes) > 0.8 * sum(t.nbytes for t in kept)
+        assert reads_zero(model.blocks[0].up.weight)
+        assert any(reads_zero(tensor) for tensor in tensors_in(optimizer) if tensor.numel() > WIDTH)
+        assert states(memory) == {"gradients": "discarded", "parameters": "preserved", "optimizer": "preserved"}
+        memory.wake()
+        assert [tensor.data_ptr() for tensor in kept] == addresses
+        assert all(torch.equal(*pair) for pair in zip(kept, content, strict=True))
+        losses.append(train(model, optimizer))
+    assert losses == expected
+    same(whole(model), whole(undisturbed))
+
+
+def process_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def test_a_sleep_makes_the_process_smaller():
+    memory = PausableMemory(dropped=("scratch",))
+    with memory.region("scratch"):
+        scratch = torch.ones(16 << 20)
+    awake = process_bytes()
+    memory.sleep()
+    assert awake - process_bytes() > 0.9 * scratch.nbytes
+    memory.wake()
+    assert abs(awake - process_bytes()) < 0.1 * scratch.nbytes
+
+
+def test_host_memory_is_kept_for_the_next_sleep_and_given_back_on_request():
+    memory = PausableMemory()
+    with memory.region("parameters"):
+        model = nn.Linear(1024, 1024)
+    expected = whole(model)
+    memory.sleep()
+    memory.free_host_memory()  # none: the copy is in use
+    assert memory.status()["parameters"].host_bytes > 0.9 * model.weight.nbytes
+    memory.wake()
+    same(whole(model), expected)
+    held = memory._manager.arena.held_bytes
+    assert held > 0.9 * model.weight.nbytes
+    memory.sleep()
+    memory.wake()
+    assert memory._manager.arena.held_bytes == held
+    memory.free_host_memory()
+    assert memory._manager.arena.held_bytes == memory.status()["parameters"].host_bytes == 0
+    memory.sleep()
+    memory.wake()
+    same(whole(model), expected)
+
+
+def test_what_a_region_makes_belongs_to_its_tag():
+    memory = PausableMemory()
+    with memory.region("mine"):
+        mine = torch.full((WIDTH * WIDTH,), 3.0)
+    other = torch.full((WIDTH * WIDTH,), 4.0)
+    memory.sleep(["mine"])
+    assert reads_zero(mine) and not reads_zero(other)
+    with (
+        pytest.raises(StateConflictError, match=r"the tag mine is asleep: wake\(\['mine'\]\) first"),
+        memory.region("mine"),
+    ):
+        pass
+    with pytest.raises(StateConflictError):
+        memory.adopt([other], tag="mine")
+    memory.wake()
+    assert mine.eq(3).all()
+
+
+def test_tensors_keep_the_tag_that_they_have():
+    memory = PausableMemory()
+    with memory.region("reference"):
+        model = Tied(width=WIDTH)
+    memory.adopt(model)
+    assert memory.status()["parameters"].bytes == 0
+    memory.adopt(model, tag="late")
+    assert memory.status()["late"].bytes == 0
+
+
+def test_tags_sleep_and_wake_alone():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    train(model, optimizer)
+    moments = tensors_in(optimizer)
+    assert not reads_zero(moments[1])
+    memory.sleep(["optimizer"])
+    assert any(reads_zero(t) for t in moments) and not reads_zero(model.blocks[0].up.weight)
+    memory.sleep("parameters")
+    memory.wake(["optimizer"])
+    assert states(memory) == {"gradients": "resident", "parameters": "preserved", "optimizer": "resident"}
+    memory.close()
+    assert set(states(memory).values()) == {"resident"}
+
+
+def test_a_second_call_does_nothing():
+    model = Tied(width=WIDTH)
+    expected = whole(model)
+    memory = PausableMemory(model)
+    assert memory.wake().changes == []
+    assert memory.sleep().changes != []
+    assert memory.sleep() == memory.sleep(["parameters"])
+    assert memory.sleep().changes == [] and memory.sleep().seconds == {}
+    assert memory.wake().changes != [] and memory.wake().changes == []
+    same(whole(model), expected)
+
+
+# -- the state of optimisers --------------------------------------------------------------------------------------
+
+
+def test_the_state_of_the_first_step_is_adopted_at_its_end():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    assert memory.status()["optimizer"].bytes == 0
+    train(model, optimizer)
+    large = [tensor for tensor in tensors_in(optimizer) if tensor.numel() > 1]
+    assert memory.status()["optimizer"].bytes > 0.8 * sum(tensor.nbytes for tensor in large)
+    assert not optimizer._optimizer_step_post_hooks
+    twin = copy.deepcopy(optimizer)
+    assert type(twin) is type(optimizer)
+
+
+def test_an_optimiser_that_has_not_stepped_can_be_copied_and_does_not_keep_the_memory():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(optimizer)
+    copy.deepcopy(optimizer)
+    gone = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone() is None
+    train(model, optimizer)
+
+
+def test_state_that_replaces_adopted_state_is_adopted_by_the_next_sleep():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    train(model, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = [tensor.clone() for tensor in tensors_in(optimizer)]
+    memory.sleep()
+    assert any(reads_zero(tensor) for tensor in tensors_in(optimizer) if tensor.numel() > WIDTH)
+    memory.wake()
+    assert all(torch.equal(*pair) for pair in zip(tensors_in(optimizer), expected, strict=True))
+
+
+class EightBit(torch.optim.Optimizer):
+    """Momentum in int8 with a scale, in the two ways of quantised optimisers: plain tensors, or one subclass."""
+
+    def __init__(self, parameters, wrapped):
+        super().__init__(parameters, {})
+        self._wrapped = wrapped
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                scale = parameter.grad.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+                codes = (parameter.grad / scale).round().to(torch.int8)
+                state = {"step": 1, "codes": codes.view(torch.uint8), "nested": [{"scale": scale}]}
+                self.state[parameter] = {"moment": Scaled(codes, scale)} if self._wrapped else state
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_quantised_states_are_adopted(wrapped):
+    model = nn.Linear(512, 512)
+    optimizer = EightBit(model.parameters(), wrapped)
+    memory = PausableMemory(model, optimizer)
+    model(torch.randn(4, 512)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    parts = (
+        [state["moment"].values_, state["moment"].scale] if wrapped else [state["codes"], state["nested"][0]["scale"]]
+    )
+    assert parts[0].nbytes == 512 * 512
+    expected = [part.clone() for part in parts]
+    assert memory.status()["optimizer"].bytes > 0.9 * parts[0].nbytes
+    memory.sleep()
+    assert not parts[0].flatten()[PAGE : 2 * PAGE].any()
+    memory.wake()
+    assert all(torch.equal(*pair) for pair in zip(parts, expected, strict=True))
+
+
+# -- what is dropped ----------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_set_to_none_by_a_sleep():
+    model = Tied(width=WIDTH)
+    memory = PausableMemory(model)
+    model(TOKENS).sum().backward()
+    memory.sleep(["parameters"])
+    assert model.norm.weight.grad is not None
+    memory.sleep(["gradients"])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("made", ["in the region", "as a list"])
+def test_flat_gradients_keep_their_address_and_come_back_as_zeros(made):
+    model = nn.Linear(512, 511)
+    memory = PausableMemory(model)
+    if made == "in the region":
+        with memory.region("gradients"):
+            flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    else:
+        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+        memory.adopt([flat], tag="gradients")
+    start = 0
+    for parameter in model.parameters():
+        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    for _ in range(2):
+        model(torch.ones(1, 512)).sum().backward()
+        assert flat.all()
+        slept = memory.sleep()
+        assert {change.tag: change.bytes_copied for change in slept.changes}["gradients"] == 0
+        memory.wake()
+        assert not flat.any()  # to its first and last byte
+        assert [parameter.grad.data_ptr() for parameter in model.parameters()] == addresses
+
+
+def test_gradients_that_are_not_dropped_are_preserved():
+    model = Tied(width=WIDTH)
+    memory = PausableMemory(model, dropped=())
+    model(TOKENS).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    expected = [gradient.clone() for gradient in gradients]
+    memory.sleep()
+    assert any(reads_zero(gradient) for gradient in gradients if gradient.numel() > WIDTH)
+    memory.wake()
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+def test_own_tags_can_be_dropped():
+    memory = PausableMemory(dropped=("scratch",))
+    with memory.region("scratch"):
+        scratch = torch.ones(WIDTH * WIDTH)
+    address = scratch.data_ptr()
+    memory.sleep()
+    assert memory.status()["scratch"].host_bytes == 0
+    memory.wake()
+    assert scratch.data_ptr() == address and not scratch.any()
+
+
+# -- copies that are still good -----------------------------------------------------------------------------------
+
+
+def copied(report):
+    return {change.tag: change.bytes_copied for change in report.changes}
+
+
+def test_a_reference_policy_is_copied_once():
+    policy, reference = Tied(width=WIDTH), Tied(width=WIDTH, seed=1).requires_grad_(False)
+    memory = PausableMemory(policy)
+    memory.adopt(reference, tag="reference")
+    expected = whole(reference)
+    first = copied(memory.sleep())
+    assert first["reference"] > 0.8 * sum(tensor.nbytes for tensor in expected.values())
+    memory.wake()
+    again = copied(memory.sleep())
+    assert again["reference"] == 0 and again["parameters"] == first["parameters"]
+    memory.wake()
+    same(whole(reference), expected)
+    with torch.no_grad():
+        reference.blocks[0].up.weight[3, 3] += 1
+    expected = whole(reference)
+    assert copied(memory.sleep())["reference"] == first["reference"]
+    memory.wake()
+    same(whole(reference), expected)
+
+
+def test_of_a_model_with_an_adapter_the_base_is_copied_once():
+    model = nn.Sequential(nn.Linear(512, 512, bias=False).requires_grad_(False), nn.Linear(512, 16, bias=False))
+    memory = PausableMemory(model)
+    first = copied(memory.sleep())["parameters"]
+    memory.wake()
+    with torch.no_grad():
+        model[1].weight += 1
+    expected = whole(model)
+    again = copied(memory.sleep())["parameters"]
+    assert first > model[0].weight.nbytes - 2 * PAGE and 0 < again <= model[1].weight.nbytes
+    memory.wake()
+    same(whole(model), expected)
+
+
+def test_a_tag_named_frozen_is_copied_once():
+    memory = PausableMemory(frozen=("base",))
+    with memory.region("base"):
+        base = torch.ones(WIDTH * WIDTH)
+    assert copied(memory.sleep(["base"]))["base"] > 0
+    memory.wake()
+    assert copied(memory.sleep(["base"]))["base"] == 0
+    memory.wake()
+    assert base.eq(1).all()
+
+
+# -- failures -----------------------------------------------------------------------------------------------------
+
+
+def starve(monkeypatch, memory, margin=1 << 60):
+    monkeypatch.setattr(memory._allocator, "_margin_bytes", margin)
+
+
+def test_out_of_memory_at_a_wake_leaves_all_asleep(monkeypatch):
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    train(model, optimizer)
+    expected, moments = whole(model), [tensor.clone() for tensor in tensors_in(optimizer)]
+    memory.sleep()
+    asleep = states(memory)
+    starve(monkeypatch, memory)
+    for _ in range(2):
+        with pytest.raises(DeviceMemoryError, match="still sleep; free device memory and call wake again") as caught:
+            memory.wake()
+        assert caught.value.details["tags"] == ["gradients", "parameters", "optimizer"]
+        assert caught.value.details["needed_bytes"] > 0
+        assert states(memory) == asleep and reads_zero(model.blocks[0].up.weight)
+    starve(monkeypatch, memory, 0)
+    memory.wake()
+    same(whole(model), expected)
+    assert all(torch.equal(*pair) for pair in zip(tensors_in(optimizer), moments, strict=True))
+
+
+def test_a_wake_tries_again_after_it_has_emptied_the_cache(monkeypatch):
+    model = Tied(width=WIDTH)
+    memory = PausableMemory(model)
+    memory.sleep()
+    starve(monkeypatch, memory)
+    monkeypatch.setattr(memory._manager.device, "trim", lambda: starve(monkeypatch, memory, 0), raising=False)
+    memory.wake()
+    assert set(states(memory).values()) == {"resident"}
+
+
+def test_too_little_host_memory_leaves_all_awake(monkeypatch):
+    model = Tied(width=WIDTH)
+    expected = whole(model)
+    memory = PausableMemory(model)
+    monkeypatch.setattr(backup, "free_host_bytes", lambda: 1 << 20)
+    with pytest.raises(HostMemoryError):
+        memory.sleep()
+    assert set(states(memory).values()) == {"resident"}
+    same(whole(model), expected)
+    monkeypatch.undo()
+    memory.sleep()
+    memory.wake()
+    same(whole(model), expected)
+
+
+def test_a_bound_of_host_memory_holds():
+    memory = PausableMemory(Tied(width=WIDTH), host_arena_max_bytes=4096)
+    with pytest.raises(HostMemoryError, match="allowed by host_arena_max_bytes"):
+        memory.sleep()
+
+
+def test_injected_faults_are_typed(tmp_path):
+    memory = PausableMemory(Tied(width=WIDTH), fault_dir=str(tmp_path))
+    (tmp_path / "release.0").touch()
+    with pytest.raises(RLMemoryError, match="injected failure of release"):
+        memory.sleep(["parameters"])
+    assert set(states(memory).values()) == {"resident"}
+
+
+def test_unknown_tags_are_named():
+    memory = PausableMemory()
+    for call in (memory.sleep, memory.wake, lambda tags: memory.part(*tags)):
+        with pytest.raises(
+            InvalidRequestError, match=r"\['weights'\] are unknown: use some of gradients, parameters"
+        ) as caught:
+            call(["weights"])
+        assert caught.value.details["allowed"] == ["gradients", "parameters", "optimizer"]
+    with pytest.raises(InvalidRequestError):
+        memory.sleep([])
+    with pytest.raises(InvalidRequestError), memory.region(""):
+        pass
+
+
+def test_what_cannot_be_adopted_is_refused():
+    memory = PausableMemory()
+    with pytest.raises(InvalidRequestError, match="need a tag"):
+        memory.adopt([torch.ones(1)])
+    with pytest.raises(InvalidRequestError, match="this int cannot be moved"):
+        memory.adopt(3)
+    with pytest.raises(UnsupportedError, match="a Hidden cannot be adopted"):
+        memory.adopt([Hidden(torch.ones(2), torch.ones(2))], tag="mine")
+    memory = PausableMemory()
+    memory.adopt([torch.ones(1, device="meta")], tag="mine")
+    assert memory.sleep(["mine"]).changes[0].bytes_released == 0
+
+
+# -- host copies of what sleeps -----------------------------------------------------------------------------------
+
+
+def test_sleeping_tensors_are_read_in_host_memory():
+    model = Tied(width=WIDTH)
+    expected = whole(model)
+    memory = PausableMemory(model)
+    assert host_view(model.blocks[0].up.weight.detach()) is not None
+    memory.sleep()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert torch.equal(host_view(tensor.detach()), expected[name]), name
+    assert torch.equal(host_view(model.blocks[0].up.weight.detach().t()), expected["blocks.0.up.weight"].t())
+    with (
+        pytest.raises(UnsupportedError, match="asleep in a PausableMemory"),
+        temporarily_loaded(model.blocks[0].up.weight),
+    ):
+        pass
+    memory.wake()
+    weight = model.blocks[0].up.weight.detach()
+    assert host_view(weight) is weight
+    with temporarily_loaded(weight):
+        pass
+
+
+# -- sharded modules ----------------------------------------------------------------------------------------------
+
+
+def addresses_of(optimizer):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [part.data_ptr() for tensor in [*parameters, *tensors_in(optimizer)] for part in plain_parts(tensor)]
+
+
+def cycles_of_fsdp(rank, make, *arguments):
+    """Losses of an undisturbed FSDP model, and of the same model that sleeps between the steps."""
+    losses = []
+    for disturbed in (False, True):
+        model, _ = make(*arguments)
+        optimizer = adamw(model)
+        memory = PausableMemory(model, optimizer) if disturbed else None
+        found = [train(model, optimizer)]
+        for _ in range(3):
+            if memory is not None:
+                before = addresses_of(optimizer)
+                slept = memory.sleep()
+                assert sum(change.bytes_released for change in slept.changes) > 500_000
+                assert {change.tag for change in slept.changes if change.bytes_released} == {"parameters", "optimizer"}
+                memory.wake()
+                assert addresses_of(optimizer) == before
+            found.append(train(model, optimizer))
+        losses.append(found)
+    return losses
+
+
+@pytest.mark.parametrize(("make", "arguments"), [(fsdp2, ()), (fsdp1, (False,)), (fsdp1, (True,))], ids=str)
+def test_sharded_modules_go_on_bit_by_bit(pair, make, arguments):
+    for undisturbed, slept in pair.run(cycles_of_fsdp, make, *arguments, *(3, WIDTH)):
+        assert undisturbed == slept and len(set(slept)) == 4
+
+
+# -- the handoff --------------------------------------------------------------------------------------------------
+
+
+class Paged(nn.Module):
+    """The toy engine's checkpoint as views of one flat buffer, each on pages of its own, and a wide layer."""
+
+    def __init__(self):
+        super().__init__()
+        tensors = checkpoint(6)
+        room = 4 * PAGE
+        self.flat = torch.zeros(room * len(tensors), dtype=torch.uint8)
+        self.sent = {}
+        for number, (name, tensor) in enumerate(tensors.items()):
+            part = self.flat[(number + 1) * room - 3 * PAGE :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            part.copy_(tensor)
+            self.sent[name] = nn.Parameter(part)
+            self.register_parameter(name.replace(".", "_"), self.sent[name])
+        torch.manual_seed(0)
+        self.wide = nn.Linear(256, 256)
+
+    def forward(self):
+        return self.wide(torch.ones(256)).square().mean() + sum(p.float().square().mean() for p in self.sent.values())
+
+
+def learn(model, optimizer):
+    loss = model()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_a_handoff_takes_parts_and_the_losses_stay_the_same(from_host):
+    undisturbed = Paged()
+    optimizer = adamw(undisturbed)
+    expected = [learn(undisturbed, optimizer) for _ in range(4)]
+
+    model = Paged()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    engine = ToyEngine()
+    handoff = RolloutHandoff(
+        engine,
+        ModelSource({name: parameter.detach() for name, parameter in model.sent.items()}),
+        weights=[memory.part("parameters")],
+        others=[memory.part("gradients", "optimizer")],
+        from_host=from_host,
+        bucket_bytes=256,
+    )
+    losses = []
+    for step in range(4):
+        with handoff.training(str(step)) as report:
+            assert set(states(memory).values()) == {"resident"}
+            losses.append(learn(model, optimizer))
+        assert set(states(memory).values()) == {"preserved", "discarded"} and engine.open
+        assert model.flat[PAGE:-PAGE].count_nonzero() == 0
+        assert report.moved_bytes["offload"] > 0 and report.moved_bytes["offload_others"] > 0
+        assert step == 0 or report.moved_bytes["load"] > 0
+        engine.ranks[0].model.assert_unchanged(loaded({n: host_view(p.detach()) for n, p in model.sent.items()}))
+    assert losses == expected
+
+
+def test_a_part_counts_what_it_moves_and_what_torch_holds(monkeypatch):
+    memory = PausableMemory(Tied(width=WIDTH))
+    part = memory.part("parameters")
+    total = memory.status()["parameters"].bytes
+    assert part.load() == Moved()
+    moved = part.offload()
+    assert moved.bytes == total and moved.seconds > 0
+    assert part.offload() == Moved()
+    assert part.resident_bytes(memory.device) == total and part.resident_bytes(torch.device("cuda", 0)) == 0
+    assert part.load().bytes == total
+
+
+def test_a_handoff_that_cannot_load_can_be_called_again(monkeypatch):
+    model = Paged()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    handoff = RolloutHandoff(
+        ToyEngine(),
+        {name: parameter.detach() for name, parameter in model.sent.items()},
+        weights=[memory.part("parameters")],
+        others=[memory.part("optimizer", "gradients")],
+        bucket_bytes=256,
+    )
+    handoff.sync()
+    starve(monkeypatch, memory)
+    with pytest.raises(DeviceMemoryError) as caught:
+        handoff.release()
+    assert caught.value.details["step"] == "load"
+    starve(monkeypatch, memory, 0)
+    with handoff.training():
+        learn(model, optimizer)
