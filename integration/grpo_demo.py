@@ -5,8 +5,8 @@
 
 The model is made here, with random weights, and the reward can be verified: see `integration.grpo`. In each step the
 engine samples answers from the current weights, sleeps at level 2 while the trainer computes, and gets the new weights
-by the library's `RolloutHandoff`; the trainer's model and optimiser are in host memory while the engine works. On the
-CPU the same calls run, but a tensor that is offloaded there goes from memory to memory.
+by the library's `RolloutHandoff`; the trainer's model and optimiser sleep in host memory while the engine works. On the
+CPU the same calls run, but a sleep there copies from memory to memory.
 
 Writes a JSON record and a picture of the memory over time. The exit code is 1 if a check fails, such as the rise of the
 reward.
@@ -34,7 +34,8 @@ from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.models import SHAPES, Shape, new_model, write_model
 from integration.subjects import engine_version
 from integration.timeline import Timeline
-from rl_memory_plugins.trainer import ModelSource, Offloader, RolloutHandoff
+from rl_memory_plugins.tags import TagState
+from rl_memory_plugins.trainer import ModelSource, PausableMemory, RolloutHandoff
 from rl_memory_plugins.weights.checksums import tensor_checksum
 
 SEED = 11
@@ -63,20 +64,20 @@ SCALES = {
 class Demo:
     """One run: the loop, what it measured, and its checks."""
 
-    def __init__(self, server: Server, policy: grpo.Policy, timeline: Timeline, scale: Scale) -> None:
+    def __init__(
+        self, server: Server, policy: grpo.Policy, memory: PausableMemory, timeline: Timeline, scale: Scale
+    ) -> None:
         self._server = server
         self._policy = policy
         self._timeline = timeline
         self._scale = scale
         self._generator = torch.Generator().manual_seed(SEED)
         self._dtype = getattr(torch, server.launch.dtype)
-        # By default an `Offloader` moves no tensor of the CPU. Here it must, to run the same code as on a GPU.
-        everything: dict[str, Any] = {"moves": lambda tensor: True} if server.launch.device == "cpu" else {}
         self._handoff = RolloutHandoff(
             server.control,
             ModelSource(policy.model, dtype=self._dtype),
-            weights=[Offloader(policy.model, **everything)],
-            others=[Offloader(policy.optimizer, **everything)],
+            weights=[memory.part("parameters")],
+            others=[memory.part("gradients", "optimizer")],
         )
         self.steps: list[dict[str, Any]] = []
         self.ends: list[float] = []  # the end of each step, in the timeline's seconds
@@ -168,14 +169,15 @@ class Demo:
         self.check("the engine's checksums equal the trainer's", self._server.control.checksums()["tensors"] == own)
 
 
-def memory_sources(server: Server) -> dict[str, Any]:
+def memory_sources(server: Server, memory: PausableMemory) -> dict[str, Any]:
     """The functions that read each side's memory. A GPU's driver may not tell processes apart; torch knows its own."""
     if server.launch.device == "cpu":
         own = psutil.Process()
         return {"engine": server.resident_bytes, "trainer": lambda: own.memory_info().rss}
 
     def trainer() -> int:
-        return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+        asleep = sum(tag.bytes for tag in memory.status().values() if tag.state is not TagState.RESIDENT)
+        return int(torch.cuda.memory_reserved()) - asleep  # torch counts sleeping memory as its own
 
     return {
         "all of the GPU": gpu_used_bytes,
@@ -254,8 +256,9 @@ def main() -> int:
         torch.set_float32_matmul_precision("high")
         server.control.sleep(2)  # makes room for the trainer's parameters
         policy = grpo.Policy(model, arguments.device)
-        with Timeline(memory_sources(server)) as timeline:
-            demo = Demo(server, policy, timeline, scale)
+        memory = PausableMemory(policy.model, policy.optimizer, device=policy.device)
+        with Timeline(memory_sources(server, memory)) as timeline:
+            demo = Demo(server, policy, memory, timeline, scale)
             demo.run()
     parameters = sum(p.numel() for p in model.parameters())
     title = f"GRPO of a model of {parameters / 1e6:,.0f} M parameters: {arguments.engine} and a trainer on one device"

@@ -18,12 +18,16 @@ BUCKET_BYTES = 64 << 20
 
 
 class Trainer:
-    """The inside of the process. Weights and optimiser are in memory only from `load` to their offloading."""
+    """The inside of the process. Weights and optimiser are in memory only from `load` to their offloading.
+
+    Both sleep in a `PausableMemory`. On a CPU a copy in host memory would save nothing, so files keep the content.
+    """
 
     def __init__(self, folder: Path, seed: int, threads: int) -> None:
         import torch
 
         from integration.models import new_model
+        from rl_memory_plugins.trainer import PausableMemory
 
         torch.set_num_threads(threads)
         self._torch = torch
@@ -31,12 +35,15 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
         )
+        own = ("gradients", "parameters", "optimizer")
+        self._memory = PausableMemory(self._model, self._optimizer, dropped=own, device="cpu")
         self._weights = OnDisk(folder / "weights.bin")
         self._moments = OnDisk(folder / "optimiser.bin")
         self.offload_weights()
 
     def load(self) -> None:
         """Take the weights and the optimiser's moments back into memory."""
+        self._memory.wake()
         self._weights.load()
         self._moments.load()
 
@@ -44,10 +51,14 @@ class Trainer:
         """Write the moments to disk and free their memory."""
         states = self._optimizer.state.values()
         self._moments.save([state[name] for state in states for name in ("exp_avg", "exp_avg_sq")])
+        self._memory.sleep(["gradients", "optimizer"])
+        _trim()
 
     def offload_weights(self) -> None:
         """Write the weights to disk and free their memory."""
         self._weights.save(list(self._model.parameters()))
+        self._memory.sleep(["parameters"])
+        _trim()
 
     def train(self, prompts: list[list[int]], answers: list[list[int]], target: int, steps: int) -> float:
         """REINFORCE with a baseline: tokens that are `target` get reward 1, others 0. Returns the mean reward."""
@@ -96,30 +107,25 @@ class Trainer:
 
 
 class OnDisk:
-    """Tensors whose content moves to a file and back; meanwhile the system has their memory."""
+    """The content of tensors in a file, while their memory sleeps."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._away: list[tuple[torch.Tensor, torch.Size]] = []
+        self._away: list[torch.Tensor] = []
 
     def save(self, tensors: list[torch.Tensor]) -> None:
         with self._file.open("wb") as file:
             for tensor in tensors:
                 tensor.detach().numpy().tofile(file)
-                self._away.append((tensor, tensor.shape))
-                tensor.data = tensor.new_empty(0)
-        _trim()
+        self._away = tensors
 
     def load(self) -> None:
-        import numpy as np
-        import torch
-
-        if not self._away:
-            return
-        with self._file.open("rb") as file:
-            for tensor, shape in self._away:
-                tensor.data = torch.from_numpy(np.fromfile(file, np.float32, shape.numel())).view(shape)
-        self._away.clear()
+        """Read the content into the tensors, which are awake."""
+        if self._away:
+            with self._file.open("rb", buffering=0) as file:
+                for tensor in self._away:
+                    file.readinto(tensor.detach().numpy().reshape(-1).view("uint8"))
+        self._away = []
 
 
 def _trim() -> None:

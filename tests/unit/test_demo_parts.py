@@ -11,6 +11,7 @@ from rich.console import Console
 from integration.demo_output import Output
 from integration.timeline import Timeline, resident_bytes
 from integration.trainer_process import OnDisk
+from rl_memory_plugins.trainer import PausableMemory
 
 
 def test_without_a_terminal_a_line_is_written_as_its_step_ends():
@@ -51,13 +52,17 @@ def test_what_several_processes_share_counts_once():
     assert info.shared > 0.1 * twice  # else the above would show little
 
 
-def test_tensors_on_disk_take_no_memory_and_come_back(tmp_path):
+def test_sleeping_tensors_on_disk_take_no_memory_and_come_back(tmp_path):
     parameters = [torch.nn.Parameter(torch.randn(2000, 3000)), torch.nn.Parameter(torch.randn(7))]
     expected = [parameter.detach().clone() for parameter in parameters]
     away = OnDisk(tmp_path / "weights.bin")
+    memory = PausableMemory(dropped=("parameters",), device="cpu")
+    memory.adopt(parameters, tag="parameters")
     before = resident_bytes([psutil.Process()])
     away.save(parameters)
+    memory.sleep()
     assert before - resident_bytes([psutil.Process()]) > 0.9 * expected[0].nbytes
+    memory.wake()
     away.load()
     for parameter, tensor in zip(parameters, expected, strict=True):
         assert torch.equal(parameter, tensor)
