@@ -48,15 +48,15 @@ class Trainer:
         self._moments.load()
 
     def offload_optimizer(self) -> None:
-        """Write the moments to disk and free their memory."""
+        """Write the optimiser's state to disk and free its memory."""
         states = self._optimizer.state.values()
-        self._moments.save([state[name] for state in states for name in ("exp_avg", "exp_avg_sq")])
+        self._moments.save([tensor for state in states for tensor in state.values()])
         self._memory.sleep(["gradients", "optimizer"])
         _trim()
 
     def offload_weights(self) -> None:
-        """Write the weights to disk and free their memory."""
-        self._weights.save(list(self._model.parameters()))
+        """Write the weights and buffers to disk and free their memory."""
+        self._weights.save([*self._model.parameters(), *self._model.buffers()])
         self._memory.sleep(["parameters"])
         _trim()
 
