@@ -1,8 +1,8 @@
-"""Moves the storages of existing tensors into a region of GPU memory."""
+"""Allocates storages of tensors anew, in groups: moves them into a region of GPU memory, or prepares their return."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.memory.allocator import Allocator
 
 GROUP_BYTES = 512 << 20
-"""Bytes of storages that are moved together. They exist three times meanwhile. Opening a region takes milliseconds."""
+"""Bytes of storages that are allocated together. While they move, they exist three times."""
 
 ROUNDING_BYTES = 512  # of torch's caching allocator
 
@@ -30,15 +30,14 @@ def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> Non
     storages = [tensor.untyped_storage() for tensor in tensors]
     if not all(storage.resizable() for storage in storages):
         raise UnsupportedError("other code owns the memory of a tensor, so it cannot be moved: use Offloader for it")
-    for group in _groups(storages):
+    for group in in_groups({storage: storage.nbytes() for storage in storages}):
         sizes = [storage.nbytes() for storage in group]
         allocator.device.trim(GROUP_BYTES)  # torch does not give its cache to a region that runs out of memory
         try:
             copies = [bytes_of(storage).clone() for storage in group]
             allocator.device.synchronize()  # another stream may still use the old memory
             with allocator.region(tag):
-                room = torch.empty(sum(map(_rounded, sizes)), dtype=torch.uint8, device=group[0].device)
-                del room  # to the region's own cache: emptied storages find room there, in one segment
+                make_room(sizes, group[0].device)
                 for storage, nbytes in zip(group, sizes, strict=True):
                     storage.resize_(0)
                     storage.resize_(nbytes)
@@ -51,22 +50,31 @@ def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> Non
             bytes_of(storage).copy_(copy)
 
 
-def _rounded(nbytes: int) -> int:
-    """The bytes that torch allocates for `nbytes`."""
-    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
-
-
-def _groups(storages: Iterable[Any]) -> Iterator[list[Any]]:
+def in_groups(sizes: Mapping[Any, int]) -> Iterator[list[Any]]:
+    """Split storages, given with their sizes in bytes, into groups of one device and about `GROUP_BYTES`."""
     group: list[Any] = []
-    nbytes = 0
-    for storage in storages:
-        if group and nbytes + storage.nbytes() > GROUP_BYTES:
+    total = 0
+    for storage, nbytes in sizes.items():
+        if group and (total + nbytes > GROUP_BYTES or storage.device != group[0].device):
             yield group
-            group, nbytes = [], 0
+            group, total = [], 0
         group.append(storage)
-        nbytes += storage.nbytes()
+        total += nbytes
     if group:
         yield group
+
+
+def make_room(sizes: Iterable[int], device: torch.device) -> None:
+    """Allocate memory for storages of these sizes as one segment, and leave it in torch's cache of GPU memory.
+
+    One segment is allocated, freed and mapped faster than one for each storage.
+
+    Raises:
+        torch.OutOfMemoryError: too little device memory.
+    """
+    if device.type != "cpu":
+        nbytes = sum(-(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES for nbytes in sizes)
+        torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def bytes_of(storage: Any) -> torch.Tensor:

@@ -165,6 +165,7 @@ class RolloutHandoff:
         self._memory_fraction = memory_fraction
         self._peers = Peers(group)
         self._update = update
+        self._stays = 0  # bytes that torch held beside the trainer's after garbage was collected
         self._lock = threading.Lock()  # one step at a time: a cancelled task leaves its step running
 
     @contextmanager
@@ -258,14 +259,18 @@ class RolloutHandoff:
     def _empty_cache(self, step: str) -> float:
         """Empty torch's cache. Returns the seconds that it took.
 
-        Garbage is collected only once, before the engines map their weights, because the collection is slow.
+        Garbage is collected only once, before the engines map their weights, because the collection is slow. It is not
+        collected if torch holds no more than an earlier collection has left.
         """
         if step != "offload_others":
             return aggressive_empty_cache(max_rounds=0).seconds
         device = own_device()
         known = (getattr(part, "resident_bytes", None) for part in [*self._weights, *self._others])
         needed = sum(resident_bytes(device) for resident_bytes in known if resident_bytes is not None)
-        return aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed).seconds
+        clearing = aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed + self._stays)
+        left = max(torch.cuda.memory_reserved() - needed, 0) if torch.cuda.is_initialized() else 0
+        self._stays = left if clearing.freed_bytes else min(self._stays, left)
+        return clearing.seconds
 
     @contextmanager
     def _step(self, step: str) -> Iterator[None]:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
-from rl_memory_plugins.memory.adoption import bytes_of
+from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
@@ -166,16 +166,20 @@ class Offloader:
             return Moved()
         total = sum(content.nbytes for content in copies.values())
         try:
-            for storage, content in copies.items():
-                storage.resize_(content.nbytes)
+            for group in in_groups({storage: content.nbytes for storage, content in copies.items()}):
+                with suppress(torch.OutOfMemoryError):  # torch may have room for the storages one by one
+                    make_room([copies[storage].nbytes for storage in group], group[0].device)
+                for storage in group:
+                    storage.resize_(copies[storage].nbytes)
+                for storage in group:  # torch allocates the next group meanwhile
+                    bytes_of(storage).copy_(copies[storage], non_blocking=True)
         except torch.OutOfMemoryError as error:
+            _synchronize(copies)  # the copies that have begun still write
             for storage in copies:
                 storage.resize_(0)
             raise DeviceMemoryError(
                 f"too little device memory to load {total} bytes: {error}", needed_bytes=total
             ) from None
-        for storage, content in copies.items():
-            bytes_of(storage).copy_(content, non_blocking=True)
         _synchronize(copies)
         for storage in copies:
             del _host_copies[storage]

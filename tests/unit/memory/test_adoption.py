@@ -7,7 +7,7 @@ import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory import adoption
-from rl_memory_plugins.memory.adoption import move_storages
+from rl_memory_plugins.memory.adoption import in_groups, make_room, move_storages
 from rl_memory_plugins.memory.allocator import Allocator
 
 
@@ -55,6 +55,23 @@ def test_storages_move_in_groups(monkeypatch):
     assert region.log == ["trim", "synchronize", "mine"] * 4
     for number, tensor in enumerate(tensors):
         assert tensor.eq(number).all()
+
+
+def test_groups_are_of_one_device(monkeypatch):
+    monkeypatch.setattr(adoption, "GROUP_BYTES", 100)
+    first, second = (torch.empty(1, device=device).untyped_storage() for device in ("cpu", "meta"))
+    third = torch.empty(1).untyped_storage()
+    assert list(in_groups({first: 1, second: 1, third: 200})) == [[first], [second], [third]]
+    assert list(in_groups({first: 50, third: 50})) == [[first, third]]
+    assert list(in_groups({})) == []
+
+
+def test_room_is_one_segment_for_rounded_sizes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **options: asked.append((nbytes, options["device"])))
+    make_room([1, 512, 513], torch.device("cuda", 1))
+    make_room([1], torch.device("cpu"))
+    assert asked == [(4 * 512, torch.device("cuda", 1))]
 
 
 def test_out_of_memory_keeps_the_content():

@@ -10,7 +10,7 @@ from models import Tied, same, whole
 from torch import nn
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, InvalidRequestError, UnsupportedError
-from rl_memory_plugins.memory import backup
+from rl_memory_plugins.memory import adoption, backup
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, host_view, temporarily_loaded
@@ -48,6 +48,25 @@ def test_a_module_comes_back_as_it_was():
         same(whole(model), expected)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert model.head.weight is model.embed.weight
+
+
+def test_a_load_makes_room_for_each_group_and_does_without(monkeypatch):
+    model = Tied()
+    expected = whole(model)
+    rooms = []
+
+    def make_room(sizes, device):
+        rooms.append(sum(sizes))
+        if len(rooms) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(adoption, "GROUP_BYTES", 2000)
+    monkeypatch.setattr(offloading, "make_room", make_room)
+    offloader = Offloader(model, moves=everything)
+    total = offloader.offload().bytes
+    assert offloader.load().bytes == total == sum(rooms)
+    assert len(rooms) > 2 and max(rooms) <= 2000
+    same(whole(model), expected)
 
 
 def test_what_does_not_move_takes_no_time():
