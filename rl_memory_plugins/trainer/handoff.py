@@ -33,6 +33,7 @@ from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
+from rl_memory_plugins.trainer.pausable import PausableMemory, PausablePart, moved
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import Tensors
 from rl_memory_plugins.trainer.update import push_from_all, require_options
@@ -242,19 +243,38 @@ class RolloutHandoff:
             self._peers.agree(lambda: on_all(self.engines, call))
 
     def _move(self, report: HandoffReport, step: str, parts: Sequence[Movable]) -> None:
-        """Load or offload. After an offload, empty torch's cache."""
+        """Load or offload. After an offload, empty torch's cache.
+
+        Pausable memories prepare on all processes before any of them acts.
+        """
+        load = step == "load"
+        tags: dict[PausableMemory, list[str]] = {}
+        for part in parts:
+            if isinstance(part, PausablePart):
+                tags.setdefault(part.memory, []).extend(part.tags)
+        rest = [part for part in parts if not isinstance(part, PausablePart)]
+
+        def prepare() -> None:
+            for memory, own in tags.items():
+                (memory.prepare_wake if load else memory.prepare_sleep)(own)
 
         def run() -> None:
-            moved = [part.load() if step == "load" else part.offload() for part in parts]
-            total = sum(move.bytes for move in moved)
-            seconds = sum(move.seconds for move in moved)
-            if step != "load" and (total or torch.cuda.is_initialized()):
+            moves = [moved(memory.commit()) for memory in tags]
+            moves += [part.load() if load else part.offload() for part in rest]
+            total = sum(move.bytes for move in moves)
+            seconds = sum(move.seconds for move in moves)
+            if not load and (total or torch.cuda.is_initialized()):
                 seconds += self._empty_cache(step)
             report.seconds[step] += seconds
             report.moved_bytes[step] = report.moved_bytes.get(step, 0) + total
 
         with self._step(step):
-            self._peers.agree(run)
+            try:
+                self._peers.agree(prepare)
+                self._peers.agree(run)
+            finally:
+                for memory in tags:
+                    memory.abort()  # what was prepared and not committed, because a process failed
 
     def _empty_cache(self, step: str) -> float:
         """Empty torch's cache. Returns the seconds that it took.

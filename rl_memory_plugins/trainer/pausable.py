@@ -12,17 +12,16 @@ must not be used: on a GPU its memory does not exist, and on a CPU it reads as z
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError
 from rl_memory_plugins.memory.adoption import bytes_of
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fingerprint import memory_view
@@ -33,20 +32,9 @@ from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
-from rl_memory_plugins.trainer.offloading import (
-    HOST_MARGIN_BYTES,
-    Moved,
-    Target,
-    check_target,
-    has_memory,
-    plain_parts,
-    reshard,
-    sleepers,
-    tensors_of,
-)
+from rl_memory_plugins.trainer.offloading import HOST_MARGIN_BYTES, Moved, Target, sleepers
+from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
-
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,16 @@ class PauseOptions:
     host_memory_margin_bytes: int = HOST_MARGIN_BYTES
     device_memory_margin_bytes: int = 64 << 20
     fault_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A prepared sleep or wake of tags."""
+
+    commit: Callable[[], list[TagChange]]
+    abort: Callable[[], None]
+    tags: list[str]
+    seconds: dict[str, float]  # by step, of the preparation
 
 
 class PausableMemory:
@@ -113,8 +111,9 @@ class PausableMemory:
         )
         for tag in (*dropped, *frozen):
             self._manager.add_tag(tag)
-        self._targets: list[tuple[Target, str | None]] = []
+        self._targets = Targets(gradients=GRADIENTS not in self._dropped)
         self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
+        self._pending: _Pending | None = None
         self._lock = threading.RLock()
         sleepers.add(self)
         if targets:
@@ -147,17 +146,16 @@ class PausableMemory:
             DeviceMemoryError: too little device memory to move the tensors.
             StateConflictError: the tag is asleep.
         """
-        for target in targets:
-            check_target(target)
-            if tag is None and not isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
-                raise InvalidRequestError(
-                    "tensors, lists and mappings need a tag: adopt(tensors, tag=...)", field="tag"
-                )
+        Targets.check(targets, tag)
         if tag is not None:
             self._open(tag)
         with self._lock:
-            self._targets += [(target, tag) for target in targets]
-            self._adopt_new()
+            self._targets.add(targets, tag)
+            try:
+                self._adopt_new()
+            except BaseException:
+                self._targets.remove_last(len(targets))
+                raise
         for target in targets:
             if isinstance(target, torch.optim.Optimizer) and not target.state:
                 self._adopt_after_first_step(target)
@@ -188,45 +186,13 @@ class PausableMemory:
 
     def _adopt_new(self) -> None:
         """Adopt the tensors of the targets that have no tag, and obtain host memory for their copies in advance."""
-        new: dict[str, dict[Any, torch.Tensor]] = {}
-        is_owned = self._owned()
-        for tag, tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            if not storage.nbytes() or storage.device.type == "meta":
-                continue
-            if storage.device.type == "cpu" and self.device.type != "cpu":
-                continue  # e.g. the steps of an optimiser
-            if not has_memory(storage):
-                raise UnsupportedError(
-                    f"a {type(tensor).__name__} cannot be adopted: it has no storage and no __tensor_flatten__"
-                )
-            if is_owned(storage) or any(storage in taken for taken in new.values()):
-                continue
-            if storage.device != self.device:
-                raise InvalidRequestError(
-                    f"a tensor is on {storage.device}, but this memory is of {self.device}", field="targets"
-                )
-            new.setdefault(tag, {})[storage] = tensor
+        new = self._targets.without_tag(self.device, self._owned(), self._manager.is_resident)
         if new:
             release_mapped()  # engines may hold the old memory open by CUDA IPC
         for tag, tensors in new.items():
             self._manager.add_tag(tag)
-            self._allocator.adopt(tag, tensors.values())
+            self._allocator.adopt(tag, tensors)
         self._prepare()
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The plain tensors of the targets to adopt, with their tags. Those of sleeping tags are left out."""
-        for target, tag in self._targets:
-            default = OPTIMIZER if isinstance(target, torch.optim.Optimizer) else PARAMETERS
-            kinds: list[tuple[str, bool | None]] = [(tag or default, False)]
-            if isinstance(target, torch.nn.Module):
-                reshard(target)
-                if GRADIENTS not in self._dropped:
-                    kinds.append((GRADIENTS, True))
-            for own_tag, gradients in kinds:
-                if self._manager.is_resident(own_tag):
-                    for tensor in tensors_of(target, gradients):
-                        yield from ((own_tag, part) for part in plain_parts(tensor))
 
     def _owned(self) -> Callable[[Any], bool]:
         """Tells whether a storage belongs to a tag."""
@@ -239,26 +205,11 @@ class PausableMemory:
 
         return is_owned
 
-    def _drop_gradients(self) -> None:
-        is_owned = self._owned()
-        for target, _ in self._targets:
-            if isinstance(target, torch.nn.Module):
-                for parameter in torch.nn.Module.parameters(target):
-                    gradient = parameter.grad
-                    if gradient is not None and not any(is_owned(p.untyped_storage()) for p in plain_parts(gradient)):
-                        parameter.grad = None
-
-    def _unchanging(self, tag: str) -> Iterator[Block]:
+    def _unchanging(self, tag: str) -> Iterable[Block]:
         """The parts of a tag that need no copy, or no second copy."""
         if tag in self._dropped or tag in self._frozen:
-            yield from self._allocator.blocks(tag)
-            return
-        for target, _ in self._targets:
-            if isinstance(target, torch.nn.Module):
-                for parameter in torch.nn.Module.parameters(target):
-                    if not parameter.requires_grad:
-                        parts = plain_parts(parameter.detach())
-                        yield from (Block(p.data_ptr(), p.nbytes) for p in parts if p.is_contiguous() and p.nbytes)
+            return self._allocator.blocks(tag)
+        return self._targets.without_gradient()
 
     # -- sleep and wake ---------------------------------------------------------------------------------------
 
@@ -273,17 +224,8 @@ class PausableMemory:
             UnsupportedError, DeviceMemoryError: as for `adopt`, of a new tensor; nothing sleeps that was awake.
         """
         with self._lock:
-            chosen = [tag for tag in self._chosen(tags) if self._manager.is_resident(tag)]
-            if not chosen:
-                return Report([], {})
-            seconds: dict[str, float] = {}
-            with timed(seconds, "adopt"):
-                self._adopt_new()
-                if GRADIENTS in chosen and GRADIENTS in self._dropped:
-                    self._drop_gradients()
-            self._manager.prepare_sleep(Level.PRESERVE, chosen)
-            changes = self._manager.commit_sleep()
-            return Report(changes, {**seconds, **self._manager.seconds()})
+            self.prepare_sleep(tags)
+            return self.commit()
 
     def wake(self, tags: Collection[str] | None = None) -> Report:
         """Give these tags device memory at their former addresses, with their content. Default: all tags.
@@ -295,16 +237,73 @@ class PausableMemory:
             InvalidRequestError: an unknown tag; the error lists the known ones.
         """
         with self._lock:
-            chosen = [tag for tag in self._chosen(tags) if not self._manager.is_resident(tag)]
-            if not chosen:
+            self.prepare_wake(tags)
+            return self.commit()
+
+    def prepare_sleep(self, tags: Collection[str] | None = None) -> None:
+        """The first phase of `sleep`, for several processes that agree: obtain host memory, and free nothing yet.
+
+        Afterwards call `commit` or `abort`. Raises as `sleep` does, and needs neither then.
+        """
+        with self._lock:
+            chosen = [tag for tag in self._begin(tags) if self._manager.is_resident(tag)]
+            seconds: dict[str, float] = {}
+            if chosen:
+                with timed(seconds, "adopt"):
+                    self._adopt_new()
+                self._manager.prepare_sleep(Level.PRESERVE, chosen)
+            self._pending = _Pending(self._commit_sleep, self._manager.abort_sleep, chosen, seconds)
+
+    def prepare_wake(self, tags: Collection[str] | None = None) -> None:
+        """The first phase of `wake`, for several processes that agree: obtain device memory, and map nothing yet.
+
+        Afterwards call `commit` or `abort`. Raises as `wake` does, and needs neither then.
+        """
+        with self._lock:
+            chosen = [tag for tag in self._begin(tags) if not self._manager.is_resident(tag)]
+            if chosen:
+                self._reserve(chosen)
+            self._pending = _Pending(self._commit_wake, self._manager.abort_wake, chosen, {})
+
+    def commit(self) -> Report:
+        """The second phase of the prepared sleep or wake.
+
+        Raises:
+            StateConflictError: nothing is prepared.
+        """
+        with self._lock:
+            pending, self._pending = self._pending, None
+            if pending is None:
+                raise StateConflictError("no sleep or wake is prepared")
+            if not pending.tags:
                 return Report([], {})
-            self._reserve(chosen)
-            changes = self._manager.commit_wake()
-            for tag in self._dropped.intersection(chosen):
-                beside = subtract(self._allocator.extents(tag), self._allocator.blocks(tag))
-                if beside:
-                    self._manager.device.fill(beside, 0)
-            return Report(changes, self._manager.seconds())
+            changes = pending.commit()
+            return Report(changes, {**pending.seconds, **self._manager.seconds()})
+
+    def abort(self) -> None:
+        """Undo `prepare_sleep` or `prepare_wake`. Does nothing if nothing is prepared."""
+        with self._lock:
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                pending.abort()
+
+    def _begin(self, tags: Collection[str] | None) -> list[str]:
+        if self._pending is not None:
+            raise StateConflictError("a sleep or wake is prepared: call commit or abort first")
+        return self._chosen(tags)
+
+    def _commit_sleep(self) -> list[TagChange]:
+        if GRADIENTS in self._dropped.intersection(self._manager.prepared_tags):
+            self._targets.drop_gradients(self._owned())
+        return self._manager.commit_sleep()
+
+    def _commit_wake(self) -> list[TagChange]:
+        changes = self._manager.commit_wake()
+        for tag in self._dropped.intersection(change.tag for change in changes):
+            beside = subtract(self._allocator.extents(tag), self._allocator.blocks(tag))
+            if beside:
+                self._manager.device.fill(beside, 0)
+        return changes
 
     def _reserve(self, tags: list[str]) -> None:
         try:
@@ -387,24 +386,21 @@ class PausablePart:
 
     def offload(self) -> Moved:
         """See `PausableMemory.sleep`."""
-        return _moved(lambda: self.memory.sleep(self.tags).changes)
+        return moved(self.memory.sleep(self.tags))
 
     def load(self) -> Moved:
         """See `PausableMemory.wake`."""
-        return _moved(lambda: self.memory.wake(self.tags).changes)
+        return moved(self.memory.wake(self.tags))
 
     def resident_bytes(self, device: torch.device) -> int:
         """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
         return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0
 
 
-def _moved(run: Callable[[], list[TagChange]]) -> Moved:
-    start = time.perf_counter()
-    changes = run()
-    if not changes:
-        return Moved()
-    nbytes = sum(change.bytes_released + change.bytes_restored for change in changes)
-    return Moved(nbytes, time.perf_counter() - start)
+def moved(report: Report) -> Moved:
+    """The bytes and seconds of a sleep or wake."""
+    nbytes = sum(change.bytes_released + change.bytes_restored for change in report.changes)
+    return Moved(nbytes, sum(report.seconds.values()))
 
 
 def _with_index(device: torch.device | str | None) -> torch.device:

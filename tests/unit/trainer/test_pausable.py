@@ -24,7 +24,7 @@ from rl_memory_plugins.errors import (
     UnsupportedError,
 )
 from rl_memory_plugins.memory import backup
-from rl_memory_plugins.trainer import ModelSource, Moved, PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer import HandoffReport, ModelSource, Moved, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import host_view, plain_parts, temporarily_loaded
 
 PAGE = mmap.PAGESIZE
@@ -467,9 +467,34 @@ def test_what_cannot_be_adopted_is_refused():
         memory.adopt(3)
     with pytest.raises(UnsupportedError, match="a Hidden cannot be adopted"):
         memory.adopt([Hidden(torch.ones(2), torch.ones(2))], tag="mine")
+    assert memory.sleep().changes  # nothing is left of the target that was refused
     memory = PausableMemory()
     memory.adopt([torch.ones(1, device="meta")], tag="mine")
     assert memory.sleep(["mine"]).changes[0].bytes_released == 0
+
+
+def test_a_prepared_sleep_or_wake_can_be_undone():
+    model = Tied(width=WIDTH)
+    expected = whole(model)
+    model(TOKENS).sum().backward()
+    memory = PausableMemory(model)
+    memory.abort()
+    with pytest.raises(StateConflictError, match="no sleep or wake is prepared"):
+        memory.commit()
+    memory.prepare_sleep()
+    with pytest.raises(StateConflictError, match="call commit or abort first"):
+        memory.prepare_wake()
+    memory.abort()
+    assert set(states(memory).values()) == {"resident"} and model.norm.weight.grad is not None
+    same(whole(model), expected)
+    memory.prepare_sleep()
+    assert memory.commit().changes
+    memory.prepare_wake(["parameters"])
+    memory.abort()
+    assert states(memory)["parameters"] == "preserved" and reads_zero(model.blocks[0].up.weight)
+    memory.prepare_wake()
+    memory.commit()
+    same(whole(model), expected)
 
 
 # -- host copies of what sleeps -----------------------------------------------------------------------------------
@@ -592,6 +617,42 @@ def test_a_handoff_takes_parts_and_the_losses_stay_the_same(from_host):
         assert step == 0 or report.moved_bytes["load"] > 0
         engine.ranks[0].model.assert_unchanged(loaded({n: host_view(p.detach()) for n, p in model.sent.items()}))
     assert losses == expected
+
+
+def handoff_of_two(rank, step):
+    """What a handoff leaves if the memory of process 1 does not suffice for `step`, and after another try."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 512)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    expected = whole(model)
+    handoff = RolloutHandoff(
+        [], {}, weights=[memory.part("parameters")], others=[memory.part("gradients", "optimizer")]
+    )
+    asleep = step == "load"
+    if asleep:
+        memory.sleep()
+    before = states(memory)
+    allocator, arena = memory._allocator, memory._manager.arena
+    if rank == 1:
+        allocator._margin_bytes, arena._margin_bytes = 1 << 60, 1 << 60
+    found = ""
+    try:
+        handoff._move(HandoffReport(), step, [*handoff._weights, *handoff._others])
+    except RLMemoryError as error:
+        found = type(error).__name__
+    unchanged = states(memory) == before
+    allocator._margin_bytes, arena._margin_bytes = 0, 0
+    handoff._move(HandoffReport(), step, [*handoff._weights, *handoff._others])
+    memory.wake()
+    return found, unchanged, states(memory)["optimizer"], same(whole(model), expected)
+
+
+@pytest.mark.parametrize(("step", "error"), [("load", "DeviceMemoryError"), ("offload_others", "HostMemoryError")])
+def test_all_processes_move_or_none(pair, step, error):
+    assert pair.run(handoff_of_two, step) == [(error, True, "resident", True)] * 2
 
 
 def test_a_part_counts_what_it_moves_and_what_torch_holds(monkeypatch):

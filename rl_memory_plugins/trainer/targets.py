@@ -1,0 +1,114 @@
+"""The tensors that a `PausableMemory` adopts: of modules, optimisers and lists, by tag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.trainer.offloading import Target, check_target, has_memory, plain_parts, reshard, tensors_of
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+
+
+class Targets:
+    """Modules, optimisers, and lists of tensors. Each call reads them again.
+
+    Args:
+        gradients: Whether the gradients of modules are adopted.
+    """
+
+    def __init__(self, *, gradients: bool) -> None:
+        self._gradients = gradients
+        self._tags: list[tuple[Target, str | None]] = []
+
+    @staticmethod
+    def check(targets: Iterable[Target], tag: str | None) -> None:
+        """Refuse what `PausableMemory.adopt` refuses with an `InvalidRequestError`."""
+        for target in targets:
+            check_target(target)
+            if tag is None and not isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
+                raise InvalidRequestError(
+                    "tensors, lists and mappings need a tag: adopt(tensors, tag=...)", field="tag"
+                )
+
+    def add(self, targets: Iterable[Target], tag: str | None) -> None:
+        self._tags += [(target, tag) for target in targets]
+
+    def remove_last(self, count: int) -> None:
+        """Undo the `add` of this many targets."""
+        del self._tags[len(self._tags) - count :]
+
+    def without_tag(
+        self, device: torch.device, is_owned: Callable[[Any], bool], is_awake: Callable[[str], bool]
+    ) -> dict[str, list[torch.Tensor]]:
+        """The tensors to adopt by tag, one of each storage.
+
+        Args:
+            device: The device of the memory. Tensors in host memory are left out if it is a GPU.
+            is_owned: Whether a storage belongs to a tag already.
+            is_awake: Whether a tag is awake. Tensors for sleeping tags are left out.
+
+        Raises:
+            InvalidRequestError: a tensor is on another device.
+            UnsupportedError: a tensor subclass has neither a storage nor `__tensor_flatten__`.
+        """
+        found: dict[Any, tuple[str, torch.Tensor]] = {}
+        for tag, tensor in self._tensors(is_awake):
+            storage = tensor.untyped_storage()
+            if not storage.nbytes() or storage.device.type == "meta":
+                continue
+            if storage.device.type == "cpu" and device.type != "cpu":
+                continue  # e.g. the steps of an optimiser
+            if not has_memory(storage):
+                raise UnsupportedError(
+                    f"a {type(tensor).__name__} cannot be adopted: it has no storage and no __tensor_flatten__"
+                )
+            if storage in found or is_owned(storage):
+                continue
+            if storage.device != device:
+                raise InvalidRequestError(
+                    f"a tensor is on {storage.device}, but this memory is of {device}", field="targets"
+                )
+            found[storage] = tag, tensor
+        by_tag: dict[str, list[torch.Tensor]] = {}
+        for tag, tensor in found.values():
+            by_tag.setdefault(tag, []).append(tensor)
+        return by_tag
+
+    def drop_gradients(self, is_owned: Callable[[Any], bool]) -> None:
+        """Set the gradients of modules to `None`, except those that belong to a tag."""
+        for parameter in self._parameters():
+            gradient = parameter.grad
+            if gradient is not None and not any(is_owned(part.untyped_storage()) for part in plain_parts(gradient)):
+                parameter.grad = None
+
+    def without_gradient(self) -> Iterator[Block]:
+        """The memory of the modules' parameters that need no gradient: training leaves them as they are."""
+        for parameter in self._parameters():
+            if not parameter.requires_grad:
+                for part in plain_parts(parameter.detach()):
+                    if part.nbytes and part.is_contiguous():
+                        yield Block(part.data_ptr(), part.nbytes)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for target, _ in self._tags:
+            if isinstance(target, torch.nn.Module):
+                yield from torch.nn.Module.parameters(target)
+
+    def _tensors(self, is_awake: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The plain tensors, with their tags."""
+        for target, tag in self._tags:
+            default = OPTIMIZER if isinstance(target, torch.optim.Optimizer) else PARAMETERS
+            kinds: list[tuple[str, bool]] = [(tag or default, False)]
+            if isinstance(target, torch.nn.Module):
+                reshard(target)
+                if self._gradients:
+                    kinds.append((GRADIENTS, True))
+            for own_tag, gradients in kinds:
+                if is_awake(own_tag):
+                    for tensor in tensors_of(target, gradients):
+                        yield from ((own_tag, part) for part in plain_parts(tensor))
