@@ -300,6 +300,8 @@ CHOSEN = (
     "Qwen3-Next with its MTP layer on disk",
     "Granite 4 hybrid",
     "embeddings of a causal model",
+    "reward (sequence classification)",
+    "FP8 that the engine makes",
     "LoRA adapter over updated weights",
     "int4 WNA16 (compressed-tensors)",
 )
