@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
 import zlib
@@ -226,12 +227,15 @@ class Bench:
 
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-        class Source(WeightSource):
-            def metadata(self) -> list[Any]:
-                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.sent()]
+        def metadata(_: Any) -> list[Any]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.sent()]
 
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return weights.sent()
+        def tensors(_: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            return weights.sent()
+
+        newer = hasattr(WeightSource, "iter_full")  # since vLLM 0.33, which wants a property
+        members = {"metadata": functools.cached_property(metadata) if newer else metadata}
+        source = type("Source", (WeightSource,), {**members, "__iter__": tensors, "iter_full": tensors})()
 
         class Client:
             def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -247,7 +251,7 @@ class Bench:
                 call("native_finish")
 
         sender = ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
-            ipc_engine.IPCTrainerInitInfo(rank=0, **buffer), client=Client(), source=Source()
+            ipc_engine.IPCTrainerInitInfo(rank=0, **buffer), client=Client(), source=source
         )
         return lambda: sender.send_weights()
 

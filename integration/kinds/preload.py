@@ -9,16 +9,21 @@ from integration.engines.sglang import STAND_IN_KERNELS
 from tests.run_report import gpus
 
 MODULES = {
-    "vllm": ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "transformers"],
+    "vllm": ["vllm.entrypoints.llm", "vllm.v1.engine.core", "transformers"],
     "sglang": ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "transformers"],
 }
+#: It replaces functions of `torch.cuda` when it is imported.
+CPU_WORKER = "vllm.v1.worker.cpu_worker"
 
 
 def preload(engine: str) -> None:
     """Set it up; to be called before the first engine starts."""
-    if engine == "sglang" and not gpus():
+    modules = MODULES[engine]
+    if gpus():
+        modules = [] if engine == "sglang" else modules  # SGLang's modules use the GPU, and no fork can use it then
+    elif engine == "vllm":
+        modules = [*modules, CPU_WORKER]
+    else:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_IN_KERNELS), os.environ.get("PYTHONPATH")]))
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # SGLang's modules use the GPU when they are imported, and no fork can use it then.
-    modules = [] if engine == "sglang" and gpus() else MODULES[engine]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)

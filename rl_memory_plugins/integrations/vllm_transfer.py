@@ -14,7 +14,7 @@ To import this module registers the backend in the trainer's process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,7 @@ from rl_memory_plugins.weights.source import name_of
 
 if TYPE_CHECKING:
     import torch
+    from vllm.distributed.weight_transfer.base import ParamMeta
 
 __all__ = ["RLMemoryTrainerInitInfo"]
 
@@ -56,12 +57,26 @@ class _Source:
         self.has_begun = False
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(meta.name, name_of(meta.dtype), tuple(meta.shape)) for meta in self._source.metadata()]
+        return [TensorSpec(meta.name, name_of(meta.dtype), tuple(meta.shape)) for meta in _metadata(self._source)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.has_begun = True
-        for name, tensor in self._source:
+        for name, tensor in _whole_tensors(self._source):
             yield name, tensor.detach()
+
+
+def _metadata(source: WeightSource) -> list[ParamMeta]:
+    found: list[ParamMeta] | Callable[[], list[ParamMeta]] = source.metadata
+    return found() if callable(found) else found  # a property since vLLM 0.33
+
+
+def _whole_tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(source.iter_full() if hasattr(source, "iter_full") else source)  # vLLM < 0.33 iterates the source
+
+
+def _gather(source: WeightSource) -> None:
+    for _ in _whole_tensors(source):
+        pass
 
 
 class RLMemoryTrainerTransferEngine(TrainerWeightTransferEngine[RLMemoryTrainerInitInfo]):  # type: ignore[misc]
@@ -80,10 +95,18 @@ class RLMemoryTrainerTransferEngine(TrainerWeightTransferEngine[RLMemoryTrainerI
         """Make the engine, and tell the inference side.
 
         Raises:
-            InvalidRequestError: no source is given.
+            InvalidRequestError: no source is given, or rank 0 does not own all of its tensors.
         """
         if source is None:
             raise InvalidRequestError("the backend rl_memory sends whole models: pass a WeightSource as source=")
+        elsewhere = [meta.name for meta in _metadata(source) if 0 not in (getattr(meta, "owners", None) or (0,))]
+        if elsewhere:
+            raise InvalidRequestError(
+                f"the backend rl_memory sends from the trainer's rank 0, which does not own {len(elsewhere)} tensors, "
+                f"such as {elsewhere[0]}",
+                field="source",
+                got=elsewhere[:20],
+            )
         if init_info.is_sender:
             client.init_weight_transfer_engine({})
         return cls(init_info, client=client, source=source)
@@ -98,8 +121,7 @@ class RLMemoryTrainerTransferEngine(TrainerWeightTransferEngine[RLMemoryTrainerI
             RLMemoryError: the update failed.
         """
         if not self.is_sender:
-            for _ in self.source:
-                pass
+            _gather(self.source)
             return
         source = _Source(self.source)
         try:
@@ -113,8 +135,7 @@ class RLMemoryTrainerTransferEngine(TrainerWeightTransferEngine[RLMemoryTrainerI
             )
         except BaseException:
             if not source.has_begun:  # the other ranks gather whatever happens here
-                for _ in self.source:
-                    pass
+                _gather(self.source)
             raise
         self.client.finish_weight_update(*([] if weight_version is None else [weight_version]))
 

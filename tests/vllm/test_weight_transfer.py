@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,29 @@ def test_other_ranks_of_the_trainer_gather_only(model_folder: Path) -> None:
 def test_a_source_is_needed() -> None:
     with pytest.raises(InvalidRequestError, match="source"):
         WeightTransferTrainerFactory.trainer_init(RLMemoryTrainerInitInfo(rank=0), client=None)
+
+
+class Newer:
+    """A `WeightSource` of vLLM 0.33: its metadata is a property that names owners, and it has two iterations."""
+
+    def __init__(self, model: torch.nn.Module, owners: tuple[int, ...] | None = None) -> None:
+        self._model = model
+        metas = [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in model.named_parameters()]
+        metas[-1].owners = owners
+        self.metadata = metas
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters()
+
+
+def test_a_source_of_vllm_0_33(server: Server, model_folder: Path, other_tokens: list[int]) -> None:
+    source: Any = Newer(new_model(model_folder, OTHER_SEED), owners=(0, 1))
+    trainer(server, source).send_weights()
+    assert server.generate(PROMPT) == other_tokens
+
+
+def test_a_source_that_rank_0_does_not_own_is_refused(model_folder: Path) -> None:
+    source: Any = Newer(new_model(model_folder, SEED), owners=(1,))
+    for rank in (0, 1):
+        with pytest.raises(InvalidRequestError, match=r"rank 0, which does not own 1 tensors, such as \S+"):
+            WeightTransferTrainerFactory.trainer_init(RLMemoryTrainerInitInfo(rank=rank), client=None, source=source)
