@@ -114,8 +114,9 @@ class Vllm(Subject):
             return Answer([], [list(found.outputs.probs) for found in self.engine.classify(prompts, use_tqdm=False)])
         from vllm import SamplingParams
 
-        if self._task == "image":
-            prompts = [{"prompt": text, "multi_modal_data": {"image": _image()}} for text in ("w9 w10", "w11")]
+        if self._task in ("image", "words"):
+            data = {"multi_modal_data": {"image": _image()}} if self._task == "image" else {}
+            prompts = [{"prompt": text, **data} for text in ("w9 w10", "w11")]
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
         request = {}
         if self._adapter:

@@ -17,7 +17,7 @@ class Kind(NamedTuple):
     write: Write
     dtype: str = "float32"
     module: bool = False  # what is sent is transformers' model in memory, not the tensors of the file
-    task: str = "generate"  # or "embed", "classify"
+    task: str = "generate"  # or "embed", "classify", "image", "words"
     adapter: bool = False  # requests use a LoRA adapter
     tp: int = 1
     ways: tuple[str, ...] = WAYS
@@ -226,6 +226,9 @@ KINDS = {
         )
     ),
     "BLIP-2 (an image in the prompt)": Kind(write_vision_model, task="image", vllm={"max_model_len": 256}),
+    "BLIP-2 that serves text": Kind(
+        write_vision_model, task="words", vllm={"max_model_len": 256, "limit_mm_per_prompt": {"image": 0}}
+    ),
     "Qwen2.5-VL": Kind(
         of(
             "Qwen2_5_VLConfig",
@@ -299,6 +302,7 @@ CHOSEN = (
     "DeepSeek-V3 with its MTP layer on disk",
     "Qwen3-Next with its MTP layer on disk",
     "Granite 4 hybrid",
+    "BLIP-2 that serves text",
     "embeddings of a causal model",
     "reward (sequence classification)",
     "FP8 that the engine makes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -134,10 +134,11 @@ def build_agent(
         reload: Callable[[], Reload | None],
         config_of: Callable[[], Any],
         files: EngineCheckpoint,
+        absent: Collection[str],
     ) -> ModelLoader:
         return ModelLoader(
             load,
-            lambda: dict(model().named_parameters()),
+            lambda: {name: one for name, one in model().named_parameters() if name not in absent},
             buffers=lambda: dict(model().named_buffers()),
             reload=reload,
             transformed=lambda: post_load.transformed_in(model()),
@@ -148,22 +149,36 @@ def build_agent(
             casts=CastRule(config.strict_dtypes, config.allow_cast, files.specs),
         )
 
-    loader = target = loader_of(model, load_weights, reload, model_config, checkpoint)
+    absent = _without_memory(model())
+    loader = target = loader_of(model, load_weights, reload, model_config, checkpoint, absent)
     if draft is not None:
+        own_draft = draft.model()
         loader = DraftedLoader(
             loader,
-            loader_of(draft.existing, draft.load_weights, draft.reload, draft.model_config, draft.checkpoint),
+            loader_of(
+                draft.existing,
+                draft.load_weights,
+                draft.reload,
+                draft.model_config,
+                draft.checkpoint,
+                () if own_draft is None else _without_memory(own_draft),
+            ),
             exists=lambda: draft.model() is not None,
             one_checkpoint=draft.one_checkpoint,
         )
-        if draft.model() is not None:
+        if own_draft is not None:
             manager.draft.found()
     receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
     if adapters is not None:
         calls = {**calls, **RankAdapters(receiver, adapters).calls}
     names = NamedWeights(model, draft.model if draft else lambda: None, unfilled)
-    manager.find_unfilled = lambda: names.memory(target.unfilled() - {*filled()})
+    manager.find_unfilled = lambda: names.memory(absent | (target.unfilled() - {*filled()}))
     agent = RankAgent(manager, receiver, names, calls=calls, **own)
     manager.warm_up()
     receiver.warm_up()
     return agent
+
+
+def _without_memory(model: torch.nn.Module) -> frozenset[str]:
+    """The parameters of a part that the engine does not run, such as a vision tower beside text: on the meta device."""
+    return frozenset(name for name, one in model.named_parameters() if one.is_meta)

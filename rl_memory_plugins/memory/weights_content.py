@@ -152,7 +152,7 @@ class WeightsContent:
         fingerprint = None
         try:
             self.device.synchronize()
-            fingerprint = self.device.fingerprint(blocks)
+            fingerprint = self.device.fingerprint(blocks) if blocks else None
         except DeviceMemoryError:
             logger.warning("no memory for the fingerprint of %d unfilled parameters", len(self._unfilled))
         self._whole = KeptWeights(frozenset(self._unfilled), blocks, fingerprint)

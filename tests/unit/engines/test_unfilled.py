@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,13 +18,17 @@ from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Content, Level, Tag
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 from rl_memory_plugins.weights.engine_updates import EngineUpdates
+from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.names import parameter_blocks
+from rl_memory_plugins.weights.source import spec_of
 
 WIDTH = 4 << 10
 
 
 class Reward(torch.nn.Module):
     """The loader makes a tensor of its own each time, also in a trace."""
+
+    more: ClassVar[dict[str, torch.Tensor]] = {}  # in the checkpoint
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,11 +48,11 @@ def checkpoint(value: float) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    def __init__(self, folder: Path, **options: Any) -> None:
-        save_file(checkpoint(0.0), folder / "model.safetensors")
+    def __init__(self, folder: Path, made: type[Reward] = Reward, **options: Any) -> None:
+        save_file({**checkpoint(0.0), **made.more}, folder / "model.safetensors")
         allocator = HostAllocator()
         with allocator.region(Tag.WEIGHTS):
-            self.model = Reward()
+            self.model = made()
         self.model.load_weights(checkpoint(0.0).items())
         config = RLMemoryConfig(poison=True)
         self.manager = build_manager(
@@ -122,3 +126,30 @@ def test_what_the_engine_may_have_filled_otherwise_is_discarded(tmp_path: Path, 
     assert not rank.model.score.bias.eq(7).all()
     rank.load(1.0)
     assert rank.manager.content is Content.STALE
+
+
+class TextOnly(Reward):
+    """As vLLM serves text of a vision model: the parameters of the vision part are on the meta device."""
+
+    more: ClassVar[dict[str, torch.Tensor]] = {"query_tokens": torch.ones(4)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_tokens = torch.nn.Parameter(torch.zeros(4, device="meta"), requires_grad=False)
+
+
+@pytest.mark.parametrize("sent", [{}, TextOnly.more])
+def test_a_part_that_the_engine_does_not_run_is_not_asked_for(tmp_path: Path, sent: dict[str, torch.Tensor]) -> None:
+    rank = Rank(tmp_path, TextOnly, filled=lambda: ["query_tokens"])
+    rank.discard()
+    loader: Any = rank.agent.receiver._model
+    tensors = {**checkpoint(1.0), **sent}
+    plan = loader.plan(
+        Manifest([spec_of(name, tensor) for name, tensor in tensors.items()]),
+        loader.drop_outdated(),
+        rank.manager.kept,
+    )
+    assert plan.skipped == list(sent)
+    rank.load(1.0)
+    assert rank.manager.content is Content.VALID
+    assert rank.agent.identity()
