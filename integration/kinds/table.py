@@ -41,7 +41,7 @@ LATENT = {
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
-    "added": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "added": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
 }
 DELTA = {
     "head_dim": 64,
@@ -50,6 +50,7 @@ DELTA = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "layer_types": ["linear_attention", "full_attention"],
+    "added": {"full_attention_interval": 2},
 }
 QWEN3_NEXT = of("Qwen3NextConfig", **{**MOE, **DELTA, "shared_expert_intermediate_size": 128})
 #: Half-width vocabularies of two ranks are padded.
@@ -105,7 +106,9 @@ KINDS = {
     "Cohere 2": Kind(
         of("Cohere2Config", intermediate_size=512, head_dim=64, sliding_window=64, tie_word_embeddings=True)
     ),
-    "EXAONE 4": Kind(of("Exaone4Config", intermediate_size=512, sliding_window=None)),
+    "EXAONE 4": Kind(
+        of("Exaone4Config", intermediate_size=512, sliding_window=None, added={"sliding_window_pattern": None})
+    ),
     "GPT-2 (transposed on disk)": Kind(
         of(
             "GPT2Config",
@@ -120,7 +123,9 @@ KINDS = {
     "OPT": Kind(
         of("OPTConfig", ffn_dim=512, word_embed_proj_dim=256, num_key_value_heads=None, tie_word_embeddings=True)
     ),
-    "OLMoE": Kind(of("OlmoeConfig", intermediate_size=128, num_experts=8, num_experts_per_tok=2)),
+    "OLMoE": Kind(
+        of("OlmoeConfig", intermediate_size=128, num_experts=8, num_experts_per_tok=2, num_key_value_heads=4)
+    ),
     "Qwen2-MoE (shared expert)": Kind(
         of("Qwen2MoeConfig", intermediate_size=512, **{**MOE, "shared_expert_intermediate_size": 128, "head_dim": None})
     ),
@@ -265,6 +270,7 @@ KINDS = {
             "BertConfig",
             model_class="BertModel",
             intermediate_size=512,
+            added={"position_embedding_type": "absolute"},
             **dict.fromkeys(["num_key_value_heads", "bos_token_id", "eos_token_id", "tie_word_embeddings"]),
         ),
         task="embed",
