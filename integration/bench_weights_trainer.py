@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import traceback
 import zlib
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from integration import native_updates
 from integration.gpu_figures import copy_floor, peak_extra_bytes
 from integration.models import FP8_BLOCKS, SHAPES, checkpoint_shapes, fp8_checkpoint_names
 from rl_memory_plugins.trainer import ModelSource, Offloader, QuantisedSource, push_weights
@@ -206,36 +206,7 @@ class Bench:
         self.route("native_packed", send(packed=True))
 
     def _vllm_route(self, packed: bool) -> Send:
-        """vLLM's weight transfer by IPC, with its own trainer's side."""
-        from vllm.distributed.weight_transfer import ipc_engine
-
-        call, weights = self._engine.call, self._weights
-        largest = max(tensor.nbytes for _, tensor in weights.sent())
-        buffer = {"packed": packed, "packed_buffer_size_bytes": max(largest, 1 << 30)}
-        if not hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):  # older vLLM: the trainer's side is a function
-
-            def send() -> None:
-                def ship(info: Any) -> None:
-                    call("native_update", {key: value for key, value in vars(info).items() if value is not None})
-
-                call("native_start")
-                ipc_engine.IPCWeightTransferEngine.trainer_send_weights(weights.sent(), {"send_mode": ship, **buffer})
-                call("native_finish")
-
-            call("native_init", {})
-            return send
-
-        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-        def metadata(_: Any) -> list[Any]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.sent()]
-
-        def tensors(_: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            return weights.sent()
-
-        newer = hasattr(WeightSource, "iter_full")  # since vLLM 0.33, which wants a property
-        members = {"metadata": functools.cached_property(metadata) if newer else metadata}
-        source = type("Source", (WeightSource,), {**members, "__iter__": tensors, "iter_full": tensors})()
+        call = self._engine.call
 
         class Client:
             def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -250,42 +221,18 @@ class Bench:
             def finish_weight_update(self, weight_version: str | None = None) -> None:
                 call("native_finish")
 
-        sender = ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
-            ipc_engine.IPCTrainerInitInfo(rank=0, **buffer), client=Client(), source=source
-        )
-        return lambda: sender.send_weights()
+        return native_updates.vllm(Client(), self._weights.sent, packed=packed)
 
     def _sglang_route(self, packed: bool) -> Send:
-        """SGLang's update from tensors, serialised as its callers do: as they are, or in flattened buckets."""
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        if self._device == "cuda":
-            monkey_patch_torch_reductions()
-        call, weights = self._engine.call, self._weights
+        call = self._engine.call
         sessions = call("native_init", {})
-
-        def send() -> None:
-            if sessions:
-                call("native_start")
-            named = list(weights.sent())
-            if packed:
-                send_buckets(named)
-            else:
-                call("native_update", MultiprocessingSerializer.serialize(named), None, True)
-            if sessions:
-                call("native_finish")
-
-        def send_buckets(named: list[tuple[str, torch.Tensor]]) -> None:
-            buckets = list(cut(named, 1 << 30))
-            for number, bucket in enumerate(buckets):
-                flat = FlattenedTensorBucket(named_tensors=bucket)
-                content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-                payload = MultiprocessingSerializer.serialize(content)
-                call("native_update", payload, "flattened_bucket", number == len(buckets) - 1)
-
-        return send
+        return native_updates.sglang(
+            lambda payload, load_format, last: call("native_update", payload, load_format, last),
+            self._weights.sent,
+            packed=packed,
+            begin=(lambda: call("native_start")) if sessions else None,
+            end=(lambda: call("native_finish")) if sessions else None,
+        )
 
 
 def seconds(send: Send) -> tuple[float, dict[str, Any] | None]:
@@ -306,19 +253,6 @@ def steps(report: dict[str, Any] | None) -> dict[str, Any]:
         "sender": {step: round(1000 * value, 2) for step, value in report["seconds"].items()},
         "engine": {step: round(1000 * value, 2) for step, value in engine.items()},
     }
-
-
-def cut(named: list[tuple[str, torch.Tensor]], nbytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Lists of at most `nbytes`; a larger tensor has a list of its own."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        if bucket and size + tensor.nbytes > nbytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    yield bucket
 
 
 def empty_cache(device: str) -> None:

@@ -35,6 +35,7 @@ SHAPES = {
     "250m": Shape(1024, 2816, 8, 16, 8, 73728),  # the vocabulary has three fifths of the bytes and takes little time
     "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, True),
+    "3b": Shape(2048, 11008, 36, 16, 2, 151936, True),
     "7b": Shape(3584, 18944, 28, 28, 4, 152064),
     "32b": Shape(5120, 27648, 64, 40, 8, 152064),
     "tiny-moe": Shape(256, 512, 2, 4, 2, 4096, experts=8, expert_intermediate=64, head=64),
