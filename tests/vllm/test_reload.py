@@ -215,9 +215,9 @@ def write_experts(folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_the_padding_of_experts_is_that_of_a_first_load(python: Callable[..., str], tmp_path: Path) -> None:
+def test_the_padding_of_experts_is_that_of_a_first_load(forked_python: Callable[..., str], tmp_path: Path) -> None:
     first, other = write_experts(tmp_path / "first", SEED), write_experts(tmp_path / "other", OTHER_SEED)
-    found = json.loads(python(PADDED, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
+    found = json.loads(forked_python(PADDED, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
     assert set(found.pop("layers").values()) == {"UnquantizedFusedMoEMethod"}
     assert (found.pop("padded in vLLM's"), found.pop("padded in ours")) == (4, 4)  # of two layers, w13 and w2
     assert found == dict.fromkeys(found, True)
