@@ -1,0 +1,96 @@
+"""The engines without the package, with their own sleep mode and their own updates from the trainer's GPU."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from integration import native_updates
+from integration.engines.base import EngineKind, Launch
+from integration.engines.sglang import Sglang
+from integration.engines.vllm import Vllm
+
+
+class NativeVllm(Vllm):
+    def command(self, launch: Launch, port: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(launch.model), "--enable-sleep-mode"),
+            *("--weight-transfer-config", json.dumps({"backend": "ipc"}), "--served-model-name", "model"),
+            *("--host", launch.host, "--port", str(port), "--dtype", launch.dtype, *self.arguments(launch)),
+            *(("--load-format", "dummy") if launch.dummy_weights else ()),
+        ]
+
+    def environment(self, launch: Launch) -> dict[str, str]:
+        # vLLM pickles IPC handles.
+        return {**super().environment(launch), "RL_MEMORY": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+class NativeSglang(Sglang):
+    def command(self, launch: Launch, port: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(launch.model)),
+            *("--enable-memory-saver", "--served-model-name", "model", "--host", launch.host, "--port", str(port)),
+            *("--dtype", launch.dtype, *self.arguments(launch)),
+            *(("--load-format", "dummy") if launch.dummy_weights else ()),
+        ]
+
+    def environment(self, launch: Launch) -> dict[str, str]:
+        return {**super().environment(launch), "RL_MEMORY": "0"}
+
+
+NATIVE: dict[str, Callable[[], EngineKind]] = {"vllm": NativeVllm, "sglang": NativeSglang}
+
+
+class NativeControl:
+    """The control routes of one engine: sleep at level 2, wake the weights, update, wake the rest."""
+
+    def __init__(self, engine: str, url: str, sent: native_updates.Sent) -> None:
+        self._engine = engine
+        self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
+        self._sent = sent
+        self._send: Callable[[], Any] | None = None
+
+    def sleep(self) -> None:
+        if self._engine == "vllm":
+            self._post("/sleep?level=2")
+        else:
+            self._post("/release_memory_occupation", {})
+
+    def wake_weights(self) -> None:
+        if self._engine == "vllm":
+            self._post("/wake_up?tags=weights")
+        else:
+            self._post("/resume_memory_occupation", {"tags": ["weights"]})
+
+    def update(self) -> None:
+        if self._send is None:  # vLLM's half of the trainer connects once
+            self._send = self._sender()
+        self._send()
+
+    def wake_rest(self) -> None:
+        if self._engine == "vllm":
+            self._post("/wake_up?tags=kv_cache")
+            self._post("/reset_prefix_cache")  # vLLM's update leaves it
+        else:
+            self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+
+    def _sender(self) -> Callable[[], Any]:
+        if self._engine == "vllm":
+            from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+            return native_updates.vllm(HTTPVLLMWeightSyncClient(str(self._http.base_url)), self._sent, packed=True)
+
+        def update(payload: bytes, load_format: str | None, last: bool) -> None:
+            named = [base64.b64encode(payload).decode()]
+            body = {"serialized_named_tensors": named, "load_format": load_format, "flush_cache": last}
+            self._post("/update_weights_from_tensor", body)
+
+        return native_updates.sglang(update, self._sent, packed=True)
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self._http.post(path, json=body).raise_for_status()
