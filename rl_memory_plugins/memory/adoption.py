@@ -33,21 +33,30 @@ def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> Non
     for group in in_groups({storage: storage.nbytes() for storage in storages}):
         sizes = [storage.nbytes() for storage in group]
         allocator.device.trim(GROUP_BYTES)  # torch does not give its cache to a region that runs out of memory
+        allocator.device.synchronize()  # another stream may still use the old memory
+        copies: list[torch.Tensor] = []
         try:
             copies = [bytes_of(storage).clone() for storage in group]
-            allocator.device.synchronize()  # another stream may still use the old memory
             with allocator.region(tag):
                 make_room(sizes, group[0].device)
                 for storage, nbytes in zip(group, sizes, strict=True):
                     storage.resize_(0)
                     storage.resize_(nbytes)
         except torch.OutOfMemoryError as error:
+            _restore(group, copies)
             raise DeviceMemoryError(
                 f"too little device memory to move {sum(sizes)} bytes into the region {tag}: {error}",
                 needed_bytes=sum(sizes),
             ) from None
-        for storage, copy in zip(group, copies, strict=True):
-            bytes_of(storage).copy_(copy)
+        _restore(group, copies)
+    allocator.device.synchronize()  # other streams may use the tensors from now on
+
+
+def _restore(storages: Iterable[Any], copies: Iterable[torch.Tensor]) -> None:
+    """Copy the content back. An emptied storage is allocated again. Without copies the storages are as they were."""
+    for storage, copy in zip(storages, copies, strict=False):
+        storage.resize_(copy.nbytes)
+        bytes_of(storage).copy_(copy)
 
 
 def in_groups(sizes: Mapping[Any, int]) -> Iterator[list[Any]]:

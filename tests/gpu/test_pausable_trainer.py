@@ -94,10 +94,10 @@ def test_the_driver_has_the_bytes_while_all_sleeps(close):
     total = sum(tensor.nbytes for tensor in tensors_in(model, optimizer))
     before = free_bytes()
     released = sum(change.bytes_released for change in memory.sleep().changes)
-    assert free_bytes() - before == released
+    assert abs(free_bytes() - before - released) < 8 * MiB
     assert 0 <= released - total < 0.1 * total + 64 * MiB
     memory.wake()
-    assert free_bytes() == before
+    assert abs(free_bytes() - before) < 8 * MiB
 
 
 def test_a_sleep_empties_what_training_has_left_in_the_cache(close):

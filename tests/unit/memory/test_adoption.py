@@ -52,7 +52,7 @@ def test_storages_move_in_groups(monkeypatch):
     tensors = [torch.full((nbytes,), number, dtype=torch.uint8) for number, nbytes in enumerate([60, 40, 1, 300, 5])]
     region = Region()
     move_storages(region, "mine", tensors)
-    assert region.log == ["trim", "synchronize", "mine"] * 4
+    assert region.log == ["trim", "synchronize", "mine"] * 4 + ["synchronize"]
     for number, tensor in enumerate(tensors):
         assert tensor.eq(number).all()
 
@@ -81,6 +81,23 @@ def test_out_of_memory_keeps_the_content():
         move_storages(region, "mine", [tensor])
     assert caught.value.details["needed_bytes"] == 400
     assert torch.equal(tensor, torch.arange(100.0))
+
+
+def test_out_of_memory_between_two_storages_keeps_the_content(monkeypatch):
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def full(storage, nbytes):
+        calls.append(nbytes)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("no room")
+        return resize(storage, nbytes)
+
+    tensors = [torch.full((100,), number, dtype=torch.uint8) for number in range(3)]
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    with pytest.raises(DeviceMemoryError):
+        move_storages(Region(), "mine", tensors)
+    assert calls[:4] == [0, 100, 0, 100]
+    assert [tensor.tolist() for tensor in tensors] == [[number] * 100 for number in range(3)]
 
 
 def test_memory_of_other_code_is_refused():
