@@ -74,6 +74,7 @@ class TwoRanks(RuleBasedStateMachine):
 
     def transition(self, operation, failure, succeed, **arguments):
         """Run it with a failure armed; advance the models of the ranks it succeeded on by `succeed`."""
+        epochs = [rank.manager.epoch for rank in self.ranks]
         if failure is not None:
             rank, call, nth = failure
             self.ranks[rank].device.fail(call, nth)
@@ -88,7 +89,9 @@ class TwoRanks(RuleBasedStateMachine):
             for number, model in enumerate(self.models):
                 if number != failure[0]:
                     succeed(model)
-            self.note_what_changed(self.models[failure[0]], error, bool(arguments.get("keep")))
+            self.note_what_changed(self.models[failure[0]], error)
+            if self.ranks[failure[0]].manager.epoch != epochs[failure[0]]:  # also of weights that were stale before
+                self.models[failure[0]].discard_weights(bool(arguments.get("keep")))
         else:
             for model in self.models:
                 succeed(model)
@@ -96,11 +99,9 @@ class TwoRanks(RuleBasedStateMachine):
             for rank in self.ranks:
                 rank.device.clear_failures()
 
-    def note_what_changed(self, model: Model, error: RLMemoryError, keep: bool) -> None:
+    def note_what_changed(self, model: Model, error: RLMemoryError) -> None:
         model.states.update({Tag(tag): TagState(state) for tag, state in error.details["changed"].items()})
-        if error.details["content"] != model.content:
-            assert error.details["content"] == Content.STALE
-            model.discard_weights(keep)
+        assert error.details["content"] in (Content.STALE, model.content)
 
     @rule(level=st.sampled_from(Level), tags=tags, failure=failures, keep=st.booleans())
     def sleep(self, level, tags, failure, keep):
