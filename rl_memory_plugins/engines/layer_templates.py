@@ -37,7 +37,7 @@ class LayerTemplate:
     Attributes:
         parameters: By name; on the meta device, with their classes and attributes. `None` where the layer has none.
         optional: The parameters that the first load left as they were, because the checkpoint does not have them.
-        ready: Whether `before_step` has run.
+        ready: Whether a first step has begun.
     """
 
     def __init__(self, layer: torch.nn.Module, *, dummy: bool = False) -> None:
@@ -49,11 +49,25 @@ class LayerTemplate:
         self.optional: frozenset[str] = frozenset()
         self.ready = False
         self._dtype = torch.get_default_dtype()
-        self._attributes: dict[str, Any] = {}
-        self._methods: list[tuple[Any, dict[str, Any]]] = []
+        self._before: list[tuple[Any, dict[str, Any]]] = []  # attributes of the layer, and of its method's objects
+        self._changed: list[set[str]] = []  # for each of them, the attributes that a step has changed
 
-    def before_step(self) -> None:
-        """Record what the post-load step may change. Call this before the step of the first load."""
+    @contextmanager
+    def first_step(self) -> Iterator[None]:
+        """A step of the first load runs in the body. Records what it may change, and which attributes it changes.
+
+        The engine sets further attributes later, such as the KV cache of an attention layer. They stay at a reload.
+        """
+        if not self.ready:
+            self._before_step()
+        former = [dict(vars(owner)) for owner, _ in self._before]
+        yield
+        for (owner, _), then, changed in zip(self._before, former, self._changed, strict=True):
+            now = vars(owner)
+            names = then.keys() | now.keys()
+            changed |= {name for name in names if then.get(name, _ABSENT) is not now.get(name, _ABSENT)}
+
+    def _before_step(self) -> None:
         layer = self._layer
         self.ready = True
         self._dtype = torch.get_default_dtype()
@@ -62,12 +76,9 @@ class LayerTemplate:
             for name, parameter in layer._parameters.items()
             if parameter is not None and (_is_still(parameter, self._first.get(name)) or self._has_default())
         )
-        self._attributes = {name: value for name, value in vars(layer).items() if name not in _TABLES}
-        self._methods = [
-            (owner, dict(vars(owner)))
-            for _, _, owner in walk(layer)
-            if owner is not None and hasattr(owner, "__dict__")
-        ]
+        owners = [owner for _, _, owner in walk(layer) if owner is not None and hasattr(owner, "__dict__")]
+        self._before = [(owner, dict(vars(owner))) for owner in (layer, *owners)]
+        self._changed = [set() for _ in self._before]
 
     def _has_default(self) -> bool:
         """Whether an update may leave the parameters out, although the first load wrote them."""
@@ -95,17 +106,17 @@ class LayerTemplate:
         return made
 
     def rewind(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Give the layer these parameters, and the attributes from before its step, as do its method's objects."""
+        """Give the layer these parameters, and what its step has changed in it and in its method's objects before."""
         layer = self._layer
         self.give(parameters)
         layer._buffers.clear()
         layer._buffers.update(self._buffers)
-        for name in [name for name in vars(layer) if name not in _TABLES]:
-            del vars(layer)[name]
-        vars(layer).update(self._attributes)
-        for owner, attributes in self._methods:
-            vars(owner).clear()
-            vars(owner).update(attributes)
+        for (owner, before), changed in zip(self._before, self._changed, strict=True):
+            for name in changed - _TABLES if owner is layer else changed:
+                if name in before:
+                    vars(owner)[name] = before[name]
+                else:
+                    vars(owner).pop(name, None)
 
     def give(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Give the layer these parameters in place of its own."""
@@ -134,6 +145,8 @@ class LayerTemplate:
             self._layer._parameters.clear()
             self._layer._parameters.update(former)
 
+
+_ABSENT = object()
 
 _TABLES = frozenset(vars(torch.nn.Module()))
 """The attributes that every module has."""

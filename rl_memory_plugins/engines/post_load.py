@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -152,13 +152,12 @@ class PostLoad:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             layer: torch.nn.Module = next(iter((*args, *kwargs.values()))) if owner is None else owner
-            template = self.templates.get(layer)
-            if template is not None and not template.ready:
-                template.before_step()
-            before = _layout(layer)
-            reads = _Derivations(layer.parameters())
-            with reads, _Calls(reads):
-                result = step(*args, **kwargs)
+            template = self.templates.get(layer) if self._this_load is self._first_load else None
+            with template.first_step() if template is not None else nullcontext():
+                before = _layout(layer)
+                reads = _Derivations(layer.parameters())
+                with reads, _Calls(reads):
+                    result = step(*args, **kwargs)
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if reads.keeping:
                 self._keeping.add(layer)

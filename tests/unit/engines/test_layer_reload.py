@@ -403,6 +403,15 @@ def test_an_engine_that_began_with_random_numbers_needs_no_scale_of_its_kv_cache
     assert float(model.attention.k_scale) == 0.5
 
 
+def test_the_kv_cache_that_the_engine_has_bound_since_stays() -> None:
+    model = Cached.started({}, dummy=True)
+    cache = torch.zeros(3)
+    setattr(model.attention, "kv_cache", cache)  # noqa: B010  # vLLM sets it by name
+    multipliers = {f"{layer}.multiplier": torch.ones(()) for layer in ("one", "two")}
+    update(loader_of(model), weights(1) | multipliers)
+    assert vars(model.attention)["kv_cache"] is cache
+
+
 def test_a_scale_of_the_kv_cache_that_the_checkpoint_had_must_come_again() -> None:
     loader = loader_of(Cached.started({**weights(1), "attention.k_scale": torch.tensor(0.5)}, dummy=False))
     with pytest.raises(ManifestError, match=r"attention\.k_scale"):
