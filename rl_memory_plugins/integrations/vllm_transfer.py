@@ -14,6 +14,7 @@ To import this module registers the backend in the trainer's process.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.push import push_weights
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import name_of
@@ -50,17 +52,15 @@ class RLMemoryTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class _Source:
-    """A `WeightSource` of vLLM's as a `TensorSource`. Its iteration may gather, so it counts whether it has begun."""
+    """A `WeightSource` of vLLM's as a `TensorSource`."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self.has_begun = False
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(meta.name, name_of(meta.dtype), tuple(meta.shape)) for meta in _metadata(self._source)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.has_begun = True
         for name, tensor in _whole_tensors(self._source):
             yield name, tensor.detach()
 
@@ -95,10 +95,16 @@ class RLMemoryTrainerTransferEngine(TrainerWeightTransferEngine[RLMemoryTrainerI
         """Make the engine, and tell the inference side.
 
         Raises:
-            InvalidRequestError: no source is given, or rank 0 does not own all of its tensors.
+            InvalidRequestError: no source is given, it does not give whole tensors, or rank 0 does not own all of them.
         """
         if source is None:
             raise InvalidRequestError("the backend rl_memory sends whole models: pass a WeightSource as source=")
+        if not getattr(source, "implements_iter_full", lambda: True)():
+            raise InvalidRequestError(
+                f"the backend rl_memory sends whole tensors, and {type(source).__name__} has no iter_full",
+                field="source",
+                got=type(source).__name__,
+            )
         elsewhere = [meta.name for meta in _metadata(source) if 0 not in (getattr(meta, "owners", None) or (0,))]
         if elsewhere:
             raise InvalidRequestError(
@@ -123,7 +129,7 @@ class RLMemoryTrainerTransferEngine(TrainerWeightTransferEngine[RLMemoryTrainerI
         if not self.is_sender:
             _gather(self.source)
             return
-        source = _Source(self.source)
+        source = Once(_Source(self.source))
         try:
             self.client.start_weight_update()
             push_weights(
@@ -133,9 +139,9 @@ class RLMemoryTrainerTransferEngine(TrainerWeightTransferEngine[RLMemoryTrainerI
                 timeout_s=self._init_info.timeout_s,
                 **self._init_info.options,
             )
-        except BaseException:
-            if not source.has_begun:  # the other ranks gather whatever happens here
-                _gather(self.source)
+        except Exception:
+            with contextlib.suppress(Exception):
+                source.drain()  # the other ranks gather all tensors whatever happens here
             raise
         self.client.finish_weight_update(*([] if weight_version is None else [weight_version]))
 

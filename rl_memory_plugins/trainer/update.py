@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import secrets
 import socket
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.engine_handle import as_engines, post_adapter_of
 from rl_memory_plugins.trainer.gpu import own_gpu
+from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
 from rl_memory_plugins.trainer.sources.drafted import with_draft
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.answers import Findings, of_senders
-from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
-from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender, close_iterator
-from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
-
-if TYPE_CHECKING:
-    import torch
+from rl_memory_plugins.weights.manifest import manifest_error
+from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
+from rl_memory_plugins.weights.source import TensorSource
 
 
 class _Site(NamedTuple):
@@ -163,7 +160,7 @@ def _server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
 
 def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
     """Iterate over the source once, and send if this process has a sender. Returns the report."""
-    once = _Once(source)
+    once = Once(source)
     try:
         if sender is not None:
             return sender.send(once, partial=partial)
@@ -227,40 +224,6 @@ class _Begin:
         votes = self.peers.share(findings, as_type=Findings | None)
         self.agreed = None
         return of_senders([vote for vote in votes if vote is not None])
-
-
-class _Once:
-    """A source that is iterated once. If the sender stops early, `drain` continues the same iteration."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self._tensors: Iterator[tuple[str, torch.Tensor]] | None = None
-
-    def specs(self) -> list[TensorSpec]:
-        return self._source.specs()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._tensors = self._source.tensors()
-        return itertools.chain(self._tensors)  # a chain has no `close`, so the sender cannot end the iteration
-
-    @property
-    def negotiable(self) -> bool:
-        return isinstance(self._source, NegotiableSource) and self._source.negotiable
-
-    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
-        return isinstance(self._source, NegotiableSource) and self._source.revise(mismatches)
-
-    def resident(self) -> list[torch.Tensor] | None:
-        return self._source.resident() if isinstance(self._source, ResidentSource) else None
-
-    def drain(self) -> None:
-        """Take part in the remaining gathers."""
-        for _ in self.tensors() if self._tensors is None else self._tensors:
-            pass
-
-    def close(self) -> None:
-        """End the iteration, and with it the gathers."""
-        close_iterator(self._tensors)
 
 
 def _fail_senders(endpoints: Sequence[tuple[str, str]], token: str, error: RLMemoryError) -> None:

@@ -48,6 +48,7 @@ class DraftedPlan(LoadPlan):
         self.skipped = [*target.skipped, *(sent[own] for own in draft.skipped)]
         self.nearest = {**target.nearest, **{sent[own]: DRAFT + near for own, near in draft.nearest.items()}}
         self.casts = [*target.casts, *draft.casts]
+        self.padded = [*target.padded, *draft.padded]
         self.target, self.draft, self.names = target, draft, split.names
         self.omitted = target.omitted
         self.draft_share = share
@@ -85,6 +86,7 @@ class DraftedLoader(ModelLoader):
         self._one_checkpoint = one_checkpoint
         self._splits: dict[str, Split | None] = {}
         self._of_both: dict[str, DraftedPlan] = {}
+        self._leave_out: set[str] = set()  # manifests that leave out what no load of the draft's checkpoint fills
 
     def padding(self) -> Filled:
         """See `ModelLoader`. The engine's own loads of the draft are not watched."""
@@ -104,6 +106,7 @@ class DraftedLoader(ModelLoader):
             self._signature = current
             self._splits.clear()
             self._of_both.clear()
+            self._leave_out.clear()
             self.replays.clear()
             self.complete = None
         shared = self._shared()
@@ -150,13 +153,18 @@ class DraftedLoader(ModelLoader):
         self, manifest: Manifest, expected: Mapping[str, torch.Tensor], shared: frozenset[str]
     ) -> LoadPlan:
         """The plan of an update of the whole draft. Every sleep preserves what no load of its checkpoint fills."""
-        try:
-            return self._draft.plan(manifest, expected, shared)
-        except ManifestError:
-            unfilled = self._draft.unfilled()
-            if not unfilled:
-                raise
-        return self._draft.plan(manifest, expected, shared | unfilled)
+        digest = manifest.digest()
+        if digest not in self._leave_out:  # to find that out takes a trace
+            try:
+                return self._draft.plan(manifest, expected, shared)
+            except ManifestError:
+                if not self._draft.unfilled():
+                    raise
+        plan = self._draft.plan(manifest, expected, shared | self._draft.unfilled())
+        if len(self._leave_out) >= MAX_PLANS:
+            self._leave_out.clear()
+        self._leave_out.add(digest)
+        return plan
 
     def _shared(self) -> frozenset[str]:
         """The names of the draft's parameters whose memory is the target's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from requests import HTTPError
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -141,12 +143,18 @@ class Newer:
 
     def __init__(self, model: torch.nn.Module, owners: tuple[int, ...] | None = None) -> None:
         self._model = model
+        self.whole, self.yielded = True, 0
         metas = [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in model.named_parameters()]
         metas[-1].owners = owners
         self.metadata = metas
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._model.named_parameters()
+        for name, tensor in self._model.named_parameters():
+            self.yielded += 1
+            yield name, tensor
+
+    def implements_iter_full(self) -> bool:
+        return self.whole
 
 
 def test_a_source_of_vllm_0_33(server: Server, model_folder: Path, other_tokens: list[int]) -> None:
@@ -160,3 +168,28 @@ def test_a_source_that_rank_0_does_not_own_is_refused(model_folder: Path) -> Non
     for rank in (0, 1):
         with pytest.raises(InvalidRequestError, match=r"rank 0, which does not own 1 tensors, such as \S+"):
             WeightTransferTrainerFactory.trainer_init(RLMemoryTrainerInitInfo(rank=rank), client=None, source=source)
+
+
+def test_a_source_without_whole_tensors_is_refused(model_folder: Path) -> None:
+    source: Any = Newer(new_model(model_folder, SEED))
+    source.whole = False
+    with pytest.raises(InvalidRequestError, match="Newer has no iter_full"):
+        WeightTransferTrainerFactory.trainer_init(RLMemoryTrainerInitInfo(rank=0), client=None, source=source)
+
+
+def test_rank_0_gathers_to_the_end_when_an_update_breaks_off(server: Server, model_folder: Path) -> None:
+    """The other ranks of the trainer do, and would wait for it."""
+    source: Any = Newer(new_model(model_folder, OTHER_SEED))
+
+    class Ending(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+        def update_weights(self, update_info: Any) -> None:
+            raise ConnectionError("the rollout server is gone")
+
+    updates = WeightTransferTrainerFactory.trainer_init(
+        RLMemoryTrainerInitInfo(rank=0, receivers=RANKS, timeout_s=5), client=Ending(server.url), source=source
+    )
+    with pytest.raises(Exception, match="is gone"):
+        updates.send_weights()
+    assert source.yielded == len(source.metadata)
+    with contextlib.suppress(HTTPError):  # ends the session: the trainer did not
+        HTTPVLLMWeightSyncClient(server.url).finish_weight_update()

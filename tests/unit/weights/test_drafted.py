@@ -12,6 +12,7 @@ from rl_memory_plugins.tags import DraftShare
 from rl_memory_plugins.weights.drafted import DraftedLoader, DraftedPlan
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
+from rl_memory_plugins.weights.plan import LoadPlan
 
 SHAPE = (4, 2)
 
@@ -88,6 +89,42 @@ def test_a_known_manifest_reads_the_parameters_a_few_times_however_many_they_are
     reads.clear()
     assert plan(loader, manifest(*names)) is made
     assert len(reads) <= 3
+
+
+def test_an_update_of_both_clears_the_padding_of_both() -> None:
+    class Padded(ModelLoader):
+        def plan(self, *arguments: object, **named: object) -> LoadPlan:
+            found = super().plan(*arguments, **named)  # type: ignore[arg-type]
+            found.padded = [padding[self]]
+            return found
+
+    models = Model("a"), Model("a")
+    target, draft = (Padded(model.load_weights, lambda model=model: model.memory) for model in models)
+    padding = {loader: torch.ones(2) for loader in (target, draft)}
+    loader = DraftedLoader(target, draft, lambda: True, lambda: False)
+    loader.plan(manifest("a", "draft.a"), loader.drop_outdated()).clear_padding()
+    assert all(not one.any() for one in padding.values())
+
+
+def test_a_draft_with_unfilled_parameters_is_traced_once() -> None:
+    traces: list[int] = []
+
+    class Unfilled(ModelLoader):
+        def unfilled(self) -> frozenset[str]:
+            return frozenset({"never"})
+
+    model = Model("a", "never")
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        traces.append(1)
+        model.load_weights(weights)
+
+    draft = Unfilled(load_weights, lambda: model.memory)
+    loader = DraftedLoader(Model("a").loader(), draft, lambda: True, lambda: False)
+    made = plan(loader, manifest("a", "draft.a"))
+    traces.clear()
+    assert plan(loader, manifest("a", "draft.a")) is made
+    assert not traces
 
 
 def test_a_manifest_without_the_draft_is_the_target_s_alone() -> None:

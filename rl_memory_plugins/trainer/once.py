@@ -1,0 +1,48 @@
+"""A source whose tensors are read once, although the sender may stop early."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.sender import close_iterator
+from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Once:
+    """A source that is iterated once. If the sender stops early, `drain` continues the same iteration."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self._tensors: Iterator[tuple[str, torch.Tensor]] | None = None
+
+    def specs(self) -> list[TensorSpec]:
+        return self._source.specs()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._tensors = self._source.tensors()
+        return itertools.chain(self._tensors)  # a chain has no `close`, so the sender cannot end the iteration
+
+    @property
+    def negotiable(self) -> bool:
+        return isinstance(self._source, NegotiableSource) and self._source.negotiable
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        return isinstance(self._source, NegotiableSource) and self._source.revise(mismatches)
+
+    def resident(self) -> list[torch.Tensor] | None:
+        return self._source.resident() if isinstance(self._source, ResidentSource) else None
+
+    def drain(self) -> None:
+        """Take part in the remaining gathers."""
+        for _ in self.tensors() if self._tensors is None else self._tensors:
+            pass
+
+    def close(self) -> None:
+        """End the iteration, and with it the gathers."""
+        close_iterator(self._tensors)
