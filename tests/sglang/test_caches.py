@@ -46,7 +46,9 @@ class Scheduler(types.SimpleNamespace):
             worker=types.SimpleNamespace(
                 region=nullcontext,
                 agent=types.SimpleNamespace(loading=nullcontext),
-                manager=types.SimpleNamespace(draft=types.SimpleNamespace(note_draft=lambda complete: None)),
+                manager=types.SimpleNamespace(
+                    draft=types.SimpleNamespace(note_draft=lambda complete: None), learn_unfilled=lambda: False
+                ),
             ),
             updates=types.SimpleNamespace(record=nullcontext, wrote=True, settle=lambda: None),
             versions=types.SimpleNamespace(after_load=lambda version: version),
