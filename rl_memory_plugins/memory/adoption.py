@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
+from rl_memory_plugins.memory.host_memory import free_host_bytes
 
 if TYPE_CHECKING:
     from rl_memory_plugins.memory.allocator import Allocator
 
+logger = logging.getLogger(__name__)
+
 GROUP_BYTES = 512 << 20
-"""Bytes of storages that are allocated together. While they move, they exist three times."""
+"""Bytes of storages that are allocated together. While they move, they exist three times on the device.
+
+A larger storage moves through host memory and exists once on the device. If host memory does not suffice, a larger
+storage exists three times on the device as well.
+"""
+
+HOST_MARGIN_BYTES = 256 << 20
+"""Bytes of host memory that a move leaves free."""
 
 ROUNDING_BYTES = 512  # of torch's caching allocator
 
@@ -30,26 +43,39 @@ def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> Non
     storages = [tensor.untyped_storage() for tensor in tensors]
     if not all(storage.resizable() for storage in storages):
         raise UnsupportedError("other code owns the memory of a tensor, so it cannot be moved: use Offloader for it")
+    if storages:
+        warn_of_nccl()
     for group in in_groups({storage: storage.nbytes() for storage in storages}):
-        sizes = [storage.nbytes() for storage in group]
         allocator.device.trim(GROUP_BYTES)  # torch does not give its cache to a region that runs out of memory
         allocator.device.synchronize()  # another stream may still use the old memory
-        copies: list[torch.Tensor] = []
-        try:
-            copies = [bytes_of(storage).clone() for storage in group]
-            with allocator.region(tag):
-                make_room(sizes, group[0].device)
-                for storage, nbytes in zip(group, sizes, strict=True):
-                    storage.resize_(0)
-                    storage.resize_(nbytes)
-        except torch.OutOfMemoryError as error:
-            _restore(group, copies)
-            raise DeviceMemoryError(
-                f"too little device memory to move {sum(sizes)} bytes into the region {tag}: {error}",
-                needed_bytes=sum(sizes),
-            ) from None
-        _restore(group, copies)
+        _move(allocator, tag, group)
     allocator.device.synchronize()  # other streams may use the tensors from now on
+
+
+def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
+    sizes = [storage.nbytes() for storage in group]
+    needed = sum(sizes)
+    # A storage of more than a group is alone in its group.
+    by_host = needed > GROUP_BYTES and needed + HOST_MARGIN_BYTES <= free_host_bytes()
+    copies: list[torch.Tensor] = []
+    try:
+        copies = [bytes_of(storage).to("cpu" if by_host else storage.device, copy=True) for storage in group]
+        if by_host:
+            group[0].resize_(0)
+            allocator.device.trim()  # the region takes this memory from the driver
+        with allocator.region(tag):
+            make_room(sizes, group[0].device)
+            for storage, nbytes in zip(group, sizes, strict=True):
+                storage.resize_(0)
+                storage.resize_(nbytes)
+    except BaseException as error:
+        _restore(group, copies)
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise DeviceMemoryError(
+            f"too little device memory to move {needed} bytes into the region {tag}: {error}", needed_bytes=needed
+        ) from None
+    _restore(group, copies)
 
 
 def _restore(storages: Iterable[Any], copies: Iterable[torch.Tensor]) -> None:
@@ -57,6 +83,22 @@ def _restore(storages: Iterable[Any], copies: Iterable[torch.Tensor]) -> None:
     for storage, copy in zip(storages, copies, strict=False):
         storage.resize_(copy.nbytes)
         bytes_of(storage).copy_(copy)
+
+
+@cache
+def _warn_of_nccl() -> None:
+    logger.warning(
+        "NCCL may register memory of CUDA graphs, and a sleep makes such registrations invalid: set "
+        "NCCL_GRAPH_REGISTER=0 before torch.distributed starts"
+    )
+
+
+def warn_of_nccl() -> None:
+    """Warn once if NCCL runs in this process and may register memory of CUDA graphs."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    registers = distributed and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
+    if registers and "nccl" in torch.distributed.get_backend_config():
+        _warn_of_nccl()
 
 
 def in_groups(sizes: Mapping[Any, int]) -> Iterator[list[Any]]:

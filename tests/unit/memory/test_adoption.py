@@ -26,7 +26,7 @@ class Region(Allocator):
             raise torch.OutOfMemoryError("no room")
         yield
 
-    def trim(self, min_bytes):
+    def trim(self, min_bytes=0):
         self.log.append("trim")
 
     def synchronize(self):
@@ -52,7 +52,9 @@ def test_storages_move_in_groups(monkeypatch):
     tensors = [torch.full((nbytes,), number, dtype=torch.uint8) for number, nbytes in enumerate([60, 40, 1, 300, 5])]
     region = Region()
     move_storages(region, "mine", tensors)
-    assert region.log == ["trim", "synchronize", "mine"] * 4 + ["synchronize"]
+    moved = ["trim", "synchronize", "mine"]
+    large = ["trim", "synchronize", "trim", "mine"]  # through host memory
+    assert region.log == [*moved, *moved, *large, *moved, "synchronize"]
     for number, tensor in enumerate(tensors):
         assert tensor.eq(number).all()
 
@@ -98,6 +100,61 @@ def test_out_of_memory_between_two_storages_keeps_the_content(monkeypatch):
         move_storages(Region(), "mine", tensors)
     assert calls[:4] == [0, 100, 0, 100]
     assert [tensor.tolist() for tensor in tensors] == [[number] * 100 for number in range(3)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("group_bytes", [1000, 10])
+def test_every_error_keeps_the_content(monkeypatch, error, group_bytes):
+    monkeypatch.setattr(adoption, "GROUP_BYTES", group_bytes)
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def fail(storage, nbytes):
+        calls.append(nbytes)
+        if len(calls) == 2:
+            raise error("interrupted")
+        return resize(storage, nbytes)
+
+    tensor = torch.full((100,), 7, dtype=torch.uint8)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", fail)
+    with pytest.raises(error, match="interrupted"):
+        move_storages(Region(), "mine", [tensor])
+    assert tensor.tolist() == [7] * 100
+
+
+class Device(Region):
+    """Notes how many bytes the storage has when the region opens."""
+
+    @contextmanager
+    def region(self, tag):
+        self.log.append(self.storage.nbytes())
+        yield
+
+
+@pytest.mark.parametrize(("free", "left"), [(1 << 30, 0), (200 << 20, 100)])
+def test_a_large_storage_moves_through_host_memory_if_there_is_enough(monkeypatch, free, left):
+    monkeypatch.setattr(adoption, "GROUP_BYTES", 10)
+    monkeypatch.setattr(adoption, "free_host_bytes", lambda: free)
+    tensor, device = torch.full((100,), 7, dtype=torch.uint8), Device()
+    device.storage = tensor.untyped_storage()
+    move_storages(device, "mine", [tensor])
+    assert [entry for entry in device.log if isinstance(entry, int)] == [left]
+    assert tensor.tolist() == [7] * 100
+
+
+@pytest.mark.parametrize(
+    ("backends", "setting", "warns"),
+    [("cpu:gloo,cuda:nccl", None, True), ("nccl", "1", True), ("nccl", "0", False), ("gloo", None, False)],
+)
+def test_registrations_of_nccl_are_warned_of_once(monkeypatch, caplog, backends, setting, warns):
+    adoption._warn_of_nccl.cache_clear()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", setting)
+    for _ in range(2):
+        move_storages(Region(), "mine", [torch.ones(1)])
+    assert caplog.text.count("set NCCL_GRAPH_REGISTER=0") == int(warns)
 
 
 def test_memory_of_other_code_is_refused():
