@@ -134,6 +134,10 @@ class Allocator(Protocol):
         """The known parts of the tag's blocks that hold no tensor, and need no copy. No region of the tag is open."""
         return []
 
+    def free_unused(self, tag: str) -> None:
+        """Free the memory of a resident tag that holds no tensor, and keep none of it for later regions."""
+        return
+
     @contextmanager
     def held(self, tag: str) -> Iterator[list[Block]]:
         """The tag's blocks, for a reader in another thread. While the context is open, the end of a tensor does not

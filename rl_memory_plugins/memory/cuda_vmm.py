@@ -298,6 +298,13 @@ class CudaVmmAllocator(Allocator):
         self._drop_empty_pools(tag)
         return VmmReservation(self, tag, [mapping for mapping in self._live(tag) if not mapping.mapped])
 
+    def free_unused(self, tag: str) -> None:
+        with self._lock:
+            self._retired_pools[tag] += self._idle_pools[tag]
+            self._idle_pools[tag].clear()
+        self.forget_freed(tag)
+        self._drop_empty_pools(tag)
+
     def close(self) -> None:
         """Free all memory. Tensors in the regions must not be used afterwards."""
         torch.cuda.synchronize(self.index)

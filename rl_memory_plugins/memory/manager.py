@@ -223,6 +223,7 @@ class MemoryManager(WeightsContent):
             try:
                 with self._timed("synchronize"):
                     self.device.synchronize()
+                self._require_covered(prepared)
                 with self._timed("backup"):
                     copied = {tag: self._begin_copy(prepared, tag) for tag in prepared.backups}
                 changes = []

@@ -173,6 +173,28 @@ class WeightsContent:
         """The tags that the prepared sleep will release."""
         return [] if self._prepared_sleep is None else list(self._prepared_sleep.states)
 
+    def recheck_copies(self) -> None:
+        """Copy the blocks of the prepared sleep again whose clean copy no longer matches them."""
+        prepared = self._prepared_sleep
+        for tag, backup in prepared.backups.items() if prepared is not None else ():
+            if backup is self._backups.get(tag) and not backup.is_clean(self.device, backup.blocks, self.epoch):
+                del self._backups[tag]  # a backup that is not among these counts as new, and is copied as a whole
+
+    def _require_covered(self, prepared: PreparedSleep) -> None:
+        """Check that no tag to preserve has got memory since `prepare_sleep`, whose content would be lost.
+
+        Raises:
+            StateConflictError: a tag has got memory.
+        """
+        for tag, state in prepared.states.items():
+            if state is TagState.PRESERVED:
+                backup = prepared.backups.get(tag)
+                missing = subtract(self.allocator.blocks(tag), backup.blocks if backup is not None else [])
+                if missing:
+                    raise StateConflictError(
+                        f"the tag {tag} has got memory since its sleep was prepared: prepare the sleep again", tag=tag
+                    )
+
     def require_writable(self) -> None:
         """Check that an update may write: the weights are resident, and no prepared transition relies on their content.
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject
     from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
     from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
-    from rl_memory_plugins.trainer.pausable import PausableMemory, PausablePart
+    from rl_memory_plugins.trainer.pausable import PausableMemory
+    from rl_memory_plugins.trainer.pausable_part import PausablePart
     from rl_memory_plugins.trainer.peers import Peers
     from rl_memory_plugins.trainer.push import push_adapter, push_weights
     from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
@@ -90,7 +91,8 @@ _MODULES = {
     f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],
     f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
     f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
-    f"{__name__}.pausable": ["PausableMemory", "PausablePart"],
+    f"{__name__}.pausable": ["PausableMemory"],
+    f"{__name__}.pausable_part": ["PausablePart"],
     f"{__name__}.peers": ["Peers"],
     f"{__name__}.push": ["push_adapter", "push_weights"],
     f"{__name__}.sources.checkpoint": ["CheckpointSource"],

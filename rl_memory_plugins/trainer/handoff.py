@@ -33,7 +33,7 @@ from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
-from rl_memory_plugins.trainer.pausable import PausableMemory, PausablePart, moved
+from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, moved
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import Tensors
 from rl_memory_plugins.trainer.update import push_from_all, require_options
@@ -248,7 +248,7 @@ class RolloutHandoff:
         Pausable memories prepare on all processes before any of them acts.
         """
         load = step == "load"
-        tags: dict[PausableMemory, list[str]] = {}
+        tags: dict[Pausable, list[str]] = {}
         for part in parts:
             if isinstance(part, PausablePart):
                 tags.setdefault(part.memory, []).extend(part.tags)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
@@ -130,6 +130,7 @@ class Offloader:
             HostMemoryError: too little host memory; nothing was moved.
             UnsupportedError: a tensor subclass has neither a storage nor `__tensor_flatten__`; nothing was moved.
             WeightUpdateError: an engine keeps this memory open and does not answer; nothing was moved.
+            StateConflictError: a tensor belongs to a `PausableMemory`; nothing was moved.
         """
         start = time.perf_counter()
         storages = self._resident()
@@ -196,6 +197,7 @@ class Offloader:
             if isinstance(target, torch.nn.Module):
                 reshard(target)
         storages: dict[Any, None] = {}
+        is_elsewhere = owned_elsewhere()
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             # A storage of size zero is offloaded already, or FSDP has freed it.
@@ -203,6 +205,10 @@ class Offloader:
                 if not has_memory(storage):
                     raise UnsupportedError(
                         f"a {type(tensor).__name__} cannot be offloaded: it has no storage and no __tensor_flatten__"
+                    )
+                if is_elsewhere(storage):
+                    raise StateConflictError(
+                        "a tensor belongs to a PausableMemory: let its tag sleep instead, or close the memory first"
                     )
                 storages[storage] = None
         return list(storages)
@@ -308,9 +314,18 @@ class Sleeper(Protocol):
     def host_bytes(self, storage: Any) -> torch.Tensor | None:
         """The content of a sleeping storage in host memory, uint8, [bytes]; `None` if the storage is not asleep."""
 
+    def owned(self) -> Callable[[Any], bool]:
+        """A function that tells whether a storage belongs to a tag of this memory, awake or asleep."""
+
 
 sleepers: weakref.WeakSet[Sleeper] = weakref.WeakSet()
-"""All memories that `host_view` asks."""
+"""All memories that `host_view` and `owned_elsewhere` ask."""
+
+
+def owned_elsewhere(own: Sleeper | None = None) -> Callable[[Any], bool]:
+    """A function that tells whether a storage belongs to a memory other than `own`."""
+    others = [sleeper.owned() for sleeper in list(sleepers) if sleeper is not own]
+    return lambda storage: any(is_owned(storage) for is_owned in others)
 
 
 def _sleeping_copy(tensor: torch.Tensor) -> torch.Tensor | None:

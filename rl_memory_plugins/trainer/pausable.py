@@ -5,8 +5,9 @@
     memory.wake()  # every tensor has its former address and content
 
 The allocators and the state machine are those of the engines (`memory/`). A sleep unmaps the tensors' memory and a wake
-maps it again, so nothing goes through torch's cache, and CUDA graphs and flat buffers stay valid. A sleeping tensor
-must not be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
+maps it again, so nothing goes through torch's cache, and CUDA graphs and flat buffers stay valid, except a graph's
+gradients that were not made in `region("gradients")`. NCCL registrations do not stay valid. A sleeping tensor must not
+be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError
 from rl_memory_plugins.memory.adoption import bytes_of
 from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.preparation import PrepareMode
@@ -32,8 +35,10 @@ from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
-from rl_memory_plugins.trainer.offloading import HOST_MARGIN_BYTES, Moved, Target, sleepers
-from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets
+from rl_memory_plugins.trainer.first_step import FirstSteps
+from rl_memory_plugins.trainer.offloading import HOST_MARGIN_BYTES, Target, owned_elsewhere, sleepers
+from rl_memory_plugins.trainer.pausable_part import PausablePart
+from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets, default_tag
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 
 
@@ -58,6 +63,7 @@ class _Pending:
     abort: Callable[[], None]
     tags: list[str]
     seconds: dict[str, float]  # by step, of the preparation
+    drops: bool = False  # whether gradients of modules become `None`
 
 
 class PausableMemory:
@@ -66,7 +72,7 @@ class PausableMemory:
     A tensor belongs to the tag of the `region` that it was made in, or to a tag that has adopted it. A module's
     parameters and buffers are adopted by the tag `parameters`, its gradients by `gradients`, and the state of an
     optimiser by `optimizer`. On a GPU, adoption moves a tensor once: its address changes, and tensor objects, views and
-    references stay. Adopt before CUDA graphs or NCCL registrations hold addresses.
+    references stay. Adopt before CUDA graphs hold addresses. A tensor belongs to one memory; no `Offloader` moves it.
 
     Every sleep reads the targets again and adopts new tensors. The state that the first step of an optimiser makes is
     adopted at the end of that step.
@@ -112,25 +118,37 @@ class PausableMemory:
         for tag in (*dropped, *frozen):
             self._manager.add_tag(tag)
         self._targets = Targets(gradients=GRADIENTS not in self._dropped)
+        self._first_steps = FirstSteps(weakref.WeakMethod(self._adopt_state))
         self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
+        self._regions: Counter[str] = Counter()  # the open regions by tag
         self._pending: _Pending | None = None
         self._lock = threading.RLock()
+        self._closed = False
+        weakref.finalize(self, _close_arena, arena).atexit = False
         sleepers.add(self)
         if targets:
             self.adopt(*targets)
 
     # -- which tensors ----------------------------------------------------------------------------------------
 
-    def region(self, tag: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def region(self, tag: str) -> Iterator[None]:
         """A context whose allocations, by operators of this thread on this device, belong to `tag`.
 
         autograd computes gradients of GPU tensors in threads of its own, which no region covers.
 
         Raises:
-            StateConflictError: the tag is asleep.
+            StateConflictError: the tag is asleep, or a sleep or wake is prepared.
         """
-        self._open(tag)
-        return self._allocator.region(tag)
+        with self._lock:
+            self._open(tag)
+            self._regions[tag] += 1
+        try:
+            with self._allocator.region(tag):
+                yield
+        finally:
+            with self._lock:
+                self._regions[tag] -= 1
 
     def adopt(self, *targets: Target, tag: str | None = None) -> None:
         """Adopt the tensors of these targets, now and at each later sleep. Tensors that have a tag keep it.
@@ -144,49 +162,43 @@ class PausableMemory:
             InvalidRequestError: a target of another type, a list without a tag, or a tensor on another device.
             UnsupportedError: a tensor cannot be moved; use `Offloader` for it.
             DeviceMemoryError: too little device memory to move the tensors.
-            StateConflictError: the tag is asleep.
+            WeightUpdateError: an engine keeps the tensors' memory open and does not answer.
+            StateConflictError: the tag is asleep, a tensor belongs to another `PausableMemory`, or a sleep or wake is
+                prepared.
         """
         Targets.check(targets, tag)
-        if tag is not None:
-            self._open(tag)
         with self._lock:
+            for name in {tag} if tag is not None else {default_tag(target) for target in targets}:
+                self._open(name)
             self._targets.add(targets, tag)
             try:
                 self._adopt_new()
             except BaseException:
                 self._targets.remove_last(len(targets))
                 raise
-        for target in targets:
-            if isinstance(target, torch.optim.Optimizer) and not target.state:
-                self._adopt_after_first_step(target)
+            self._first_steps.watch(target for target in targets if isinstance(target, torch.optim.Optimizer))
 
     def _open(self, tag: str) -> None:
         if not tag or not isinstance(tag, str):
             raise InvalidRequestError("a tag is a string that is not empty", field="tag", got=str(tag))
+        self._require_nothing_prepared()
+        self._manager.add_tag(tag)
+        if not self._manager.is_resident(tag):
+            raise StateConflictError(f"the tag {tag} is asleep: wake([{tag!r}]) first", tag=tag)
+
+    def _adopt_state(self) -> bool:
+        """Adopt the state that a first step has made. Returns `False` if a later step must try again."""
         with self._lock:
-            self._manager.add_tag(tag)
-            if not self._manager.is_resident(tag):
-                raise StateConflictError(f"the tag {tag} is asleep: wake([{tag!r}]) first", tag=tag)
-
-    def _adopt_after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if getattr(optimizer, "_optimizer_step_post_hooks", None) is None:  # a wrapper, whose state a sleep adopts
-            return
-        memory = weakref.ref(self)  # a copy of the optimiser must not copy the memory
-
-        def adopt_state(*_: Any) -> None:
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                return
-            handle.remove()
-            found = memory()
-            if found is not None:
-                with found._lock:
-                    found._adopt_new()
-
-        handle = optimizer.register_step_post_hook(adopt_state)
+            if self._closed:
+                return True
+            if self._pending is not None:
+                return False
+            self._adopt_new()
+            return True
 
     def _adopt_new(self) -> None:
         """Adopt the tensors of the targets that have no tag, and obtain host memory for their copies in advance."""
-        new = self._targets.without_tag(self.device, self._owned(), self._manager.is_resident)
+        new = self._targets.without_tag(self.device, self.owned(), self._manager.is_resident, owned_elsewhere(self))
         if new:
             release_mapped()  # engines may hold the old memory open by CUDA IPC
         for tag, tensors in new.items():
@@ -194,8 +206,8 @@ class PausableMemory:
             self._allocator.adopt(tag, tensors)
         self._prepare()
 
-    def _owned(self) -> Callable[[Any], bool]:
-        """Tells whether a storage belongs to a tag."""
+    def owned(self) -> Callable[[Any], bool]:
+        """See `offloading.Sleeper`."""
         extents = merge(block for tag in self._manager.tags for block in self._allocator.extents(tag))
         starts = [block.address for block in extents]
 
@@ -221,11 +233,14 @@ class PausableMemory:
         Raises:
             HostMemoryError: too little host memory; nothing sleeps that was awake.
             InvalidRequestError: an unknown tag; the error lists the known ones.
-            UnsupportedError, DeviceMemoryError: as for `adopt`, of a new tensor; nothing sleeps that was awake.
+            UnsupportedError, DeviceMemoryError, WeightUpdateError: as for `adopt`, of a new tensor; nothing sleeps that
+                was awake.
+            StateConflictError: a region of such a tag is open, a new tensor belongs to another `PausableMemory`, or a
+                sleep or wake is prepared; nothing sleeps that was awake.
         """
         with self._lock:
             self.prepare_sleep(tags)
-            return self.commit()
+            return self._commit(written=False)
 
     def wake(self, tags: Collection[str] | None = None) -> Report:
         """Give these tags device memory at their former addresses, with their content. Default: all tags.
@@ -246,13 +261,19 @@ class PausableMemory:
         Afterwards call `commit` or `abort`. Raises as `sleep` does, and needs neither then.
         """
         with self._lock:
-            chosen = [tag for tag in self._begin(tags) if self._manager.is_resident(tag)]
+            requested = self._begin(tags)
+            chosen = [tag for tag in requested if self._manager.is_resident(tag)]
+            opened = [tag for tag in chosen if self._regions[tag]]
+            if opened:
+                raise StateConflictError(f"regions of {', '.join(opened)} are open: leave them first", tags=opened)
+            self._first_steps.forget_done()
             seconds: dict[str, float] = {}
             if chosen:
                 with timed(seconds, "adopt"):
                     self._adopt_new()
                 self._manager.prepare_sleep(Level.PRESERVE, chosen)
-            self._pending = _Pending(self._commit_sleep, self._manager.abort_sleep, chosen, seconds)
+            drops = GRADIENTS in self._dropped.intersection(requested)
+            self._pending = _Pending(self._manager.commit_sleep, self._manager.abort_sleep, chosen, seconds, drops)
 
     def prepare_wake(self, tags: Collection[str] | None = None) -> None:
         """The first phase of `wake`, for several processes that agree: obtain device memory, and map nothing yet.
@@ -269,16 +290,40 @@ class PausableMemory:
         """The second phase of the prepared sleep or wake.
 
         Raises:
-            StateConflictError: nothing is prepared.
+            StateConflictError: nothing is prepared, or a tag has got memory since the preparation; nothing changes.
         """
         with self._lock:
-            pending, self._pending = self._pending, None
-            if pending is None:
-                raise StateConflictError("no sleep or wake is prepared")
-            if not pending.tags:
-                return Report([], {})
+            return self._commit(written=True)
+
+    def _commit(self, *, written: bool) -> Report:
+        """Commit. `written`: tensors may have been written since the preparation."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise StateConflictError("no sleep or wake is prepared")
+        try:
+            if pending.drops:
+                self._targets.drop_gradients(self.owned())
+            if written:
+                self._manager.recheck_copies()
+        except BaseException:
+            pending.abort()
+            raise
+        if not pending.tags:
+            return Report([], {})
+        try:
             changes = pending.commit()
-            return Report(changes, {**pending.seconds, **self._manager.seconds()})
+        finally:
+            self._keep_while_asleep()
+        return Report(changes, {**pending.seconds, **self._manager.seconds()})
+
+    def _keep_while_asleep(self) -> None:
+        """Keep this memory alive while tensors sleep in it, and forget memories whose sleeping tensors are gone."""
+        asleep.add(self)
+        for memory in [memory for memory in list(asleep) if not memory._sleeping()]:
+            asleep.discard(memory)
+
+    def _sleeping(self) -> bool:
+        return any(self._allocator.blocks(tag) for tag in self._manager.tags if not self._manager.is_resident(tag))
 
     def abort(self) -> None:
         """Undo `prepare_sleep` or `prepare_wake`. Does nothing if nothing is prepared."""
@@ -288,14 +333,14 @@ class PausableMemory:
                 pending.abort()
 
     def _begin(self, tags: Collection[str] | None) -> list[str]:
-        if self._pending is not None:
-            raise StateConflictError("a sleep or wake is prepared: call commit or abort first")
+        self._require_nothing_prepared()
         return self._chosen(tags)
 
-    def _commit_sleep(self) -> list[TagChange]:
-        if GRADIENTS in self._dropped.intersection(self._manager.prepared_tags):
-            self._targets.drop_gradients(self._owned())
-        return self._manager.commit_sleep()
+    def _require_nothing_prepared(self) -> None:
+        if self._closed:
+            raise StateConflictError("this PausableMemory is closed")
+        if self._pending is not None:
+            raise StateConflictError("a sleep or wake is prepared: call commit or abort first")
 
     def _commit_wake(self) -> list[TagChange]:
         changes = self._manager.commit_wake()
@@ -351,13 +396,23 @@ class PausableMemory:
             self._manager.free_host_memory()
 
     def close(self) -> None:
-        """Wake all tags, and free the host memory.
+        """Wake all tags, and free the host memory and all device memory without a tensor.
+
+        Tensors stay as they are, and other memories and Offloaders may take them. This memory takes no more calls.
+        Capture no CUDA graph meanwhile, and leave all regions first.
 
         Raises:
             DeviceMemoryError: as for `wake`.
         """
-        self.wake()
-        self.free_host_memory()
+        with self._lock:
+            if self._closed:
+                return
+            self.wake()
+            self.free_host_memory()
+            for tag in self._manager.tags:
+                self._allocator.free_unused(tag)
+            self._closed = True
+            sleepers.discard(self)
 
     def host_bytes(self, storage: Any) -> torch.Tensor | None:
         """See `offloading.Sleeper`."""
@@ -377,30 +432,14 @@ class PausableMemory:
         return content
 
 
-class PausablePart:
-    """Tags of a `PausableMemory`, as a `handoff.Movable`."""
-
-    def __init__(self, memory: PausableMemory, tags: list[str]) -> None:
-        self.memory = memory
-        self.tags = tags
-
-    def offload(self) -> Moved:
-        """See `PausableMemory.sleep`."""
-        return moved(self.memory.sleep(self.tags))
-
-    def load(self) -> Moved:
-        """See `PausableMemory.wake`."""
-        return moved(self.memory.wake(self.tags))
-
-    def resident_bytes(self, device: torch.device) -> int:
-        """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
-        return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0
+asleep: set[PausableMemory] = set()
+"""The memories with sleeping tensors. Without this reference, the end of a memory would lose their content."""
 
 
-def moved(report: Report) -> Moved:
-    """The bytes and seconds of a sleep or wake."""
-    nbytes = sum(change.bytes_released + change.bytes_restored for change in report.changes)
-    return Moved(nbytes, sum(report.seconds.values()))
+def _close_arena(arena: PagedArena) -> None:
+    # The garbage collector may run in any thread, also in those that the arena waits for or that hold its lock.
+    with suppress(RuntimeError):  # no thread starts while the interpreter ends
+        threading.Thread(target=arena.close, name="rl-memory-close").start()
 
 
 def _with_index(device: torch.device | str | None) -> torch.device:

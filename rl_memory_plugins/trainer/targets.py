@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError
+from rl_memory_plugins.errors import InvalidRequestError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.trainer.offloading import Target, check_target, has_memory, plain_parts, reshard, tensors_of
 
@@ -43,7 +43,11 @@ class Targets:
         del self._tags[len(self._tags) - count :]
 
     def without_tag(
-        self, device: torch.device, is_owned: Callable[[Any], bool], is_awake: Callable[[str], bool]
+        self,
+        device: torch.device,
+        is_owned: Callable[[Any], bool],
+        is_awake: Callable[[str], bool],
+        is_elsewhere: Callable[[Any], bool],
     ) -> dict[str, list[torch.Tensor]]:
         """The tensors to adopt by tag, one of each storage.
 
@@ -51,9 +55,11 @@ class Targets:
             device: The device of the memory. Tensors in host memory are left out if it is a GPU.
             is_owned: Whether a storage belongs to a tag already.
             is_awake: Whether a tag is awake. Tensors for sleeping tags are left out.
+            is_elsewhere: Whether a storage belongs to another memory.
 
         Raises:
             InvalidRequestError: a tensor is on another device.
+            StateConflictError: a tensor belongs to another memory.
             UnsupportedError: a tensor subclass has neither a storage nor `__tensor_flatten__`.
         """
         found: dict[Any, tuple[str, torch.Tensor]] = {}
@@ -73,6 +79,8 @@ class Targets:
                 raise InvalidRequestError(
                     f"a tensor is on {storage.device}, but this memory is of {device}", field="targets"
                 )
+            if is_elsewhere(storage):
+                raise StateConflictError("a tensor belongs to another PausableMemory: close that memory first", tag=tag)
             found[storage] = tag, tensor
         by_tag: dict[str, list[torch.Tensor]] = {}
         for tag, tensor in found.values():
@@ -83,8 +91,13 @@ class Targets:
         """Set the gradients of modules to `None`, except those that belong to a tag."""
         for parameter in self._parameters():
             gradient = parameter.grad
-            if gradient is not None and not any(is_owned(part.untyped_storage()) for part in plain_parts(gradient)):
+            if gradient is not None and not _any_owned(gradient, is_owned):
                 parameter.grad = None
+        for flat in self._flat_parameters():
+            for name in ("grad", "_saved_grad_shard"):
+                gradient = getattr(flat, name, None)
+                if isinstance(gradient, torch.Tensor) and not _any_owned(gradient, is_owned):
+                    setattr(flat, name, None)
 
     def without_gradient(self) -> Iterator[Block]:
         """The memory of the modules' parameters that need no gradient: training leaves them as they are."""
@@ -99,11 +112,18 @@ class Targets:
             if isinstance(target, torch.nn.Module):
                 yield from torch.nn.Module.parameters(target)
 
+    def _flat_parameters(self) -> Iterator[Any]:
+        """FSDP1's flat parameters, which `parameters()` does not yield with `use_orig_params=True`."""
+        modules = (target for target, _ in self._tags if isinstance(target, torch.nn.Module))
+        for child in (child for module in modules for child in module.modules()):
+            flat = getattr(getattr(child, "_handle", None), "flat_param", None)
+            if flat is not None:
+                yield flat
+
     def _tensors(self, is_awake: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         """The plain tensors, with their tags."""
         for target, tag in self._tags:
-            default = OPTIMIZER if isinstance(target, torch.optim.Optimizer) else PARAMETERS
-            kinds: list[tuple[str, bool]] = [(tag or default, False)]
+            kinds: list[tuple[str, bool]] = [(tag or default_tag(target), False)]
             if isinstance(target, torch.nn.Module):
                 reshard(target)
                 if self._gradients:
@@ -112,3 +132,12 @@ class Targets:
                 if is_awake(own_tag):
                     for tensor in tensors_of(target, gradients):
                         yield from ((own_tag, part) for part in plain_parts(tensor))
+
+
+def default_tag(target: Target) -> str:
+    """The tag of a target that is adopted without a tag."""
+    return OPTIMIZER if isinstance(target, torch.optim.Optimizer) else PARAMETERS
+
+
+def _any_owned(tensor: torch.Tensor, is_owned: Callable[[Any], bool]) -> bool:
+    return any(is_owned(part.untyped_storage()) for part in plain_parts(tensor))

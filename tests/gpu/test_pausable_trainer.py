@@ -234,3 +234,16 @@ def test_many_cycles_do_not_grow(close):
         memory.wake()
         train(model, optimizer)
     assert before - free_bytes() < 128 * MiB
+
+
+def test_close_frees_the_device_memory_without_a_tensor(close):
+    memory = PausableMemory()
+    close(memory)
+    with memory.region("mine"):
+        gone = torch.ones(GiB, dtype=torch.uint8, device="cuda")
+        kept = torch.ones(GiB, dtype=torch.uint8, device="cuda")
+    del gone
+    before = free_bytes()
+    memory.close()
+    assert free_bytes() - before > 0.9 * GiB
+    assert kept.eq(1).all()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import mmap
+import threading
 import weakref
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from rl_memory_plugins.errors import (
     UnsupportedError,
 )
 from rl_memory_plugins.memory import backup
-from rl_memory_plugins.trainer import HandoffReport, ModelSource, Moved, PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer import HandoffReport, ModelSource, Moved, Offloader, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import host_view, plain_parts, temporarily_loaded
 
 PAGE = mmap.PAGESIZE
@@ -197,7 +198,9 @@ def test_the_state_of_the_first_step_is_adopted_at_its_end():
     train(model, optimizer)
     large = [tensor for tensor in tensors_in(optimizer) if tensor.numel() > 1]
     assert memory.status()["optimizer"].bytes > 0.8 * sum(tensor.nbytes for tensor in large)
+    memory.sleep()
     assert not optimizer._optimizer_step_post_hooks
+    memory.wake()
     twin = copy.deepcopy(optimizer)
     assert type(twin) is type(optimizer)
 
@@ -212,6 +215,40 @@ def test_an_optimiser_that_has_not_stepped_can_be_copied_and_does_not_keep_the_m
     gc.collect()
     assert gone() is None
     train(model, optimizer)
+
+
+def test_the_hooks_of_others_run_beside_the_adoption():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    memory.adopt(optimizer)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(memory.status()["optimizer"].bytes))
+    train(model, optimizer)
+    train(model, optimizer)
+    assert len(steps) == 2 and steps[0] == steps[1] > 0
+    memory.adopt(model)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_a_step_succeeds_although_its_state_cannot_be_adopted(monkeypatch, caplog):
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    calls = []
+
+    def refuse(tag, tensors):
+        calls.append(tag)
+        raise DeviceMemoryError("no room")
+
+    monkeypatch.setattr(memory._allocator, "adopt", refuse)
+    train(model, optimizer)
+    train(model, optimizer)
+    assert calls == ["optimizer"] and "the next sleep tries again: no room" in caplog.text
+    monkeypatch.undo()
+    memory.sleep()
+    assert any(reads_zero(tensor) for tensor in tensors_in(optimizer) if tensor.numel() > WIDTH)
 
 
 def test_state_that_replaces_adopted_state_is_adopted_by_the_next_sleep():
@@ -497,6 +534,158 @@ def test_a_prepared_sleep_or_wake_can_be_undone():
     same(whole(model), expected)
 
 
+def test_nothing_gets_a_tag_between_the_phases_of_a_sleep():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    memory.prepare_sleep()
+    with pytest.raises(StateConflictError, match="call commit or abort first"):
+        memory.adopt(Tied(width=WIDTH))
+    with pytest.raises(StateConflictError, match="call commit or abort first"), memory.region("parameters"):
+        pass
+    train(model, optimizer)  # its state is adopted later
+    assert memory.status()["optimizer"].bytes == 0
+    expected, moments = whole(model), [tensor.clone() for tensor in tensors_in(optimizer)]
+    memory.commit()
+    memory.wake()
+    same(whole(model), expected)
+    assert all(torch.equal(*pair) for pair in zip(tensors_in(optimizer), moments, strict=True))
+    memory.sleep()
+    assert any(reads_zero(tensor) for tensor in tensors_in(optimizer) if tensor.numel() > WIDTH)
+
+
+def test_a_sleep_is_refused_while_a_region_of_its_tag_is_open():
+    memory = PausableMemory()
+    with memory.region("mine"):
+        mine = torch.ones(WIDTH * WIDTH)
+        memory.sleep(["parameters"])
+        with pytest.raises(StateConflictError, match="regions of mine are open"):
+            memory.sleep(["mine"])
+    memory.sleep()
+    memory.wake()
+    assert mine.eq(1).all()
+
+
+def test_memory_that_a_tag_has_got_after_the_preparation_is_not_released():
+    memory = PausableMemory()
+    with memory.region("mine"):
+        first = torch.ones(WIDTH * WIDTH)
+    memory.prepare_sleep()
+    second = torch.ones(WIDTH * WIDTH)
+    memory._allocator.adopt("mine", [second])
+    with pytest.raises(StateConflictError, match="the tag mine has got memory since its sleep was prepared"):
+        memory.commit()
+    assert first.eq(1).all() and second.eq(1).all() and states(memory)["mine"] == "resident"
+    memory.sleep()
+    memory.wake()
+    assert first.eq(1).all() and second.eq(1).all()
+
+
+def test_frozen_tensors_that_are_written_after_the_preparation_keep_what_was_written():
+    memory = PausableMemory(frozen=("base",))
+    with memory.region("base"):
+        base = torch.ones(WIDTH * WIDTH)
+    memory.sleep()
+    memory.wake()
+    memory.prepare_sleep()
+    base.fill_(2)
+    memory.commit()
+    memory.wake()
+    assert base.eq(2).all()
+
+
+def test_an_error_while_gradients_are_dropped_leaves_the_memory_usable(monkeypatch):
+    model = Tied(width=WIDTH)
+    expected = whole(model)
+    memory = PausableMemory(model)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory._targets, "drop_gradients", fail)
+    with pytest.raises(KeyboardInterrupt):
+        memory.sleep()
+    monkeypatch.undo()
+    assert set(states(memory).values()) == {"resident"}
+    memory.sleep()
+    memory.wake()
+    same(whole(model), expected)
+
+
+def test_gradients_are_dropped_by_each_sleep_that_names_them():
+    model = Tied(width=WIDTH)
+    memory = PausableMemory(model)
+    memory.sleep()
+    memory.wake(["parameters", "optimizer"])
+    model(TOKENS).sum().backward()
+    memory.sleep(["parameters"])
+    memory.wake(["parameters"])
+    assert model.norm.weight.grad is not None
+    memory.sleep()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_target_for_a_sleeping_tag_is_refused():
+    memory = PausableMemory(Tied(width=WIDTH))
+    memory.sleep(["parameters"])
+    with pytest.raises(StateConflictError, match="the tag parameters is asleep"):
+        memory.adopt(nn.Linear(8, 8))
+    memory.adopt(adamw(nn.Linear(8, 8)))
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_tensors_belong_to_one_memory(asleep):
+    model = Tied(width=WIDTH)
+    expected = whole(model)
+    memory = PausableMemory(model)
+    if asleep:
+        memory.sleep()
+    with pytest.raises(StateConflictError, match="another PausableMemory: close that memory first"):
+        PausableMemory(model)
+    with pytest.raises(StateConflictError, match="belongs to a PausableMemory"):
+        Offloader(model, moves=lambda tensor: True).offload()
+    memory.close()
+    other = PausableMemory(model)
+    other.sleep()
+    other.wake()
+    same(whole(model), expected)
+    with pytest.raises(StateConflictError, match="is closed"):
+        memory.sleep()
+
+
+def test_a_memory_that_sleeps_outlives_its_last_reference():
+    model = Tied(width=WIDTH)
+    expected = whole(model)
+    memory = PausableMemory(model)
+    memory.sleep()
+    gone, arena = weakref.ref(memory), memory._manager.arena
+    del memory
+    gc.collect()
+    gone().wake()
+    same(whole(model), expected)
+    gc.collect()
+    assert gone() is None
+    for thread in [thread for thread in threading.enumerate() if thread.name == "rl-memory-close"]:
+        thread.join()
+    assert arena.held_bytes == 0
+
+
+def test_a_memory_whose_sleeping_tensors_are_gone_ends():
+    memory = PausableMemory()
+    with memory.region("mine"):
+        mine = torch.ones(WIDTH * WIDTH)
+    memory.sleep()
+    gone = weakref.ref(memory)
+    del memory, mine
+    gc.collect()
+    gone()._manager._reclaim.join()
+    other = PausableMemory(Tied(width=WIDTH))
+    other.sleep()
+    gc.collect()
+    assert gone() is None
+    other.close()
+
+
 # -- host copies of what sleeps -----------------------------------------------------------------------------------
 
 
@@ -554,6 +743,24 @@ def cycles_of_fsdp(rank, make, *arguments):
 def test_sharded_modules_go_on_bit_by_bit(pair, make, arguments):
     for undisturbed, slept in pair.run(cycles_of_fsdp, make, *arguments, *(3, WIDTH)):
         assert undisturbed == slept and len(set(slept)) == 4
+
+
+def flat_gradients_after_a_sleep(rank):
+    model, _ = fsdp1(True, 3, WIDTH)
+    memory = PausableMemory(model)
+    model(TOKENS).square().mean().backward()
+    handles = [child._handle for child in model.modules() if getattr(child, "_handle", None) is not None]
+
+    def gradients():
+        return [getattr(handle.flat_param, name, None) for handle in handles for name in ("grad", "_saved_grad_shard")]
+
+    before = any(gradient is not None for gradient in gradients())
+    memory.sleep()
+    return before, all(gradient is None for gradient in gradients())
+
+
+def test_flat_gradients_of_fsdp_are_dropped(pair):
+    assert pair.run(flat_gradients_after_a_sleep) == [(True, True)] * 2
 
 
 # -- the handoff --------------------------------------------------------------------------------------------------

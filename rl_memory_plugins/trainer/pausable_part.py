@@ -1,0 +1,52 @@
+"""Tags of a `PausableMemory` as a part of a handoff."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from rl_memory_plugins.records import Report, TagStatus
+from rl_memory_plugins.trainer.offloading import Moved
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Pausable(Protocol):
+    """The calls of `PausableMemory` that a handoff makes."""
+
+    device: torch.device
+
+    def sleep(self, tags: Collection[str] | None = None) -> Report: ...
+    def wake(self, tags: Collection[str] | None = None) -> Report: ...
+    def prepare_sleep(self, tags: Collection[str] | None = None) -> None: ...
+    def prepare_wake(self, tags: Collection[str] | None = None) -> None: ...
+    def commit(self) -> Report: ...
+    def abort(self) -> None: ...
+    def status(self) -> Mapping[str, TagStatus]: ...
+
+
+class PausablePart:
+    """Tags of a `PausableMemory`, as a `handoff.Movable`."""
+
+    def __init__(self, memory: Pausable, tags: list[str]) -> None:
+        self.memory = memory
+        self.tags = tags
+
+    def offload(self) -> Moved:
+        """See `PausableMemory.sleep`."""
+        return moved(self.memory.sleep(self.tags))
+
+    def load(self) -> Moved:
+        """See `PausableMemory.wake`."""
+        return moved(self.memory.wake(self.tags))
+
+    def resident_bytes(self, device: torch.device) -> int:
+        """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
+        return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0
+
+
+def moved(report: Report) -> Moved:
+    """The bytes and seconds of a sleep or wake."""
+    nbytes = sum(change.bytes_released + change.bytes_restored for change in report.changes)
+    return Moved(nbytes, sum(report.seconds.values()))
