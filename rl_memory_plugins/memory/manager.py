@@ -283,7 +283,7 @@ class MemoryManager(WeightsContent):
                 identified, fingerprint = (backup.identified, backup.fingerprint) if backup is not None else ([], None)
                 self._kept = KeptWeights(frozenset(prepared.keep), identified, fingerprint) if prepared.keep else None
                 if not prepared.keep.keys() >= (self._unfilled or {}).keys():
-                    self._whole = None
+                    self._whole, self._unfilled_changed = None, True
             if state is TagState.DISCARDED:
                 self.content = Content.STALE
                 self.epoch += 1

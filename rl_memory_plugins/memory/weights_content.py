@@ -78,6 +78,7 @@ class WeightsContent:
         self.find_unfilled: Callable[[], Mapping[str, Block]] | None = None
         self._unfilled: Mapping[str, Block] | None = None
         self._whole: KeptWeights | None = None  # the unfilled parameters, while they hold their values
+        self._unfilled_changed = False  # since the weights were valid, as their bytes show
         self._prepared_sleep: PreparedSleep | None = None
         self._prepared_wake: dict[str, Reservation] | None = None
 
@@ -114,12 +115,22 @@ class WeightsContent:
         must be resident.
         """
         if self.content in (Content.UPDATING, Content.FAILED):
-            if self._kept is not None and not self._is_unchanged(self._kept):
+            if self._kept is not None and self._has_changed(self._kept) is not False:
                 self._kept = None
-            if self._whole is not None and not self._is_unchanged(self._whole):
-                self._whole = None
+            if self._whole is not None and (changed := self._has_changed(self._whole)) is not False:
+                self._whole, self._unfilled_changed = None, bool(changed)
         names: frozenset[str] = frozenset()
         return names.union(*(one.names for one in (self._kept, self._whole) if one is not None))
+
+    @property
+    def unmarked(self) -> frozenset[str]:
+        """The parameters that no mark may overwrite, by the engine's name: the kept ones, and the unfilled ones.
+
+        Unfilled parameters are left out if their bytes show that an update which broke off has written them. The
+        weights must be resident.
+        """
+        kept = self.kept
+        return kept if self._unfilled_changed else kept.union(self._unfilled or ())
 
     @property
     def may_learn(self) -> bool:
@@ -130,7 +141,8 @@ class WeightsContent:
         """Find the parameters that no load fills. The first call may take seconds, later calls take no time.
 
         The weights must be resident. If their content is undefined at the first call, an update that broke off may have
-        written unfilled parameters: they count once a complete update has written them.
+        written unfilled parameters: updates of this package need them until one is complete. Call this before a write
+        into valid weights.
 
         Returns: whether this call has found some.
         """
@@ -155,18 +167,21 @@ class WeightsContent:
             fingerprint = self.device.fingerprint(blocks) if blocks else None
         except DeviceMemoryError:
             logger.warning("no memory for the fingerprint of %d unfilled parameters", len(self._unfilled))
-        self._whole = KeptWeights(frozenset(self._unfilled), blocks, fingerprint)
+        self._whole, self._unfilled_changed = KeptWeights(frozenset(self._unfilled), blocks, fingerprint), False
 
-    def _is_unchanged(self, kept: KeptWeights) -> bool:
+    def _has_changed(self, kept: KeptWeights) -> bool | None:
+        """Whether the bytes have changed; `None` if that cannot be told."""
         if not kept.blocks:
-            return True
-        if kept.fingerprint is None or subtract(kept.blocks, self.allocator.blocks(Tag.WEIGHTS)):  # freed since
             return False
+        if subtract(kept.blocks, self.allocator.blocks(Tag.WEIGHTS)):  # freed since
+            return True
+        if kept.fingerprint is None:
+            return None
         self.device.synchronize()
         try:
-            return self.device.fingerprint(kept.blocks) == kept.fingerprint
+            return self.device.fingerprint(kept.blocks) != kept.fingerprint
         except DeviceMemoryError:
-            return False
+            return None
 
     @property
     def prepared_tags(self) -> list[str]:
@@ -251,6 +266,16 @@ class WeightsContent:
         """
         self.begin_writing()
         self.finish_writing(complete=False)
+
+    def give_up_content(self) -> None:
+        """Called before something overwrites the weights with values of no use. The content becomes `failed`.
+
+        Raises:
+            StateConflictError: see `begin_writing`.
+        """
+        self.require_writable()
+        self.learn_unfilled()
+        self.mark_failed()
 
     def note_foreign_load(self, complete: bool) -> None:
         """Called after code outside this package has written to the weights.

@@ -132,12 +132,14 @@ class EngineUpdates:
         self.manager.require_writable()
         self.manager.learn_unfilled()  # the marks would overwrite them
         if self.needs_marks:
-            kept = self.manager.kept
+            unmarked = self.manager.unmarked
             filled = self._padding()
             padded = [
                 (one, [region.of(one) for region in filled[name]]) for name, one in self._parameters() if name in filled
             ]
-            self._marks = UnwrittenMarks(lambda: [one for name, one in self._parameters() if name not in kept], padded)
+            self._marks = UnwrittenMarks(
+                lambda: [one for name, one in self._parameters() if name not in unmarked], padded
+            )
             self._epoch = self.manager.epoch
 
     @property

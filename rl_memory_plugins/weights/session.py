@@ -146,13 +146,9 @@ class Session:
         return plan
 
     def _plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
-        """The plan of the model. What it lacks may be parameters that no load fills."""
-        try:
-            return self.model.plan(manifest, expected, self.manager.kept)
-        except ManifestError as error:
-            lacks = any(mismatch["kind"] == "missing" for mismatch in error.details["mismatches"])
-            if not (lacks and self.model.writes_weights and self.manager.learn_unfilled()):
-                raise
+        """The plan of the model. It may lack parameters that no load fills."""
+        if self.model.writes_weights:
+            self.manager.learn_unfilled()  # once the update has written, nobody knows whether they hold their values
         return self.model.plan(manifest, expected, self.manager.kept)
 
     def _arrivals(

@@ -275,6 +275,7 @@ def _in_agreement(name: str, ends_in_barrier: bool) -> Callable[..., Any]:
 def _post_processing() -> Callable[..., Any]:
     def process(added: Any, updater: Any, recv_req: Any, original: Callable[[], Any]) -> Any:
         def call() -> Any:
+            added.worker.manager.learn_unfilled()  # before the first write
             with added.worker.region():  # for parameters that the packing makes anew
                 return original()
 
@@ -294,7 +295,7 @@ def _reading(name: str) -> Callable[..., Any]:
         )
         try:
             if resets:  # SGLang's checker overwrites the weights: the engine stays closed until an update
-                added.worker.manager.mark_failed()
+                added.worker.manager.give_up_content()
             return original()
         except Exception as error:
             logger.exception("%s failed", name)

@@ -278,7 +278,7 @@ class VllmWorker:
         """Close the engine at vLLM's own reset, which overwrites the weights with zeros, until an update."""
 
         def reset_weights() -> None:
-            self.manager.mark_failed()
+            self.agent.manager.give_up_content()  # the agent tells it which parameters no load fills
             reset()
 
         return reset_weights

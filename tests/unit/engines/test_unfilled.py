@@ -108,6 +108,26 @@ def test_a_load_that_breaks_off_is_followed_by_one_that_opens_the_engine(tmp_pat
     assert rank.model.score.bias.eq(7).all()
 
 
+def test_a_load_leaves_a_value_that_nobody_saw_change(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.manager.mark_failed()  # before the rank has learnt what no load fills
+    rank.load(1.0)
+    assert rank.manager.content is Content.VALID
+    assert rank.model.score.bias.eq(7).all()
+
+
+def test_what_was_overwritten_after_a_warning_must_come_again(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.manager.give_up_content()
+    for parameter in rank.model.parameters():
+        parameter.zero_()
+    rank.load(1.0)
+    assert rank.manager.content is Content.FAILED
+    with rank.updates.watch():
+        rank.model.load_weights([("score.bias", torch.ones(WIDTH))])
+    assert rank.manager.content is Content.VALID
+
+
 def test_to_learn_it_changes_nothing(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     scratch, before = rank.model.scratch, rank.agent.identity()

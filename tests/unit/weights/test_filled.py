@@ -116,6 +116,25 @@ def test_an_update_that_broke_off_without_it_leaves_it_whole() -> None:
     assert one.model.score.bias.eq(7).all()
 
 
+class Short(ModelSource):
+    """Gives up after the first tensor."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(super().tensors()))
+        raise RuntimeError("the trainer gave up")
+
+
+@pytest.mark.parametrize("lacking", [True, False])
+def test_the_first_update_that_breaks_off_leaves_it_whole(lacking: bool) -> None:
+    one = rank()
+    more = {} if lacking else {"score.bias": torch.zeros(2)}
+    assert isinstance(send(one, Short({**checkpoint(1), **more})), Exception)
+    assert one.manager.content is Content.FAILED
+    assert not isinstance(send(one, checkpoint(2)), Exception)
+    assert one.manager.content is Content.VALID
+    assert one.model.score.bias.eq(7).all()
+
+
 def test_a_loader_that_makes_new_tensors_leaves_the_model_as_it_was() -> None:
     model, seen = Reward(), []
 
