@@ -37,6 +37,8 @@ class EngineUpdates:
             those that the last sleep has not kept.
         undo: Restores the layers that the engine has changed for a load that failed.
         padding: For parameters with padding, the regions that a load fills.
+        unmarked: Gives the names of parameters that no mark may overwrite, because a step of the engine reads them
+            after a load that did not bring them. They count as written.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class EngineUpdates:
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         undo: Callable[[], None] = lambda: None,
         padding: Callable[[], Filled] = dict,
+        unmarked: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self.manager = manager
         self._parameters = parameters
         self._undo = undo
         self._padding = padding
+        self._unmarked = unmarked
         self._marks: UnwrittenMarks | None = None  # in weights of undefined content
         self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
         self._storages: set[int] = set()  # the addresses of the parameters, when a write was last looked for
@@ -132,7 +136,7 @@ class EngineUpdates:
         self.manager.require_writable()
         self.manager.learn_unfilled()  # the marks would overwrite them
         if self.needs_marks:
-            unmarked = self.manager.unmarked
+            unmarked = self.manager.unmarked.union(self._unmarked())
             filled = self._padding()
             padded = [
                 (one, [region.of(one) for region in filled[name]]) for name, one in self._parameters() if name in filled

@@ -72,7 +72,10 @@ class SglangScheduler:
         self.ranks = RankedGroup(self.worker.agent, group)
         self.engine = SglangEngine(scheduler, self.ranks)
         self.updates = EngineUpdates(
-            self.worker.manager, model.named_parameters, padding=self.worker.agent.receiver.padding
+            self.worker.manager,
+            model.named_parameters,
+            padding=self.worker.agent.receiver.padding,
+            unmarked=self.worker.unfilled,  # SGLang's step after a load refuses a KV scale that is NaN
         )
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:

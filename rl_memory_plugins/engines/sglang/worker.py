@@ -239,7 +239,7 @@ class SglangWorker:
             checkpoint=EngineCheckpoint(memory.checkpoint),
             draft=draft.of(drafts, self._reload, memory.checkpoint),
             adapters=adapters,
-            unfilled=self._unfilled,
+            unfilled=self.unfilled,
             dummy=memory.has_dummy_weights,
             resident_graphs=memory.resident_graphs,
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
@@ -250,7 +250,8 @@ class SglangWorker:
         """The region for code that makes new weights."""
         return self._allocator.region(Tag.WEIGHTS)
 
-    def _unfilled(self) -> list[str]:
+    def unfilled(self) -> list[str]:
+        """The parameters of layers that SGLang transforms which its first load left as they were."""
         watch = post_load.of(self._model)
         return [] if watch is None else watch.unfilled()
 

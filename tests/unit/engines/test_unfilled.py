@@ -68,7 +68,7 @@ class Rank:
             checkpoint=EngineCheckpoint(lambda: (str(folder), None)),
             **options,
         )
-        self.updates = EngineUpdates(self.manager, self.model.named_parameters)
+        self.updates = EngineUpdates(self.manager, self.model.named_parameters, unmarked=options.get("unfilled", tuple))
 
     def discard(self) -> None:
         self.agent.prepare_sleep(int(Level.DISCARD), ["weights"])
@@ -126,6 +126,31 @@ def test_what_was_overwritten_after_a_warning_must_come_again(tmp_path: Path) ->
     with rank.updates.watch():
         rank.model.load_weights([("score.bias", torch.ones(WIDTH))])
     assert rank.manager.content is Content.VALID
+
+
+class Scaled(Reward):
+    """As SGLang's attention with an FP8 KV cache: the step after each load refuses a scale that is not positive."""
+
+    more: ClassVar[dict[str, torch.Tensor]] = {"score.bias": torch.ones(WIDTH)}  # the trace finds it filled
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        assert self.score.bias.gt(0).all()
+
+
+@pytest.mark.parametrize("dummy", [True, False])
+def test_a_load_leaves_the_scale_that_the_engine_s_step_reads(tmp_path: Path, dummy: bool) -> None:
+    rank = Rank(tmp_path, Scaled, unfilled=lambda: ["score.bias"], dummy=lambda: dummy)
+    rank.manager.learn_unfilled()
+    rank.manager.mark_failed()
+    assert rank.manager.kept == (set() if dummy else {"score.bias"})
+    rank.load(1.0)
+    assert rank.manager.content is Content.VALID
+    rank.model.score.bias.fill_(3)
+    rank.manager.mark_failed()  # by an update that has brought the scale
+    rank.load(2.0)
+    assert rank.manager.content is Content.VALID
+    assert rank.model.score.bias.eq(3).all()
 
 
 def test_to_learn_it_changes_nothing(tmp_path: Path) -> None:
