@@ -151,8 +151,7 @@ class MemoryManager(WeightsContent):
         """
         self._begin_transition()
         if level is Level.DISCARD and Tag.WEIGHTS in tags and self.is_resident(Tag.WEIGHTS):
-            self.learn_unfilled()
-            keep = {**(self._unfilled or {}), **keep}
+            keep = {**self._unfilled_memory(), **keep}
         prepared = PreparedSleep(level, self.epoch, keep)
         if level is Level.PAUSE:
             tags = ()

@@ -78,6 +78,7 @@ class WeightsContent:
         self.find_unfilled: Callable[[], Mapping[str, Block]] | None = None
         self._unfilled: Mapping[str, Block] | None = None
         self._whole: KeptWeights | None = None  # the unfilled parameters, while they hold their values
+        self._whole_is_old = False  # an engine's own load into valid weights may have written them since
         self._unfilled_changed = False  # since the weights were valid, as their bytes show
         self._prepared_sleep: PreparedSleep | None = None
         self._prepared_wake: dict[str, Reservation] | None = None
@@ -118,7 +119,8 @@ class WeightsContent:
             if self._kept is not None and self._has_changed(self._kept) is not False:
                 self._kept = None
             if self._whole is not None and (changed := self._has_changed(self._whole)) is not False:
-                self._whole, self._unfilled_changed = None, bool(changed)
+                self._unfilled_changed = bool(changed) and not self._whole_is_old
+                self._whole = None
         names: frozenset[str] = frozenset()
         return names.union(*(one.names for one in (self._kept, self._whole) if one is not None))
 
@@ -157,17 +159,28 @@ class WeightsContent:
         return bool(self._unfilled)
 
     def _note_whole(self) -> None:
-        """Note that the unfilled parameters hold their values, if the content is valid."""
+        """Note that the unfilled parameters hold their values, if the content is valid.
+
+        Call this before a write or after a whole one, never after a write that broke off.
+        """
         if not self._unfilled or self.content is not Content.VALID:
             return
         blocks = intersect(self.allocator.blocks(Tag.WEIGHTS), self._unfilled.values())
         fingerprint = None
         try:
-            self.device.synchronize()
-            fingerprint = self.device.fingerprint(blocks) if blocks else None
+            if blocks:
+                self.device.synchronize()
+                fingerprint = self.device.fingerprint(blocks)
         except DeviceMemoryError:
             logger.warning("no memory for the fingerprint of %d unfilled parameters", len(self._unfilled))
-        self._whole, self._unfilled_changed = KeptWeights(frozenset(self._unfilled), blocks, fingerprint), False
+        self._whole = KeptWeights(frozenset(self._unfilled), blocks, fingerprint)
+        self._whole_is_old = self._unfilled_changed = False
+
+    def _unfilled_memory(self) -> Mapping[str, Block]:
+        """The memory of the unfilled parameters, before a sleep discards the weights."""
+        if not self.learn_unfilled() and self._whole_is_old:
+            self._note_whole()
+        return self._unfilled or {}
 
     def _has_changed(self, kept: KeptWeights) -> bool | None:
         """Whether the bytes have changed; `None` if that cannot be told."""
@@ -239,6 +252,11 @@ class WeightsContent:
             StateConflictError: see `require_writable`.
         """
         self.require_writable()
+        if self._whole_is_old:
+            self._note_whole()
+        self._begin_writing(draft)
+
+    def _begin_writing(self, draft: DraftShare) -> None:
         self._cancel_eager_backup()
         self.content = Content.UPDATING
         self.draft.begin(draft)
@@ -259,12 +277,13 @@ class WeightsContent:
             self._start_eager_backup()
 
     def mark_failed(self) -> None:
-        """Mark the content `failed`, i.e. undefined until every byte has been written.
+        """Mark the content `failed`, i.e. undefined until every byte has been written. Something may have written.
 
         Raises:
             StateConflictError: see `begin_writing`.
         """
-        self.begin_writing()
+        self.require_writable()
+        self._begin_writing(DraftShare.NONE)
         self.finish_writing(complete=False)
 
     def give_up_content(self) -> None:
@@ -275,7 +294,8 @@ class WeightsContent:
         """
         self.require_writable()
         self.learn_unfilled()
-        self.mark_failed()
+        self.begin_writing()
+        self.finish_writing(complete=False)
 
     def note_foreign_load(self, complete: bool) -> None:
         """Called after code outside this package has written to the weights.
@@ -289,9 +309,10 @@ class WeightsContent:
         if complete:
             self.content = Content.VALID
             self._kept = None
-        self._note_whole()
-        if complete:
+            self._note_whole()
             self._start_eager_backup()
+        elif self.content is Content.VALID:  # loads of one tensor each are too many to look at the bytes after each
+            self._whole_is_old = self._whole is not None
 
     # -- copying in advance -----------------------------------------------------------------------------------
 

@@ -200,8 +200,34 @@ def test_a_foreign_load_of_valid_weights_may_write_it(rank):
     rank.manager.learn_unfilled()
     rank.allocator.write(rank.names.blocks["model.frozen"], b"\5" * 100)
     rank.manager.note_foreign_load(complete=False)
-    rank.manager.mark_failed()
+    rank.manager.begin_writing()
+    rank.manager.finish_writing(complete=False)
     assert rank.manager.kept == {"model.frozen"}
+
+
+def test_foreign_loads_of_valid_weights_cost_no_look_at_the_bytes(rank):
+    unfilled(rank)
+    rank.manager.learn_unfilled()
+    before = dict(rank.device.calls)
+    for _ in range(3):
+        rank.manager.note_foreign_load(complete=False)
+    assert dict(rank.device.calls) == before
+    sleep(rank, Level.DISCARD)  # looks at them
+    wake(rank)
+    update(rank, complete=False)
+    assert rank.manager.kept == set()
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_foreign_load_that_breaks_off_after_another_may_not_have_written_it(rank, written):
+    unfilled(rank)
+    rank.manager.learn_unfilled()
+    rank.manager.note_foreign_load(complete=False)
+    if written:  # by the first load or by the second
+        rank.allocator.write(rank.names.blocks["model.frozen"], b"\5" * 100)
+    rank.manager.mark_failed()
+    assert rank.manager.kept == (set() if written else {"model.frozen"})
+    assert rank.manager.unmarked == {"model.frozen"}
 
 
 def test_what_is_learnt_of_undefined_weights_counts_after_a_complete_update(rank):
