@@ -34,7 +34,8 @@ class EngineUpdates:
     Args:
         manager: The manager of the rank.
         parameters: Gives the parameters and their names, as `NamedWeights` names them. A complete update must cover
-            those that the last sleep has not kept.
+            those that the last sleep has not kept. Those that have no memory now are of a part that the engine does
+            not run, and do not count.
         undo: Restores the layers that the engine has changed for a load that failed.
         padding: For parameters with padding, the regions that a load fills.
         unmarked: Gives the names of parameters that no mark may overwrite, because a step of the engine reads them
@@ -50,7 +51,8 @@ class EngineUpdates:
         unmarked: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self.manager = manager
-        self._parameters = parameters
+        self._all_parameters = parameters
+        self._absent = {name for name, one in parameters() if one.is_meta}
         self._undo = undo
         self._padding = padding
         self._unmarked = unmarked
@@ -61,6 +63,9 @@ class EngineUpdates:
         self._is_open = False  # an update of several calls has begun
         self._before = Content.VALID  # the content at its begin
         self._wrote = False  # a call of the open update has written
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, one) for name, one in self._all_parameters() if name not in self._absent)
 
     # -- one call ---------------------------------------------------------------------------------------------
 

@@ -198,3 +198,16 @@ def test_a_part_that_the_engine_does_not_run_is_not_asked_for(tmp_path: Path, se
     rank.load(1.0)
     assert rank.manager.content is Content.VALID
     assert rank.agent.identity()
+
+
+def test_a_part_without_memory_needs_no_proof_that_it_has_not_changed(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, TextOnly, filled=lambda: ["query_tokens"])
+    rank.manager.learn_unfilled()
+    rank.manager.begin_writing()
+    rank.model.score.bias.zero_()
+    rank.manager.finish_writing(complete=False)
+    rank.load(1.0)
+    assert rank.manager.content is Content.FAILED  # until the bias comes
+    with rank.updates.watch():
+        rank.model.load_weights([("score.bias", torch.ones(WIDTH))])
+    assert rank.manager.content is Content.VALID
