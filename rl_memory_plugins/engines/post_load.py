@@ -40,10 +40,12 @@ class PostLoad:
         model: The model. Call `watch` before its weights are loaded.
         graphs: What CUDA graphs read and the model's layers no longer hold.
         templates: The layouts of layers before their weights were loaded; empty without `keep_templates`.
+        dummy: Whether the first weights are random numbers.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, dummy: bool = False) -> None:
         self.model = model
+        self.dummy = dummy
         # The operators of a load, by layer and whether the step is the layer's own.
         self._first_load: dict[tuple[torch.nn.Module, bool], set[str]] = {}
         self._this_load = self._first_load
@@ -65,15 +67,11 @@ class PostLoad:
         names = {layer: name for name, layer in self.model.named_modules()}
         return [f"{names[layer]}.{key}" for layer, one in self.templates.items() for key in one.optional]
 
-    def keep_templates(self, *, dummy: bool = False) -> None:
-        """Record the layouts of the layers that have a step, for a reload. Call this before weights are loaded.
-
-        Args:
-            dummy: See `LayerTemplate`.
-        """
+    def keep_templates(self) -> None:
+        """Record the layouts of the layers that have a step, for a reload. Call this before weights are loaded."""
         for layer in self.model.modules():
             if hasattr(getattr(layer, "quant_method", None), STEP):
-                self.templates[layer] = LayerTemplate(layer, dummy=dummy)
+                self.templates[layer] = LayerTemplate(layer, dummy=self.dummy)
 
     def transformed(self) -> dict[str, str]:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""
@@ -179,9 +177,9 @@ def attach(model: torch.nn.Module, *, templates: bool = False, dummy: bool = Fal
         templates: Record the layouts of its layers; see `PostLoad.keep_templates`.
         dummy: The first weights are random numbers; see `LayerTemplate`.
     """
-    post_load = PostLoad(model)
+    post_load = PostLoad(model, dummy=dummy)
     if templates:
-        post_load.keep_templates(dummy=dummy)
+        post_load.keep_templates()
     post_load.watch()
     setattr(model, _ATTRIBUTE, post_load)
 
@@ -189,6 +187,12 @@ def attach(model: torch.nn.Module, *, templates: bool = False, dummy: bool = Fal
 def of(model: torch.nn.Module) -> PostLoad | None:
     """The `PostLoad` of a model; `None` if the model is not watched."""
     return getattr(model, _ATTRIBUTE, None)
+
+
+def has_dummy_weights(model: torch.nn.Module) -> bool:
+    """Whether a watched model was started with random numbers for weights."""
+    watch = of(model)
+    return watch is not None and watch.dummy
 
 
 def transformed_in(model: torch.nn.Module) -> int:

@@ -107,7 +107,7 @@ def build_agent(
     adapters: Callable[[], AdapterSlots] | None = None,
     unfilled: Callable[[], Iterable[str]] = tuple,
     filled: Callable[[], Iterable[str]] = tuple,
-    dummy: Callable[[], bool] = lambda: False,
+    dummy: Callable[[torch.nn.Module], bool] = lambda model: False,
     calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **own: Any,
 ) -> RankAgent:
@@ -123,7 +123,7 @@ def build_agent(
         adapters: Gives the engine's adapters; `None` if it takes none.
         unfilled: As for `NamedWeights`.
         filled: Gives the names of parameters that the engine's first load is known to have filled.
-        dummy: As for `ModelLoader`.
+        dummy: Whether the engine was started with dummy weights in this model; see `ModelLoader`.
         calls: As for `RankAgent`.
         **own: Arguments of `RankAgent` that only one engine has.
     """
@@ -144,7 +144,7 @@ def build_agent(
             transformed=lambda: post_load.transformed_in(model()),
             ignorable=lambda name: is_ignorable(name, tied=bool(getattr(config_of(), "tie_word_embeddings", False))),
             checkpoint=files.specs,
-            dummy=dummy,
+            dummy=lambda: dummy(model()),
             unchanged=lambda: SavedLayers(dict(model().named_modules())).restoring(),
             casts=CastRule(config.strict_dtypes, config.allow_cast, files.specs),
         )
@@ -172,7 +172,9 @@ def build_agent(
     if adapters is not None:
         calls = {**calls, **RankAdapters(receiver, adapters).calls}
     names = NamedWeights(model, draft.model if draft else lambda: None, unfilled)
-    manager.find_unfilled = lambda: names.memory((target.unfilled() - {*filled()}) | {*(() if dummy() else unfilled())})
+    manager.find_unfilled = lambda: names.memory(
+        (target.unfilled() - {*filled()}) | {*(() if dummy(model()) else unfilled())}
+    )
     agent = RankAgent(manager, receiver, names, calls=calls, **own)
     manager.warm_up()
     receiver.warm_up()

@@ -11,6 +11,7 @@ import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines.sglang import worker as sglang_worker
 from rl_memory_plugins.engines.sglang.draft import runners_of
 from rl_memory_plugins.engines.sglang.native_calls import _note_draft
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
@@ -126,3 +127,23 @@ def test_the_draft_is_found_where_each_release_keeps_it() -> None:
     for worker in (None, types.SimpleNamespace(weight_update_runners=list)):
         assert runners_of(types.SimpleNamespace(draft_worker=worker)) == []
     assert runners_of(types.SimpleNamespace()) == []
+
+
+def test_each_model_keeps_what_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang writes the load format of the draft, and later the path of an update from disk, into its options."""
+    options = types.SimpleNamespace(model_path="target", revision="first", load_format="auto")
+    memory = Memory(RLMemoryConfig(), lambda: ("cpu", 0), options)
+    monkeypatch.setattr(sglang_worker, "_memory", memory)
+    with RegionAdapter(memory, True).region("weights"):
+        make = sglang_worker._initialize_model(lambda config, load_config: Model("weight"))
+        target = make(None, types.SimpleNamespace(load_format="auto"))
+        draft = make(None, types.SimpleNamespace(load_format="dummy"))
+    options.load_format = "dummy"
+    config = types.SimpleNamespace(model_path="draft", revision=None)
+    runner = types.SimpleNamespace(model=draft, model_config=config)
+    loader: Any = SglangWorker(target, memory, RLMemoryConfig(), 0, drafts=[runner]).agent.receiver._model
+    assert not loader._target.dummy()
+    assert loader._draft.dummy()
+    options.model_path = config.model_path = "an update"
+    assert memory.checkpoint() == ("target", "first")
+    assert not loader._one_checkpoint()

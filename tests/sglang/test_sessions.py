@@ -27,7 +27,7 @@ class Updater(types.SimpleNamespace):
 
     def __init__(self, session: Any, others: tuple[Any, ...] = ()) -> None:
         config = RLMemoryConfig()
-        memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace())
+        memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace(model_path="target", revision=None))
         with RegionAdapter(memory, True).region("weights"):
             model = Model(1.0)
         worker = SglangWorker(model, memory, config, rank=0)

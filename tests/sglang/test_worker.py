@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 def test_buffers_plain_tensors_and_draft_models_survive(level: Level) -> None:
     """Stock: only the target model's named buffers are kept; other tensors and the draft model's are lost."""
     config = RLMemoryConfig(poison=True)
-    memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace())
+    memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace(model_path="target", revision=None))
     adapter = RegionAdapter(memory, True)
     with adapter.region("weights"):
         target, draft = Model(1.0), Model(10.0)
@@ -60,7 +60,7 @@ def test_what_sglang_refuses_to_update_is_refused_here(takes_the_model: bool, mo
     why = "a derived cache would keep serving the old weights"
     ask = (lambda model=None: why) if takes_the_model else (lambda: why)
     monkeypatch.setattr(weight_updater, "_unsupported_derived_weight_cache_error", ask, raising=False)
-    memory = Memory(RLMemoryConfig(), lambda: ("cpu", 0), types.SimpleNamespace())
+    memory = Memory(RLMemoryConfig(), lambda: ("cpu", 0), types.SimpleNamespace(model_path="target", revision=None))
     with RegionAdapter(memory, True).region("weights"):
         model = Model(1.0)
     made = SglangWorker(model, memory, RLMemoryConfig(), rank=0)

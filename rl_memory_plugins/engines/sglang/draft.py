@@ -51,15 +51,14 @@ def of(
             )
         return reload(runner.model)
 
-    def checkpoint() -> tuple[str, str | None]:
-        config = runner.model_config
-        return str(config.model_path), getattr(config, "revision", None)
+    config = runner.model_config
+    checkpoint = str(config.model_path), getattr(config, "revision", None)  # SGLang's own updates change these
 
     return Draft(
         model=lambda: runner.model,
         load_weights=lambda weights: runner.model.load_weights(weights),
         reload=reload_draft,
         model_config=lambda: getattr(runner.model, "config", None),
-        checkpoint=EngineCheckpoint(checkpoint),
-        one_checkpoint=lambda: checkpoint()[0] == target()[0],
+        checkpoint=EngineCheckpoint(lambda: checkpoint),
+        one_checkpoint=lambda: checkpoint[0] == target()[0],
     )

@@ -58,6 +58,7 @@ class Memory:
         self.registered = RegisteredMemory()
         self._place = place
         self._server_args = server_args
+        self._checkpoint = server_args.model_path, server_args.revision  # SGLang's own updates change these
 
     @functools.cached_property
     def chosen(self) -> tuple[Allocator, PagedArena]:
@@ -76,12 +77,8 @@ class Memory:
         return self.allocator.region(tag)
 
     def checkpoint(self) -> tuple[str, str | None]:
-        """The model's folder or name, and its revision."""
-        return self._server_args.model_path, self._server_args.revision
-
-    def has_dummy_weights(self) -> bool:
-        """Whether no checkpoint has filled the weights."""
-        return str(getattr(self._server_args, "load_format", "")) == "dummy"
+        """The folder or name of the model that the engine was started with, and its revision."""
+        return self._checkpoint
 
     def has_graphs(self) -> bool:
         """Whether compiled code or CUDA graphs refer to the weights by address."""
@@ -240,7 +237,7 @@ class SglangWorker:
             draft=draft.of(drafts, self._reload, memory.checkpoint),
             adapters=adapters,
             unfilled=self.unfilled,
-            dummy=memory.has_dummy_weights,
+            dummy=post_load.has_dummy_weights,
             resident_graphs=memory.resident_graphs,
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
             after_wake=lambda tags: memory.registered.resume() if Tag.WEIGHTS in tags else None,

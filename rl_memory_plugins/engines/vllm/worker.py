@@ -217,7 +217,7 @@ class VllmWorker:
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
                 filled=self._filled,
-                dummy=lambda: self._worker.vllm_config.load_config.load_format == "dummy",
+                dummy=lambda model: self._worker.vllm_config.load_config.load_format == "dummy",
                 calls=nccl_suspend.CALLS,
             )
         return self._agent

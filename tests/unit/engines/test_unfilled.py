@@ -140,7 +140,7 @@ class Scaled(Reward):
 
 @pytest.mark.parametrize("dummy", [True, False])
 def test_a_load_leaves_the_scale_that_the_engine_s_step_reads(tmp_path: Path, dummy: bool) -> None:
-    rank = Rank(tmp_path, Scaled, unfilled=lambda: ["score.bias"], dummy=lambda: dummy)
+    rank = Rank(tmp_path, Scaled, unfilled=lambda: ["score.bias"], dummy=lambda model: dummy)
     rank.manager.learn_unfilled()
     rank.manager.mark_failed()
     assert rank.manager.kept == (set() if dummy else {"score.bias"})
@@ -163,7 +163,7 @@ def test_to_learn_it_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"dummy": lambda: True}, {"filled": lambda: ["score.bias"]}], ids=["dummy", "filled at the start"]
+    "options", [{"dummy": lambda model: True}, {"filled": lambda: ["score.bias"]}], ids=["dummy", "filled at the start"]
 )
 def test_what_the_engine_may_have_filled_otherwise_is_discarded(tmp_path: Path, options: dict[str, Any]) -> None:
     rank = Rank(tmp_path, **options)
