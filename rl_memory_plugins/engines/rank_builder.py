@@ -172,9 +172,8 @@ def build_agent(
     if adapters is not None:
         calls = {**calls, **RankAdapters(receiver, adapters).calls}
     names = NamedWeights(model, draft.model if draft else lambda: None, unfilled)
-    manager.find_unfilled = lambda: names.memory(
-        (target.unfilled() - {*filled()}) | {*(() if dummy(model()) else unfilled())}
-    )
+    manager.memory_of = names.memory
+    manager.find_unfilled = lambda: (target.unfilled() - {*filled()}) | {*(() if dummy(model()) else unfilled())}
     agent = RankAgent(manager, receiver, names, calls=calls, **own)
     manager.warm_up()
     receiver.warm_up()

@@ -281,7 +281,7 @@ class MemoryManager(WeightsContent):
             if not self._preserves(prepared.level, tag):
                 identified, fingerprint = (backup.identified, backup.fingerprint) if backup is not None else ([], None)
                 self._kept = KeptWeights(frozenset(prepared.keep), identified, fingerprint) if prepared.keep else None
-                if not prepared.keep.keys() >= (self._unfilled or {}).keys():
+                if not prepared.keep.keys() >= (self._unfilled or frozenset()):
                     self._whole, self._unfilled_changed = None, True
             if state is TagState.DISCARDED:
                 self.content = Content.STALE

@@ -48,8 +48,9 @@ class WeightsContent:
         content: The content state of the weights.
         epoch: A counter that grows with every known change of the weights.
         draft: The state of the draft model.
-        find_unfilled: Gives the parameters that no load of the engine's own checkpoint fills, with their memory.
-            `None` until the model can tell.
+        find_unfilled: Gives the names of the parameters that no load of the engine's own checkpoint fills. `None` until
+            the model can tell.
+        memory_of: Gives the present memory of parameters by name. Engines may give a parameter new memory.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class WeightsContent:
         self._states: dict[str, TagState] = dict.fromkeys(tags, TagState.RESIDENT)
         self._backups: dict[str, Backup] = {}
         self._kept: KeptWeights | None = None
-        self.find_unfilled: Callable[[], Mapping[str, Block]] | None = None
-        self._unfilled: Mapping[str, Block] | None = None
+        self.find_unfilled: Callable[[], Iterable[str]] | None = None
+        self.memory_of: Callable[[Iterable[str]], Mapping[str, Block]] = lambda names: {}
+        self._unfilled: frozenset[str] | None = None
         self._whole: KeptWeights | None = None  # the unfilled parameters, while they hold their values
         self._whole_is_old = False  # an engine's own load into valid weights may have written them since
         self._unfilled_changed = False  # since the weights were valid, as their bytes show
@@ -115,14 +117,18 @@ class WeightsContent:
         unfilled ones. After an update that broke off both count only if their bytes are those of before. The weights
         must be resident.
         """
+        whole = self._whole
         if self.content in (Content.UPDATING, Content.FAILED):
             if self._kept is not None and self._has_changed(self._kept) is not False:
                 self._kept = None
-            if self._whole is not None and (changed := self._has_changed(self._whole)) is not False:
-                self._unfilled_changed = bool(changed) and not self._whole_is_old
-                self._whole = None
+            if whole is not None:
+                changed = self._has_changed(whole, self._unfilled_blocks())
+                if changed:
+                    self._whole, self._unfilled_changed = None, not self._whole_is_old
+                if changed is not False:
+                    whole = None
         names: frozenset[str] = frozenset()
-        return names.union(*(one.names for one in (self._kept, self._whole) if one is not None))
+        return names.union(*(one.names for one in (self._kept, whole) if one is not None))
 
     @property
     def unmarked(self) -> frozenset[str]:
@@ -150,9 +156,9 @@ class WeightsContent:
         """
         if self._unfilled is not None or self.find_unfilled is None:
             return False
-        self._unfilled = {}
+        self._unfilled = frozenset()
         try:
-            self._unfilled = self.find_unfilled()
+            self._unfilled = frozenset(self.memory_of(self.find_unfilled()))
         except Exception as error:  # without the knowledge the rule is strict: every parameter must be sent
             logger.warning("cannot tell which parameters the engine's checkpoint does not fill: %s", error)
         self._note_whole()
@@ -165,7 +171,7 @@ class WeightsContent:
         """
         if not self._unfilled or self.content is not Content.VALID:
             return
-        blocks = intersect(self.allocator.blocks(Tag.WEIGHTS), self._unfilled.values())
+        blocks = self._unfilled_blocks()
         fingerprint = None
         try:
             if blocks:
@@ -173,26 +179,30 @@ class WeightsContent:
                 fingerprint = self.device.fingerprint(blocks)
         except DeviceMemoryError:
             logger.warning("no memory for the fingerprint of %d unfilled parameters", len(self._unfilled))
-        self._whole = KeptWeights(frozenset(self._unfilled), blocks, fingerprint)
+        self._whole = KeptWeights(self._unfilled, blocks, fingerprint)
         self._whole_is_old = self._unfilled_changed = False
 
     def _unfilled_memory(self) -> Mapping[str, Block]:
         """The memory of the unfilled parameters, before a sleep discards the weights."""
         if not self.learn_unfilled() and self._whole_is_old:
             self._note_whole()
-        return self._unfilled or {}
+        return self.memory_of(self._unfilled or ())
 
-    def _has_changed(self, kept: KeptWeights) -> bool | None:
-        """Whether the bytes have changed; `None` if that cannot be told."""
-        if not kept.blocks:
+    def _unfilled_blocks(self) -> list[Block]:
+        return intersect(self.allocator.blocks(Tag.WEIGHTS), self.memory_of(self._unfilled or ()).values())
+
+    def _has_changed(self, kept: KeptWeights, now: list[Block] | None = None) -> bool | None:
+        """Whether the bytes have changed; `None` if that cannot be told. The parameters may have other memory `now`."""
+        blocks = kept.blocks if now is None else now
+        if not kept.blocks and not blocks:
             return False
-        if subtract(kept.blocks, self.allocator.blocks(Tag.WEIGHTS)):  # freed since
+        if subtract(blocks, self.allocator.blocks(Tag.WEIGHTS)):  # freed since
             return True
-        if kept.fingerprint is None:
+        if kept.fingerprint is None or not blocks:
             return None
         self.device.synchronize()
         try:
-            return self.device.fingerprint(kept.blocks) != kept.fingerprint
+            return self.device.fingerprint(blocks) != kept.fingerprint
         except DeviceMemoryError:
             return None
 

@@ -153,6 +153,23 @@ def test_a_load_leaves_the_scale_that_the_engine_s_step_reads(tmp_path: Path, du
     assert rank.model.score.bias.eq(3).all()
 
 
+@pytest.mark.parametrize("value", [7.0, 5.0])
+def test_a_value_counts_where_it_lies_now(tmp_path: Path, value: float) -> None:
+    rank = Rank(tmp_path)
+    rank.manager.learn_unfilled()
+    former = rank.model.score.bias  # whose memory is not free
+    with rank.manager.allocator.region(Tag.WEIGHTS):
+        rank.model.score.bias = torch.nn.Parameter(former.detach().clone(), requires_grad=False)
+    rank.discard()
+    assert rank.model.score.bias.eq(7).all()
+    rank.load(1.0)
+    assert rank.manager.content is Content.VALID
+    rank.manager.begin_writing()
+    rank.model.score.bias.fill_(value)
+    rank.manager.finish_writing(complete=False)
+    assert rank.manager.kept == ({"score.bias"} if value == 7 else set())
+
+
 def test_to_learn_it_changes_nothing(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     scratch, before = rank.model.scratch, rank.agent.identity()

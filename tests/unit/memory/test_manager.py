@@ -149,9 +149,10 @@ def unfilled(rank):
 
     def find():
         found.append("found")
-        return {"model.frozen": rank.names.blocks["model.frozen"]}
+        return ["model.frozen"]
 
     rank.manager.find_unfilled = find
+    rank.manager.memory_of = lambda names: {name: rank.names.blocks[name] for name in names}
     return found
 
 

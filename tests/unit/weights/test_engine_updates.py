@@ -99,7 +99,8 @@ def test_kept_weights_are_neither_marked_nor_waited_for(rank: Rank, before: Cont
 
 @pytest.mark.parametrize("before", [Content.STALE, Content.FAILED])
 def test_what_no_load_fills_is_neither_marked_nor_waited_for(rank: Rank, before: Content) -> None:
-    rank.manager.find_unfilled = lambda: {"a": Block(rank.parameters["a"].data_ptr(), 32)}
+    rank.manager.find_unfilled = lambda: ["a"]
+    rank.manager.memory_of = lambda names: {name: Block(rank.parameters[name].data_ptr(), 32) for name in names}
     rank.call("b")  # the first call finds it
     rank.manager.content = before
     rank.call("b")
@@ -118,7 +119,7 @@ def test_vllm_s_reload_marks_nothing_before_it_knows_what_no_load_fills() -> Non
     manager = MemoryManager(0, HostAllocator(), PagedArena(), lambda tag: [])
     loads = WatchedLoads(manager, model, lambda: None)
     learnt: list[bool] = []
-    manager.find_unfilled = lambda: learnt.append(model.weight.is_meta) or {}  # type: ignore[func-returns-value]
+    manager.find_unfilled = lambda: learnt.append(model.weight.is_meta) or []  # type: ignore[func-returns-value]
     prepare_reload(torch.nn.Linear(1, 1))
     assert learnt == []
     prepare_reload(model)

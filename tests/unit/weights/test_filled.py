@@ -11,11 +11,11 @@ import torch
 from toys import Rank, update
 
 from rl_memory_plugins.errors import ManifestError
-from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights.filled import Region, filled_by
 from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.names import NamedWeights
 
 WIDTH = 8
 
@@ -47,10 +47,8 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 def rank(known: Mapping[str, torch.Tensor] | None = None, **options: Any) -> Rank:
     known = checkpoint() if known is None else known
     made = Rank(Reward(), checkpoint=lambda: specs(known), **options)
-    made.manager.find_unfilled = lambda: {
-        name: Block(made.model.get_parameter(name).data_ptr(), made.model.get_parameter(name).nbytes)
-        for name in made.loader.unfilled()
-    }
+    made.manager.find_unfilled = made.loader.unfilled
+    made.manager.memory_of = NamedWeights(lambda: made.model).memory
     return made
 
 
@@ -95,7 +93,8 @@ def test_a_part_of_it_is_a_mismatch() -> None:
                 (self.score.bias[:1] if name == "half" else self.get_parameter(name)).data.copy_(weight)
 
     one = Rank(Halves(), checkpoint=lambda: specs(checkpoint()))
-    one.manager.find_unfilled = lambda: dict.fromkeys(one.loader.unfilled(), Block(0, 0))
+    one.manager.find_unfilled = one.loader.unfilled
+    one.manager.memory_of = NamedWeights(lambda: one.model).memory
     assert missing(send(one, {**checkpoint(1), "half": torch.zeros(1)})) == [("missing", "score.bias")]
 
 
