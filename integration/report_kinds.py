@@ -25,8 +25,9 @@ def table(results: Path, names: Mapping[str, str]) -> list[str]:
     for kind in kinds:
         cells = [", ".join(_cell(run.get((kind, way))) for way in WAYS) for run in runs.values()]
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    counts = [f"{title}: {_passed(run)}" for title, run in runs.items()]
-    lines += ["", f"Kinds of which every way passes that the engine has: {'; '.join(counts)}.", ""]
+    lines += ["", "Kinds of which every way passes that the engine has:", ""]
+    lines += [f"- {title}: {_passed(run)}" for title, run in runs.items()]
+    lines.append("")
     lines += ["| engine | kinds and ways | outcome and reason |", "|---|---|---|"]
     for title, run in runs.items():
         lines += [f"| {title} | {', '.join(places)} | {reason} |" for reason, places in _reasons(run).items()]
