@@ -33,7 +33,9 @@ def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of(allocator: Any, tp: int = 1, disable_custom_all_reduce: bool = False) -> worker.Memory:
-    arguments = SimpleNamespace(tp_size=tp, disable_custom_all_reduce=disable_custom_all_reduce)
+    arguments = SimpleNamespace(
+        tp_size=tp, disable_custom_all_reduce=disable_custom_all_reduce, model_path="target", revision=None
+    )
     memory = worker.Memory(RLMemoryConfig(), lambda: ("cpu", 0), arguments)
     memory.chosen = (allocator, None)
     return memory

@@ -20,6 +20,7 @@ from rl_memory_plugins.engines.sglang import tp_memory_balance as balance
 from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.worker import Memory
 
+ARGUMENTS = types.SimpleNamespace(model_path="target", revision=None)
 PLAIN, STRICT = RLMemoryConfig(), RLMemoryConfig(strict_tp_balance=True)
 UNEVEN = [
     {"rank": 0, "device": "GPU-aa", "free": 70.0, "total": 80.0, "processes": [(101, 8.5), (102, 1.5)]},
@@ -41,7 +42,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module = types.ModuleType("sglang.srt.distributed")
         module.get_tp_group = lambda: group  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "sglang.srt.distributed", module)
-        monkeypatch.setattr(worker, "_memory", config and Memory(config, lambda: ("cpu", rank), None))
+        monkeypatch.setattr(worker, "_memory", config and Memory(config, lambda: ("cpu", rank), ARGUMENTS))
 
         def gather(ranks: list[Any], mine: dict[str, Any], group: Any) -> None:
             assert mine["free"] == frees[rank]
@@ -154,7 +155,7 @@ def test_the_check_inside_a_method_is_replaced_too(
         {"rank": rank, "device": "x", "free": free, "total": 80.0, "processes": []} for rank, free in enumerate(frees)
     ]
     monkeypatch.setattr(balance, "_all_ranks", lambda free: ranks)
-    monkeypatch.setattr(worker, "_memory", config and Memory(config, lambda: ("cpu", 0), None))
+    monkeypatch.setattr(worker, "_memory", config and Memory(config, lambda: ("cpu", 0), ARGUMENTS))
     runner = Runner(frees, 0)
     runner.is_draft_worker = draft
     start = balance._init_torch_distributed(Runner.init_torch_distributed)
