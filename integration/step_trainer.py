@@ -73,7 +73,6 @@ class Native(Way):
         self._control.sleep()
         self._trainer.model.to(self._trainer.device)
         self._move_states(self._trainer.device)
-        torch.cuda.synchronize()
         return {}
 
     def back(self) -> dict[str, float]:

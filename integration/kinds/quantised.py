@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from integration.kinds.checkpoints import Write, change, configure
+from integration.models import FP8_BLOCKS
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
@@ -70,8 +71,7 @@ def block_fp8(write: Write) -> Write:
         values = (blocks / scale).to(FP8).view(weight.shape)
         return {f"{name}.weight": values, f"{name}.weight_scale_inv": scale[:, 0, :, 0]}
 
-    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    return _with(write, quantised, {**config, "weight_block_size": [GROUP, GROUP]})
+    return _with(write, quantised, FP8_BLOCKS)
 
 
 def _with(write: Write, quantised: Any, config: dict[str, Any]) -> Write:

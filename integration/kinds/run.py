@@ -12,15 +12,14 @@ import torch
 
 from integration.kinds import table, ways
 from integration.kinds.checkpoints import tensors_of, write_adapter
-from integration.kinds.subject import SUBJECTS, Answer, Subject
+from integration.kinds.subject import DEVICE, SUBJECTS, Answer, Subject
 from integration.kinds.table import Kind
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, UnsupportedError
-from tests.run_report import gpus
 from tests.vllm.child import Child
 
 SEED, OTHER_SEED = 1, 2
 REASON_LENGTH = 300
-ON_GPU = bool(gpus())
+ON_GPU = DEVICE == "cuda"
 
 
 class Outcome(NamedTuple):
@@ -333,7 +332,7 @@ def environment(engine: str, folder: Path, kind: Kind) -> dict[str, str]:
     from integration.engines import ENGINES
     from integration.engines.base import Launch
 
-    found = ENGINES[engine]().environment(Launch(folder, tp=kind.tp, forked=True, device="cuda" if ON_GPU else "cpu"))
+    found = ENGINES[engine]().environment(Launch(folder, tp=kind.tp, forked=True, device=DEVICE))
     found.pop("SGLANG_DISABLED_MODEL_ARCHS", None)  # the process of which all engines are forks has imported them
     if ON_GPU:  # both engines prefer kernels for blocks that are compiled at first use
         return {**found, "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "VLLM_USE_DEEP_GEMM": "0"}
