@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 GROUP_BYTES = 512 << 20
 """Bytes of storages that are allocated together. While they move, they exist three times on the device.
 
-A larger storage moves through host memory and exists once on the device. If host memory does not suffice, a larger
-storage exists three times on the device as well.
+A larger storage does so too if the device has the memory. If not, it moves through host memory, if that suffices.
 """
 
 HOST_MARGIN_BYTES = 256 << 20
@@ -56,7 +55,11 @@ def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
     sizes = [storage.nbytes() for storage in group]
     needed = sum(sizes)
     # A storage of more than a group is alone in its group.
-    by_host = needed > GROUP_BYTES and needed + HOST_MARGIN_BYTES <= free_host_bytes()
+    by_host = (
+        needed > GROUP_BYTES
+        and allocator.device.memory_info()[0] < 2 * needed + GROUP_BYTES
+        and needed + HOST_MARGIN_BYTES <= free_host_bytes()
+    )
     copies: list[torch.Tensor] = []
     try:
         copies = [bytes_of(storage).to("cpu" if by_host else storage.device, copy=True) for storage in group]
@@ -81,7 +84,8 @@ def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
 def _restore(storages: Iterable[Any], copies: Iterable[torch.Tensor]) -> None:
     """Copy the content back. An emptied storage is allocated again. Without copies the storages are as they were."""
     for storage, copy in zip(storages, copies, strict=False):
-        storage.resize_(copy.nbytes)
+        if storage.nbytes() != copy.nbytes:  # torch allocates anew for an equal size too, and then outside the region
+            storage.resize_(copy.nbytes)
         bytes_of(storage).copy_(copy)
 
 

@@ -72,6 +72,7 @@ def test_losses_and_addresses_stay(options, close):
     twin_optimizer = adamw(twin, **options)
     assert train(model, optimizer) == train(twin, twin_optimizer)
     kept = tensors_in(model, optimizer)
+    assert all(memory.owned()(tensor.untyped_storage()) for tensor in kept)
     addresses = [tensor.data_ptr() for tensor in kept]
     for _ in range(3):
         content = [tensor.detach().clone() for tensor in kept]
@@ -106,10 +107,9 @@ def test_a_sleep_empties_what_training_has_left_in_the_cache(close):
     close(memory)
     scratch = torch.empty(4 * GiB, dtype=torch.uint8, device="cuda")
     del scratch
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    assert cached >= 4 * GiB
-    memory.sleep()
-    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 1 * GiB
+    reserved = torch.cuda.memory_reserved()
+    memory.sleep()  # the tensors of sleeping tags stay in torch's count
+    assert reserved - torch.cuda.memory_reserved() >= 4 * GiB
 
 
 def test_a_region_makes_tensors_that_need_no_move(close):

@@ -18,13 +18,20 @@ class Region(Allocator):
         self.log = []
         self.device = self
         self.full = False
+        self.free = 0
+        self.is_open = False
 
     @contextmanager
     def region(self, tag):
         self.log.append(tag)
         if self.full:
             raise torch.OutOfMemoryError("no room")
+        self.is_open = True
         yield
+        self.is_open = False
+
+    def memory_info(self):
+        return self.free, self.free
 
     def trim(self, min_bytes=0):
         self.log.append("trim")
@@ -45,6 +52,21 @@ def test_a_storage_moves_under_all_its_views():
     whole[10] = -1
     assert view[0, 0] == -1 and keeps_its_place[10] == -1
     assert len(blocker) == 8 and whole_address
+
+
+@pytest.mark.parametrize("group_bytes", [1000, 10])
+def test_storages_are_allocated_in_the_region_only(monkeypatch, group_bytes):
+    monkeypatch.setattr(adoption, "GROUP_BYTES", group_bytes)
+    region, resize, allocated = Region(), torch.UntypedStorage.resize_, []
+
+    def note(storage, nbytes):
+        if nbytes:
+            allocated.append(region.is_open)
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", note)
+    move_storages(region, "mine", [torch.ones(10), torch.ones(100)])
+    assert allocated == [True, True]
 
 
 def test_storages_move_in_groups(monkeypatch):
@@ -130,12 +152,14 @@ class Device(Region):
         yield
 
 
-@pytest.mark.parametrize(("free", "left"), [(1 << 30, 0), (200 << 20, 100)])
-def test_a_large_storage_moves_through_host_memory_if_there_is_enough(monkeypatch, free, left):
+@pytest.mark.parametrize(
+    ("free", "device_free", "left"), [(1 << 30, 0, 0), (1 << 30, 209, 0), (1 << 30, 210, 100), (200 << 20, 0, 100)]
+)
+def test_a_large_storage_moves_through_host_memory_if_the_device_lacks_memory(monkeypatch, free, device_free, left):
     monkeypatch.setattr(adoption, "GROUP_BYTES", 10)
     monkeypatch.setattr(adoption, "free_host_bytes", lambda: free)
     tensor, device = torch.full((100,), 7, dtype=torch.uint8), Device()
-    device.storage = tensor.untyped_storage()
+    device.storage, device.free = tensor.untyped_storage(), device_free
     move_storages(device, "mine", [tensor])
     assert [entry for entry in device.log if isinstance(entry, int)] == [left]
     assert tensor.tolist() == [7] * 100
