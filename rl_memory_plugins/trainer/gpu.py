@@ -1,4 +1,4 @@
-"""The GPU of this process, if it uses one. These functions never initialise CUDA."""
+"""The GPU of this process, if it uses one. Only `with_index` may initialise CUDA."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def own_device() -> torch.device:
 def own_gpu() -> str | None:
     """The UUID of the current GPU, by which engines name it too; None if this process uses no GPU."""
     return gpu_name(torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+
+
+def with_index(device: torch.device | str | None) -> torch.device:
+    """The device with its index. Default: the current GPU, or the CPU without a GPU."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found

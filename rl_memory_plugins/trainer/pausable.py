@@ -13,10 +13,11 @@ be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
 from __future__ import annotations
 
 import threading
+import types
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,8 +37,10 @@ from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.first_step import FirstSteps
+from rl_memory_plugins.trainer.gpu import with_index
 from rl_memory_plugins.trainer.offloading import HOST_MARGIN_BYTES, Target, owned_elsewhere, sleepers
 from rl_memory_plugins.trainer.pausable_part import PausablePart
+from rl_memory_plugins.trainer.state_size import expected_state_bytes
 from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets, default_tag
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 
@@ -101,7 +104,7 @@ class PausableMemory:
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        self.device = _with_index(device)
+        self.device = with_index(device)
         self._dropped, self._frozen = frozenset(dropped), frozenset(frozen)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed else 0
@@ -176,7 +179,9 @@ class PausableMemory:
             except BaseException:
                 self._targets.remove_last(len(targets))
                 raise
-            self._first_steps.watch(target for target in targets if isinstance(target, torch.optim.Optimizer))
+            optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
+            self._prepare({tag or OPTIMIZER: sum(map(expected_state_bytes, optimizers))})
+            self._first_steps.watch(optimizers)
 
     def _open(self, tag: str) -> None:
         if not tag or not isinstance(tag, str):
@@ -383,8 +388,10 @@ class PausableMemory:
 
     # -- host memory ------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def _prepare(self, expected: Mapping[str, int] = types.MappingProxyType({})) -> None:
+        """Obtain host memory for tags that had none. `expected`: bytes that a tag will have beside its present ones."""
         sizes = {tag: sum(b.nbytes for b in self._allocator.blocks(tag)) for tag in self._manager.tags}
+        sizes |= {tag: sizes[tag] + nbytes for tag, nbytes in expected.items() if nbytes}
         new = {tag for tag, nbytes in sizes.items() if nbytes} - self._prepared - self._dropped
         if new:
             self._prepared |= new
@@ -440,10 +447,3 @@ def _close_arena(arena: PagedArena) -> None:
     # The garbage collector may run in any thread, also in those that the arena waits for or that hold its lock.
     with suppress(RuntimeError):  # no thread starts while the interpreter ends
         threading.Thread(target=arena.close, name="rl-memory-close").start()
-
-
-def _with_index(device: torch.device | str | None) -> torch.device:
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
