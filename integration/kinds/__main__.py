@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from tests.run_report import ENGINES, commit, gpus, version_of
 def main() -> int:
     arguments = _parse()
     from integration.kinds.preload import preload
-    from integration.kinds.run import run
+    from integration.kinds.run import START_TIMEOUT_S, run
 
     preload(arguments.engine)
     out = arguments.out or _default(arguments.engine)
@@ -38,8 +39,16 @@ def main() -> int:
     failures = 0
     for name in arguments.only:
         start = time.monotonic()
+        logs = arguments.log_dir and arguments.log_dir / re.sub(r"\W", "_", f"{arguments.engine}-{name}")
         with tempfile.TemporaryDirectory() as folder:
-            for found in run(arguments.engine, name, Path(folder), tuple(arguments.ways)):
+            for found in run(
+                arguments.engine,
+                name,
+                Path(folder),
+                tuple(arguments.ways),
+                logs=logs,
+                start_timeout_s=arguments.start_timeout or START_TIMEOUT_S,
+            ):
                 command = f"python -m integration.kinds {arguments.engine} --only {shlex.quote(name)}"
                 record = {**about, "kind": name, **found._asdict(), "commit": commit(), "command": command}
                 records = [one for one in records if (one["kind"], one["way"]) != (name, found.way)] + [record]
@@ -58,6 +67,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--only", nargs="+", choices=table.KINDS, default=list(table.KINDS), metavar="KIND")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--log-dir", type=Path, help="keep the engines' logs here, in a folder for each kind")
+    parser.add_argument("--start-timeout", type=float, metavar="SECONDS", help="for one engine's start; 600")
     parser.add_argument("--out", type=Path, help="the file of the records; that of this engine in integration/results")
     return parser.parse_args()
 

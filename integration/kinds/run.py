@@ -19,6 +19,14 @@ from tests.vllm.child import Child
 
 SEED, OTHER_SEED = 1, 2
 REASON_LENGTH = 300
+LINES_SHOWN = 40
+#: vLLM's error of a core that did not start names no cause.
+REFERENCE = "See root cause above"
+START_TIMEOUT_S = 600.0
+#: An error in a log, after the prefixes of processes and loggers.
+LOGGED_ERROR = re.compile(
+    r"^(?:\([^)]*\) *)?(?:ERROR [\d-]+ [\d:]+ *)?(?:\[.*?\] *)?([\w.]*(?:Error|Exception)\b.*)", re.M
+)
 ON_GPU = DEVICE == "cuda"
 
 
@@ -38,7 +46,15 @@ class WrongAnswerError(AssertionError):
     """The engine answered as no fresh engine of the weights does."""
 
 
-def run(engine: str, name: str, folder: Path, wanted: tuple[str, ...]) -> Iterator[Outcome]:
+def run(
+    engine: str,
+    name: str,
+    folder: Path,
+    wanted: tuple[str, ...],
+    *,
+    logs: Path | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Outcome]:
     """The outcome of every way of a kind.
 
     Args:
@@ -46,16 +62,20 @@ def run(engine: str, name: str, folder: Path, wanted: tuple[str, ...]) -> Iterat
         name: The kind's name.
         folder: An empty folder.
         wanted: The ways to try; those that the kind does not have are left out.
+        logs: A folder for the logs of the engines, which outlasts this process; `folder` if None.
+        start_timeout_s: How long one engine may take to start.
     """
-    starter = Starter(engine, name, folder)
+    starter = Starter(engine, name, folder, logs or folder, start_timeout_s)
     tried = [way for way in table.KINDS[name].ways if way in wanted]
     starter.write()
     try:
         starter.ask()
     except Exception as error:
+        reason = starter.reason(error)
+        starter.show_log()
         outcome = starter.verdict_without_package(error, start=True)
         for way in tried:
-            yield Outcome(way, outcome, starter.reason(error))
+            yield Outcome(way, outcome, reason)
         return
     try:
         for way in tried:
@@ -67,11 +87,14 @@ def run(engine: str, name: str, folder: Path, wanted: tuple[str, ...]) -> Iterat
 class Starter:
     """Starts the engines of a kind."""
 
-    def __init__(self, engine: str, kind: str, folder: Path) -> None:
+    def __init__(self, engine: str, kind: str, folder: Path, logs: Path, start_timeout_s: float) -> None:
         # Children look the kind up by its name: functions that write checkpoints do not travel.
         self._engine, self._kind, self._folder = engine, kind, folder
+        self._start_timeout_s = start_timeout_s
         self._subject: Child | None = None
-        self._log = folder / "none.log"  # of the engine that has started last
+        self._logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        self._log = logs / "none.log"  # of the engine that has started last
         self._checkpoints = [Checkpoint(folder / "first", SEED), Checkpoint(folder / "other", OTHER_SEED)]
 
     def write(self) -> None:
@@ -92,8 +115,16 @@ class Starter:
         self._checkpoints = [first._replace(answer=own), other._replace(answer=answers)]
 
     def start(self, folder: Path, *, plugin: bool = True) -> Child:
-        self._log = self._folder / f"{len(list(self._folder.glob('*.log')))}.log"
-        return start(self._engine, self._kind, folder, self._log, self._folder / "adapter", plugin=plugin)
+        """An engine on a checkpoint.
+
+        Raises:
+            TimeoutError: the engine did not start in time.
+        """
+        self._log = self._logs / f"{len(list(self._logs.glob('*.log')))}.log"
+        adapter = self._folder / "adapter"
+        child = start(self._engine, self._kind, folder, self._log, adapter, plugin=plugin)
+        child.wait_ready(self._start_timeout_s)
+        return child
 
     def stop(self) -> None:
         if self._subject is not None:
@@ -107,6 +138,8 @@ class Starter:
             outcome, reason = self._subject(try_way, way, self._kind, self._checkpoints)
         except Exception as error:  # the engine is gone
             outcome, reason = "failed", self.reason(error)
+        if outcome == "failed":
+            self.show_log()
         if outcome != "passed":
             self.stop()
         if outcome != "passed" and way == ways.OWN:
@@ -114,7 +147,12 @@ class Starter:
         return Outcome(way, outcome, self.cleaned(reason))
 
     def verdict_without_package(self, found: Any, *, start: bool = False) -> str:
-        """`engine_cannot` if the engine fails too when the package is not enabled."""
+        """`engine_cannot` if the engine fails too when the package is not enabled.
+
+        An engine that has no answer in time may still be compiling; that says nothing about what it can do.
+        """
+        if isinstance(found, TimeoutError):
+            return "failed"
         first, other = self._checkpoints
         try:
             engine = self.start(first.folder, plugin=False)
@@ -127,16 +165,28 @@ class Starter:
                 engine.stop()
         except Exception as error:
             print("  without the package:", self.reason(error), flush=True)
-            return "engine_cannot"
+            return "failed" if isinstance(error, TimeoutError) else "engine_cannot"
         return found if isinstance(found, str) else "failed"
 
     def reason(self, error: Exception) -> str:
-        """What an error says; of an engine that has ended, the last error in its log."""
-        if not isinstance(error, EOFError):
-            return self.cleaned(str(error) or type(error).__name__)
-        log = self._log.read_text(errors="replace") if self._log.exists() else ""
-        errors = re.findall(r"^(?:\[.*?\] *)?([\w.]*(?:Error|Exception)\b.*)", log, re.M)
-        return self.cleaned(errors[-1] if errors else "the engine's process ended without an error in its log")
+        """What an error says; of an engine that has ended or that refers to its log, the last error in that log."""
+        said = str(error) or type(error).__name__
+        if not isinstance(error, EOFError) and REFERENCE not in said:
+            return self.cleaned(said)
+        errors = [line for line in LOGGED_ERROR.findall(self._text()) if REFERENCE not in line]
+        if errors:
+            return self.cleaned(errors[-1])
+        if isinstance(error, EOFError):
+            return "the engine's process ended without an error in its log"
+        return self.cleaned(said)
+
+    def show_log(self) -> None:
+        """Print the end of the log of the engine that has started last."""
+        lines = self._text().splitlines()[-LINES_SHOWN:]
+        print(f"  the last lines of {self._log}:", *lines, sep="\n    ", flush=True)
+
+    def _text(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def cleaned(self, text: str) -> str:
         return cleaned(text, self._folder)
@@ -289,7 +339,7 @@ class Breaking:
 
 
 def start(engine: str, name: str, folder: Path, log: Path, adapter: Path, *, plugin: bool) -> Child:
-    """A fresh engine, in a process of its own that writes into `log`."""
+    """A fresh engine that is starting, in a process of its own that writes into `log`."""
     kind = table.KINDS[name]
     options = {"dtype": dtype_of(kind), **(kind.vllm if engine == "vllm" else kind.sglang)}
     if kind.tp > 1:
@@ -300,6 +350,7 @@ def start(engine: str, name: str, folder: Path, log: Path, adapter: Path, *, plu
         Start(engine, folder, options, kind.task, plugin, str(adapter) if kind.adapter else ""),
         environment=environment(engine, folder, kind),
         forked=engine == "vllm",  # SGLang's modules use the GPU when they are imported
+        wait=False,
     )
 
 

@@ -28,6 +28,8 @@ SGLANG: dict[str, dict[str, Any]] = {
         "disable_prefill_cuda_graph": True,
         "cuda_graph_max_bs_decode": 4,
         "mem_fraction_static": 0.2,
+        # The default for experts on several Hopper GPUs. FlashInfer compiles it at first use, which takes minutes.
+        "enforce_disable_flashinfer_allreduce_fusion": True,
     },
 }
 DEVICE = "cuda" if gpus() else "cpu"

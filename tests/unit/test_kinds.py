@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration import report_kinds
-from integration.kinds import table
+from integration.kinds import run, table
 from integration.kinds.checkpoints import tensors_of
 from integration.kinds.run import cleaned
 from integration.kinds.ways import WAYS
@@ -60,3 +60,62 @@ def test_the_table_of_the_records(tmp_path: Path) -> None:
     assert "| other | refused, **no**, ,  |" in lines
     assert any("vLLM 0.32.0, cpu: 1" in line for line in lines)
     assert "| vLLM 0.32.0, cpu | other (partial) | failed, `torn` |" in lines
+
+
+class Engine:
+    """Instead of a process with an engine: it writes a log and fails."""
+
+    def __init__(self, log: Path, text: str, error: Exception) -> None:
+        log.write_text(text)
+        self._error = error
+
+    def wait_ready(self, timeout_s: float) -> None:
+        raise self._error
+
+    def stop(self) -> None: ...
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str, error: Exception) -> list[run.Outcome]:
+    """Of a kind whose engines do not start."""
+    monkeypatch.setattr(run.Starter, "write", lambda _: None)
+    monkeypatch.setattr(run, "start", lambda engine, kind, folder, log, adapter, **_: Engine(log, text, error))
+    return list(run.run("vllm", "dense", folder, WAYS, logs=folder / "logs", start_timeout_s=1))
+
+
+VLLM_LOG = """
+(EngineCore pid=7) ERROR 11-26 11:56:44 [core.py:1155] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-26 11:56:44 [core.py:1155] ValueError: no kernel
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+SGLANG_LOG = "[2026-11-26 11:56:44] Scheduler hit an exception\nModuleNotFoundError: No module named 'x'\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "reason"),
+    [
+        (VLLM_LOG, RuntimeError("Engine core initialization failed. See root cause above."), "ValueError: no kernel"),
+        (SGLANG_LOG, EOFError(), "ModuleNotFoundError: No module named 'x'"),
+        ("", EOFError(), "the engine's process ended without an error in its log"),
+        (VLLM_LOG, RuntimeError("wrong option"), "wrong option"),
+    ],
+)
+def test_the_reason_of_an_engine_that_does_not_start_is_the_cause_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: str, error: Exception, reason: str
+) -> None:
+    found = outcomes(monkeypatch, tmp_path, log, error)
+    assert {(one.outcome, one.reason) for one in found} == {("engine_cannot", reason)}
+
+
+def test_the_log_of_an_engine_that_does_not_start_is_shown_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes(monkeypatch, tmp_path, "\n".join(f"line {number};" for number in range(100)), EOFError())
+    shown = capsys.readouterr().out
+    assert "line 99;" in shown and "line 60;" in shown and "line 59;" not in shown
+    assert (tmp_path / "logs" / "0.log").read_text().startswith("line 0;")
+
+
+def test_an_engine_that_is_slow_is_not_called_unable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = outcomes(monkeypatch, tmp_path, "", TimeoutError("no answer within 1 s"))
+    assert {(one.outcome, one.reason) for one in found} == {("failed", "no answer within 1 s")}
+    assert len(list((tmp_path / "logs").glob("*.log"))) == 1, "no second start"

@@ -65,9 +65,9 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         try:
-            self._receive(START_TIMEOUT_S)
+            self._receive(timeout_s)
         except BaseException:
             _kill(self.processes())  # an engine that is still starting does not look at its pipe
             raise
