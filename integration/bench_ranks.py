@@ -47,10 +47,11 @@ EVERY = 20  # cycles between two comparisons of the answers
 def start(arguments: argparse.Namespace, model: Path) -> Any:
     options: dict[str, Any] = {"disable_custom_all_reduce": True} if arguments.subject == "nccl" else {}
     native = arguments.subject == "native"
+    given = {name: True for name in arguments.options}
     if arguments.engine == "sglang":
         import sglang
 
-        switch = {"enable_memory_saver": True, "enable_weights_cpu_backup": True} if native else {"rl_memory": True}
+        switch = {"enable_memory_saver": True, "enable_weights_cpu_backup": True} if native else {"rl_memory": given}
         return sglang.Engine(
             model_path=str(model),
             tp_size=arguments.tp,
@@ -71,7 +72,7 @@ def start(arguments: argparse.Namespace, model: Path) -> Any:
     import vllm
 
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    switch = {"enable_sleep_mode": True} if native else {"additional_config": {"rl_memory": {}}}
+    switch = {"enable_sleep_mode": True} if native else {"additional_config": {"rl_memory": given}}
     return vllm.LLM(
         str(model),
         tensor_parallel_size=arguments.tp,
@@ -148,7 +149,11 @@ def run_subject(arguments: argparse.Namespace) -> None:
     common = described("bench_ranks", arguments.engine, arguments.model, arguments.subject, arguments.commit)
     ranks = Ranks(arguments, arguments.folder)
     try:
-        bench = Records(arguments.out, {**common, "tp": arguments.tp, "flags": arguments.flags}, by_step=True)
+        bench = Records(
+            arguments.out,
+            {**common, "tp": arguments.tp, "flags": arguments.flags, "options": arguments.options},
+            by_step=True,
+        )
         ranks.scored()  # the first batch compiles kernels, and others than later ones may serve it
         first, scored = ranks.answers(), ranks.scored()
         bench.add("difference_awake", [most_different(scored, ranks.scored()) for _ in range(3)], "nats")
@@ -201,6 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--flags", nargs="*", default=[], help="arguments of vLLM to set, e.g. enable_nccl_comm_suspend"
     )
+    parser.add_argument("--options", nargs="*", default=[], help="options of rl_memory to set, e.g. nccl_suspend")
     parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
     parser.add_argument("--timeout", type=float, default=400, help="seconds that each subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
@@ -218,6 +224,7 @@ def main() -> None:
         given = ["--engine", arguments.engine, "--model", arguments.model, "--tp", str(arguments.tp)]
         given += ["--cycles", str(arguments.cycles), "--memory", str(arguments.memory), "--commit", arguments.commit]
         given += ["--out", str(arguments.out), "--folder", str(folder), "--flags", *arguments.flags]
+        given += ["--options", *arguments.options]
         command = [sys.executable, "-m", "integration.bench_ranks", *given]
         subjects = arguments.subject or SUBJECTS
         failed = [one for one in subjects if not succeeds([*command, "--subject", one], arguments.timeout)]

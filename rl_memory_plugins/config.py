@@ -89,6 +89,9 @@ class RLMemoryConfig(BaseSettings):
     device_memory_margin_bytes: Bytes = 64 * MiB
     """Device memory that a wake leaves free, for kernels and communicators that allocate on first use."""
 
+    nccl_suspend: bool = False
+    """Release the memory of NCCL communicators while the engine sleeps. Needs NCCL 2.29.7. A sleep takes longer."""
+
     update_timeout_s: Seconds = 60.0
     """The longest silence of the trainer during a weight update. Then the update fails."""
 

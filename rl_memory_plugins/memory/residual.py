@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.cuda_device import gpu_name
+from rl_memory_plugins.memory.nccl import bytes_of_groups
 from rl_memory_plugins.memory.segments import Segment
 
 #: torch's pool for allocations outside all private pools.
@@ -46,6 +47,30 @@ def bytes_beyond_torch(index: int) -> int | None:
 
 
 @contextmanager
+def moved(cause: str) -> Iterator[None]:
+    """Attribute to `cause` what the process's memory on its current GPU grows or shrinks by.
+
+    Regions may be released, but must stay as they are meanwhile, and so must the memory of torch's allocator.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    index = torch.cuda.current_device()
+    before = process_bytes(index)
+    try:
+        yield
+    finally:
+        after = process_bytes(index)
+        if before is not None and after is not None:
+            _grown[index, cause] = _grown.get((index, cause), 0) + after - before
+
+
+def communicator_bytes(index: int) -> int:
+    """Bytes of the NCCL communicators of this process: measured for the engine's own, by NCCL's count for torch's."""
+    return max(_grown.get((index, "nccl"), 0) + bytes_of_groups(index), 0)
+
+
+@contextmanager
 def attributed(cause: str) -> Iterator[None]:
     """Attribute to `cause` the growth of the process's memory on its current GPU, outside torch's allocator."""
     if not torch.cuda.is_available():
@@ -70,9 +95,7 @@ class ResidualMemory:
     def __init__(self, index: int) -> None:
         self._index = index
         beyond = bytes_beyond_torch(index)
-        self._causes = {cause: grown for (gpu, cause), grown in _grown.items() if gpu == index and grown}
-        if beyond is not None:
-            self._causes["context"] = max(beyond - sum(self._causes.values()), 0)
+        self._context = 0 if beyond is None else max(beyond - communicator_bytes(index), 0)
 
     def __call__(
         self, by_pool: Mapping[tuple[int, int], Sequence[Segment]], own: set[tuple[int, int]], resident_bytes: int
@@ -95,10 +118,10 @@ class ResidualMemory:
         }
         used = process_bytes(self._index)
         if used is not None:
-            named |= self._causes
+            named |= {"nccl": communicator_bytes(self._index), "context": self._context}
             rest = used - resident_bytes - cached - sum(named.values())
-            for cause in ("nccl", "context"):  # suspended communicators have given memory back
-                named[cause] = max(named.get(cause, 0) + min(rest, 0), 0)
+            for cause in ("nccl", "context"):  # NCCL counts what communicators share for each of them
+                named[cause] = max(named[cause] + min(rest, 0), 0)
                 rest = used - resident_bytes - cached - sum(named.values())
             named["other"] = max(rest, 0)
         return {cause: nbytes for cause, nbytes in named.items() if nbytes}

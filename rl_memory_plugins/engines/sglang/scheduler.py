@@ -15,6 +15,7 @@ from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.enabled import on_enabled
+from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
 from rl_memory_plugins.engines.sglang import adapters, frozen, worker
 from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
 from rl_memory_plugins.engines.sglang.draft import runners_of
@@ -81,7 +82,7 @@ class SglangScheduler:
         if board is not None:
             atexit.register(board.close)
         self.controller = Controller(
-            self.ranks,
+            SuspendingRanks(self.ranks) if config.nccl_suspend else self.ranks,
             self.engine,
             board,
             _engine_rank(scheduler),

@@ -13,7 +13,7 @@ from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
 from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
-from rl_memory_plugins.engines.sglang import draft
+from rl_memory_plugins.engines.sglang import draft, nccl_suspend
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
 from rl_memory_plugins.errors import UnsupportedError
@@ -239,6 +239,7 @@ class SglangWorker:
             unfilled=self.unfilled,
             dummy=post_load.has_dummy_weights,
             resident_graphs=memory.resident_graphs,
+            calls=nccl_suspend.calls(config),
             before_sleep=lambda tags: memory.registered.suspend() if Tag.WEIGHTS in tags else None,
             after_wake=lambda tags: memory.registered.resume() if Tag.WEIGHTS in tags else None,
         )

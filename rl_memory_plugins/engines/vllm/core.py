@@ -14,6 +14,7 @@ from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.coordination import RankGroup, raise_engine_failures
 from rl_memory_plugins.engines.enabled import on_enabled, state_of
+from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
 from rl_memory_plugins.engines.vllm import external
 from rl_memory_plugins.engines.vllm.adapters import number_in
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
@@ -24,8 +25,7 @@ from rl_memory_plugins.engines.vllm.core_hooks import (
     settle,
     worker_here,
 )
-from rl_memory_plugins.engines.vllm.nccl_suspend import SuspendingRanks
-from rl_memory_plugins.engines.vllm.options import config_of
+from rl_memory_plugins.engines.vllm.options import config_of, suspends_communicators
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.loaded_versions import LoadedVersions
@@ -105,8 +105,7 @@ def _ranks(core: Any) -> RankGroup:
     ranks: RankGroup = VllmRanks(core.model_executor)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         ranks = external.ranks_of(core, worker_here(core).agent)
-    suspends = getattr(core.vllm_config.model_config, "enable_nccl_comm_suspend", False)  # not in every version
-    return SuspendingRanks(ranks) if suspends else ranks
+    return SuspendingRanks(ranks) if suspends_communicators(core.vllm_config) else ranks
 
 
 def _call(self: Any, payload: bytes) -> Any:

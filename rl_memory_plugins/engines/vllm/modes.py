@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from rl_memory_plugins.engines.vllm.options import suspends_communicators
 from rl_memory_plugins.errors import unsupported
 
 _CONNECTORS = (
@@ -65,17 +66,23 @@ def refuse_resident_graphs(config: Any, why: str) -> None:
 
 
 def refuse_configuration(config: Any) -> None:
-    """Refuse engines that step together but belong to several servers or `LLM` objects, which reach only their own.
+    """Refuse communicators that cannot be suspended, and engines that step together but belong to several servers or
+    `LLM` objects, which reach only their own.
 
     Raises:
         UnsupportedError: names the options, and the reason.
     """
+    from vllm.distributed import parallel_state
+
+    suspends = suspends_communicators(config)
+    if suspends and not hasattr(parallel_state, "suspend_device_comms"):
+        raise unsupported("nccl_suspend", "this version of vLLM cannot suspend its communicators")
     parallel = config.parallel_config
     if parallel.data_parallel_size == 1 or not config.model_config.is_moe:
         return
-    if getattr(config.model_config, "enable_nccl_comm_suspend", False):  # not in every version
+    if suspends:
         raise unsupported(
-            "--enable-nccl-comm-suspend for data-parallel engines of a model with experts",
+            "nccl_suspend or --enable-nccl-comm-suspend for data-parallel engines of a model with experts",
             "their communicators connect the engines, so an engine that fails to sleep would leave the others waiting",
         )
     if parallel.distributed_executor_backend == "external_launcher":  # its ranks agree by themselves

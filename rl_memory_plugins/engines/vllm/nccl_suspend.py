@@ -1,58 +1,32 @@
-"""vLLM's `--enable-nccl-comm-suspend`: a sleep also releases the memory of NCCL communicators.
-
-The calls are collective, so they are phases of their own: a rank may suspend or resume only after every rank has
-succeeded in the phase before.
-"""
+"""The communicators of a vLLM worker. `--enable-nccl-comm-suspend` and the option `nccl_suspend` mean the same."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-from rl_memory_plugins.coordination import RankGroup
-from rl_memory_plugins.errors import EngineFaultError
-from rl_memory_plugins.records import Reply
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines import nccl_suspend
+from rl_memory_plugins.memory import nccl
 
 
-class SuspendingRanks:
-    """The ranks of an engine that suspends its communicators.
+def calls(config: RLMemoryConfig) -> dict[str, Callable[[], None]]:
+    """The calls of a rank, see `calls_of`: vLLM's own functions, then the process groups of torch.
 
-    They suspend after all ranks have released the memory of a sleep. They resume after all ranks have reserved the
-    memory of a wake, and before any rank maps it. A wake that fails to resume leaves the tags asleep, and the next wake
-    tries again.
+    Raises:
+        UnsupportedError: the option is set, and NCCL is too old. vLLM's flag has no effect then, as in vLLM itself.
     """
-
-    def __init__(self, ranks: RankGroup) -> None:
-        self._ranks = ranks
-
-    def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
-        replies = self._ranks.call(method, **arguments)
-        if any(reply.error is not None for reply in replies):
-            return replies
-        after: list[Reply[Any]] = []
-        if method == "commit_sleep" and any(reply.result["changes"] for reply in replies):
-            after = self._ranks.call("suspend_communicators")
-        elif method == "prepare_wake":
-            after = self._ranks.call("resume_communicators")
-        return after if any(reply.error is not None for reply in after) else replies
-
-
-def _suspend() -> None:
     from vllm.distributed import parallel_state
 
-    try:
+    if config.nccl_suspend:
+        nccl_suspend.require_suspend(parallel_state)
+    groups = nccl.Suspension(lambda: nccl.of_groups(nccl_suspend.device_groups(parallel_state)))
+
+    def suspend() -> None:
         parallel_state.suspend_device_comms()
-    except Exception as error:
-        raise EngineFaultError(f"the memory is released, but the communicators are not suspended: {error}") from error
+        groups.suspend()
 
-
-def _resume() -> None:
-    from vllm.distributed import parallel_state
-
-    try:
+    def resume() -> None:
+        groups.resume()
         parallel_state.resume_device_comms()
-    except Exception as error:
-        raise EngineFaultError(f"the communicators cannot be resumed, and nothing was mapped: {error}") from error
 
-
-#: The calls of a rank, by name.
-CALLS = {"suspend_communicators": _suspend, "resume_communicators": _resume}
+    return nccl_suspend.calls_of(suspend, resume)

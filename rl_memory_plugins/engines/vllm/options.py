@@ -22,6 +22,13 @@ def config_of(vllm_config: Any) -> RLMemoryConfig | None:
     return RLMemoryConfig.from_dict(additional[CONFIG_KEY])
 
 
+def suspends_communicators(vllm_config: Any) -> bool:
+    """Whether a sleep of this engine suspends its NCCL communicators, by the option or by vLLM's own flag."""
+    config = config_of(vllm_config)
+    flag = getattr(vllm_config.model_config, "enable_nccl_comm_suspend", False)  # not in every version
+    return bool(flag) or (config is not None and config.nccl_suspend)
+
+
 def requested(engine_args: Any) -> Any:
     """The options that the user gave: in `additional_config`, which the flag fills too, else in the environment.
 

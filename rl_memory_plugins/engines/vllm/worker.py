@@ -218,7 +218,7 @@ class VllmWorker:
                 resident_graphs=self._resident_graphs,
                 filled=self._filled,
                 dummy=lambda model: self._worker.vllm_config.load_config.load_format == "dummy",
-                calls=nccl_suspend.CALLS,
+                calls=nccl_suspend.calls(self._config),
             )
         return self._agent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from test_controller import Engine
 from rl_memory_plugins import commands, operations
 from rl_memory_plugins.commands import decode_reply, encode_command
 from rl_memory_plugins.controller import Controller
-from rl_memory_plugins.engines.vllm.nccl_suspend import SuspendingRanks
-from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, from_record
+from rl_memory_plugins.engines import nccl_suspend
+from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
+from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, UnsupportedError, from_record
+from rl_memory_plugins.memory import nccl
 from rl_memory_plugins.rank import RankAgent
 
 
@@ -102,3 +105,54 @@ def test_a_failure_closes_the_engine_and_the_next_wake_works(phase: str) -> None
     world.run(operations.wake_up())
     assert world.controller.refusal() is None
     assert [rank.contents()["parameter"] for rank in world.ranks] == before
+
+
+def library(version: str, **functions: Any) -> Any:
+    return SimpleNamespace(lib=SimpleNamespace(**functions), ncclGetVersion=lambda: version)
+
+
+def parallel_state(*coordinators: Any) -> Any:
+    """As the module of both engines, which knows its groups by weak references. One group is gone."""
+    return SimpleNamespace(
+        _groups={"gone": lambda: None, **{str(n): lambda one=one: one for n, one in enumerate(coordinators)}}
+    )
+
+
+def coordinator(own: Any = None, *, vllm: bool = False, backend: str = "cuda:nccl") -> Any:
+    group = SimpleNamespace(config=backend)
+    if vllm:
+        return SimpleNamespace(device_communicator=SimpleNamespace(pynccl_comm=own), device_group=group)
+    return SimpleNamespace(pynccl_comm=own, device_group=group)
+
+
+@pytest.fixture
+def torch_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "why_not", lambda: "NCCL 2.28.9 is older than 2.29.7")
+    monkeypatch.setattr(nccl, "has_nccl", lambda group: "nccl" in group.config)
+
+
+@pytest.mark.parametrize("vllm", [True, False])
+def test_an_engine_with_an_older_nccl_is_refused(vllm: bool, torch_cannot: None) -> None:
+    new = SimpleNamespace(available=True, nccl=library("2.30.7", ncclCommSuspend=None))
+    old = SimpleNamespace(available=True, nccl=library("2.28.9"))
+    alone = SimpleNamespace(available=False)  # the only rank of its group
+    nccl_suspend.require_suspend(parallel_state(coordinator(alone, vllm=vllm), coordinator(new, vllm=vllm)))
+    with pytest.raises(UnsupportedError, match="loaded NCCL 2.28.9"):
+        nccl_suspend.require_suspend(parallel_state(coordinator(new, vllm=vllm), coordinator(old, vllm=vllm)))
+    with pytest.raises(UnsupportedError, match="NCCL 2.28.9 is older"):
+        nccl_suspend.require_suspend(parallel_state(coordinator(vllm=vllm)))
+
+
+def test_an_engine_without_nccl_has_nothing_to_suspend(torch_cannot: None) -> None:
+    nccl_suspend.require_suspend(parallel_state(coordinator(backend="cpu:gloo,cuda:gloo")))
+
+
+def test_the_errors_say_what_state_the_memory_is_in() -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    calls = nccl_suspend.calls_of(fail, fail)
+    with pytest.raises(EngineFaultError, match=r"is released, but .* NCCL error"):
+        calls["suspend_communicators"]()
+    with pytest.raises(EngineFaultError, match=r"nothing was mapped: NCCL error"):
+        calls["resume_communicators"]()

@@ -1,0 +1,59 @@
+"""The communicators of a SGLang scheduler: its own, by their library, and those of torch's process groups."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines import nccl_suspend
+from rl_memory_plugins.memory import nccl
+
+MEMORY = 1  # NCCL_SUSPEND_MEM
+
+
+@dataclass(frozen=True)
+class OwnCommunicator:
+    """A communicator of SGLang.
+
+    Attributes:
+        communicator: SGLang's `PyNcclCommunicator`, which has no such calls.
+    """
+
+    communicator: Any
+
+    def suspend(self) -> None:
+        self._call("ncclCommSuspend", ctypes.c_int(MEMORY))
+
+    def resume(self) -> None:
+        self._call("ncclCommResume")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        library = self.communicator.nccl
+        library.NCCL_CHECK(getattr(library.lib, name)(self.communicator.comm, *arguments))
+
+
+def calls(config: RLMemoryConfig) -> dict[str, Callable[[], None]]:
+    """The calls of a rank, see `calls_of`.
+
+    Raises:
+        UnsupportedError: the option is set, and NCCL is too old.
+    """
+    if config.nccl_suspend:
+        from sglang.srt.distributed import parallel_state
+
+        nccl_suspend.require_suspend(parallel_state)
+    communicators = nccl.Suspension(_communicators)
+    return nccl_suspend.calls_of(communicators.suspend, communicators.resume)
+
+
+def _communicators() -> Iterator[nccl.Communicator]:
+    from sglang.srt.distributed import parallel_state
+
+    for coordinator in nccl_suspend.coordinators(parallel_state):
+        own = nccl_suspend.pynccl_of(coordinator)
+        if own is not None:
+            yield OwnCommunicator(own)
+    yield from nccl.of_groups(nccl_suspend.device_groups(parallel_state))

@@ -1,0 +1,150 @@
+"""A scheduler's communicators: SGLang's own, which have no such calls, and those of torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, ncclComm_t
+
+from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
+from rl_memory_plugins.engines.sglang import nccl_suspend, scheduler
+from rl_memory_plugins.engines.sglang.nccl_suspend import OwnCommunicator
+from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
+from rl_memory_plugins.errors import EngineFaultError, UnsupportedError
+from rl_memory_plugins.rank import encode_call
+from tests.sglang.test_worker import Model
+
+ON = RLMemoryConfig(nccl_suspend=True)
+
+
+class Library:
+    """As SGLang's `NCCLLibrary`, over a library that notes its calls."""
+
+    NCCL_CHECK = NCCLLibrary.NCCL_CHECK
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.result = 0
+        self.lib = SimpleNamespace(
+            ncclCommSuspend=lambda comm, flags: log.append(("suspend", comm, flags.value)) or self.result,
+            ncclCommResume=lambda comm: log.append(("resume", comm)) or self.result,
+        )
+
+    def ncclGetErrorString(self, result: int) -> str:
+        return f"error {result}"
+
+
+class Coordinator:
+    """As SGLang's `GroupCoordinator`."""
+
+    def __init__(self, own: Any, backend: Any = None) -> None:
+        self.pynccl_comm = own
+        self.device_group = SimpleNamespace(
+            _get_backend=lambda device: backend, config="cuda:nccl" if backend else "cpu:gloo"
+        )
+
+
+@pytest.fixture
+def log() -> list[tuple[Any, ...]]:
+    return []
+
+
+@pytest.fixture
+def library(log: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Library:
+    library = Library(log)
+    backend = SimpleNamespace(
+        suspend=lambda: log.append(("suspend", "torch")), resume=lambda: log.append(("resume", "torch"))
+    )
+    groups = [
+        Coordinator(SimpleNamespace(available=False)),  # of one rank
+        Coordinator(SimpleNamespace(available=True, nccl=library, comm="tp"), backend),
+        Coordinator(None),
+        Coordinator(SimpleNamespace(available=True, nccl=library, comm="dp")),
+    ]
+    monkeypatch.setattr(parallel_state, "_groups", {str(n): lambda one=one: one for n, one in enumerate(groups)})
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: group.config)
+    monkeypatch.setattr(nccl_suspend.nccl, "why_not", lambda: "")
+    return library
+
+
+def test_all_communicators_are_suspended_and_resumed_in_one_order(library: Library, log: list[tuple[Any, ...]]) -> None:
+    calls = nccl_suspend.calls(ON)
+    for _ in range(2):
+        calls["suspend_communicators"]()
+        assert log == [("suspend", "tp", 1), ("suspend", "dp", 1), ("suspend", "torch")]
+        log.clear()
+        for _ in range(2):
+            calls["resume_communicators"]()
+        assert log == [("resume", "tp"), ("resume", "dp"), ("resume", "torch")]
+        log.clear()
+
+
+def test_an_error_of_nccl_is_told(library: Library) -> None:
+    library.result = 3
+    with pytest.raises(EngineFaultError, match="NCCL error: error 3"):
+        nccl_suspend.calls(ON)["suspend_communicators"]()
+
+
+def test_an_older_library_is_refused_at_the_start(library: Library) -> None:
+    del library.lib.ncclCommSuspend
+    library.ncclGetVersion = lambda: "2.28.9"  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"2\.28\.9"):
+        nccl_suspend.calls(ON)
+    nccl_suspend.calls(RLMemoryConfig())
+
+
+def test_the_installed_library_has_the_calls() -> None:
+    """NCCL itself answers, without a GPU: a communicator that does not exist is an invalid argument."""
+    library = NCCLLibrary()
+    if not hasattr(library.lib, "ncclCommSuspend"):
+        pytest.skip(f"the installed NCCL {library.ncclGetVersion()} is older than 2.29.7")
+    nobody = OwnCommunicator(SimpleNamespace(nccl=library, comm=ncclComm_t()))
+    for call in (nobody.suspend, nobody.resume):
+        with pytest.raises(RuntimeError, match="NCCL error: invalid argument"):
+            call()
+
+
+def test_a_rank_has_the_calls(library: Library, log: list[tuple[Any, ...]]) -> None:
+    memory = Memory(ON, lambda: ("cpu", 0), SimpleNamespace(model_path="target", revision=None))
+    with RegionAdapter(memory, True).region("weights"):
+        model = Model(1.0)
+    agent = SglangWorker(model, memory, ON, rank=0).agent
+    for name in ("suspend", "resume"):
+        assert agent.reply(encode_call(f"{name}_communicators", {})).error is None
+    assert [call[0] for call in log] == ["suspend"] * 3 + ["resume"] * 3
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_the_controller_makes_the_calls_if_the_option_is_set(option: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    class Started(Exception):
+        pass
+
+    def controller(ranks: Any, *args: Any, **kwargs: Any) -> None:
+        given.append(ranks)
+        raise Started
+
+    group = SimpleNamespace(rank=1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    agent = SimpleNamespace(receiver=SimpleNamespace(padding=None))
+    monkeypatch.setattr(
+        scheduler, "SglangWorker", lambda *args: SimpleNamespace(agent=agent, manager=None, unfilled=list)
+    )
+    for name in ("SglangAdapters", "runners_of", "SglangEngine", "EngineUpdates", "_engine_rank", "capabilities_of"):
+        monkeypatch.setattr(scheduler, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(scheduler, "Controller", controller)
+    runner = SimpleNamespace(model=SimpleNamespace(named_parameters=dict))
+    engine = SimpleNamespace(
+        weight_updater=SimpleNamespace(tp_cpu_group=group),
+        tp_worker=SimpleNamespace(model_runner=runner),
+        server_args=None,
+    )
+    with pytest.raises(Started):
+        scheduler.SglangScheduler(engine, None, RLMemoryConfig(nccl_suspend=option))  # type: ignore[arg-type]
+    assert isinstance(given[0], SuspendingRanks) == option

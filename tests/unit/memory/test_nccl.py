@@ -1,0 +1,136 @@
+"""Which communicators are suspended and resumed, and when. Stand-ins for torch's process groups of NCCL."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_memory_plugins.memory import nccl
+
+
+class Communicator:
+    """A communicator that fails once, on request."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failure: Exception | None = None
+
+    def suspend(self) -> None:
+        self._call("suspend")
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def _call(self, name):
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        self.calls.append(name)
+
+
+class Backend(Communicator):
+    """As torch's `ProcessGroupNCCL`."""
+
+    def __init__(self, pointer=1, total=0):
+        super().__init__()
+        self.pointer, self.total = pointer, total
+
+    def _comm_ptr(self):
+        return self.pointer
+
+    def memory_stats(self):
+        return {"suspend": self.total - 1, "persist": 1, "total": self.total}
+
+
+def group_of(backend, config="cuda:nccl"):
+    return SimpleNamespace(_get_backend=lambda device: backend, config=config)
+
+
+@pytest.fixture
+def able(monkeypatch):
+    """A torch with NCCL that can suspend."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d.Backend, "suspend", None, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: group.config)
+
+
+def test_each_communicator_is_suspended_once_and_resumed_once():
+    first, second = Communicator(), Communicator()
+    suspension = nccl.Suspension(lambda: [first, second, first])
+    for _ in range(2):
+        suspension.suspend()
+        suspension.suspend()
+        suspension.resume()
+        suspension.resume()
+    assert first.calls == second.calls == ["suspend", "resume"] * 2
+
+
+def test_only_suspended_communicators_are_resumed():
+    first, later = Communicator(), Communicator()
+    found = [first]
+    suspension = nccl.Suspension(lambda: found)
+    suspension.suspend()
+    found.append(later)
+    suspension.resume()
+    assert later.calls == []
+    suspension.suspend()
+    assert later.calls == ["suspend"]
+
+
+def test_a_call_that_failed_is_continued():
+    first, second = Communicator(), Communicator()
+    suspension = nccl.Suspension(lambda: [first, second])
+    second.failure = RuntimeError("NCCL error")
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        suspension.suspend()
+    suspension.suspend()
+    assert first.calls == second.calls == ["suspend"]
+    second.failure = RuntimeError("NCCL error")
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        suspension.resume()
+    suspension.resume()
+    assert first.calls == second.calls == ["suspend", "resume"]
+
+
+def test_groups_of_nccl_that_have_a_communicator_are_found(able):
+    made, mixed = Backend(), Backend()
+    gloo, not_made = group_of(Backend(), "cpu:gloo,cuda:gloo"), group_of(Backend(pointer=0))
+    first = group_of(made)
+    groups = [first, gloo, not_made, group_of(mixed, "cpu:gloo,cuda:nccl"), first]
+    found = nccl.of_groups(groups)
+    assert [one.backend for one in found] == [made, mixed, made]
+    suspension = nccl.Suspension(lambda: nccl.of_groups(groups))
+    suspension.suspend()
+    suspension.resume()
+    assert made.calls == mixed.calls == ["suspend", "resume"]
+
+
+def test_an_older_nccl_is_never_called(able, monkeypatch):
+    """The library has no such function, and a call would end the process."""
+    assert nccl.why_not() == ""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert "2.28.9 is older than 2.29.7" in nccl.why_not()
+    assert nccl.of_groups([group_of(Backend())]) == []
+
+
+def test_an_older_torch_cannot(able, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "distributed_c10d", SimpleNamespace(Backend=object, ProcessGroupNCCL=object))
+    assert "2.13 and later" in nccl.why_not()
+
+
+def test_a_torch_without_nccl_cannot(able, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert "without NCCL" in nccl.why_not()
+
+
+def test_the_memory_of_torchs_communicators_is_counted(able, monkeypatch):
+    assert nccl.bytes_of_groups(0) == 0  # torch.distributed has not started
+    groups = [group_of(Backend(total=300)), group_of(Backend(total=40)), group_of(Backend(total=5), "cpu:gloo")]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
+    assert nccl.bytes_of_groups(0) == 340
+    assert nccl.bytes_of_groups(1) == 0
