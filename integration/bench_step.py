@@ -1,10 +1,12 @@
 """A whole training step: how long the GPU takes from the engine to the trainer and back.
 
     python -m integration.bench_step --engine vllm --model 3b --out results.json --pictures pictures
+    python -m integration.bench_step --engine vllm --model 7b --gpus 2 --out results.json --pictures pictures
     python -m integration.bench_step --device cpu --model tiny --steps 3 --subject offloader pausable --out cpu.json
 
 Each subject is a process of its own with a real engine and a real trainer on one GPU: AdamW, parameters and states in
-float32, computation in bfloat16. A step is a rollout, the handoff to the trainer, a short training, and the way back.
+float32, computation in bfloat16. With several GPUs the engine is tensor-parallel, and the trainer is FSDP2 with one
+process on each GPU. A step is a rollout, the handoff to the trainer, a short training, and the way back.
 
     native      the engine's own sleep and update by IPC; parameters and states move as verl moves those of FSDP2
     offloader   a `RolloutHandoff` with an `Offloader`
@@ -14,10 +16,12 @@ float32, computation in bfloat16. A step is a rollout, the handoff to the traine
     return_s             from the end of the training to the first token
     transition_s         both, of each step but the first
     first_transition_s   both, of the first step
-    transition_limit_s   the bytes that must cross the link, each way over what the link carries that way
-    peak_gpu_mib         the most memory in use on the GPU, by the driver's count; host_mib the same of host memory
+    transition_limit_s   the bytes that must cross the link, each way over what the link carries that way; of several
+                         GPUs the slowest
+    peak_gpu_mib         the most memory in use on a GPU, by the driver's count; host_mib the same of host memory
 
-The losses of all subjects must be equal; if not, the exit code is 1. A picture shows the GPU's bytes by owner.
+The losses of all subjects must be equal bit by bit; if not, the exit code is 1. With two GPUs they are too: the sum of
+two ranks' gradients does not depend on the order. A picture shows the bytes of the first GPU by owner.
 """
 
 from __future__ import annotations
@@ -27,18 +31,23 @@ import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from integration import records
 from integration.engines import ENGINES
-from integration.engines.base import Launch, Server, gpu_used_bytes
+from integration.engines.base import Launch, Server, used_bytes_by_gpu
 from integration.models import SHAPES, write_model
 from integration.records import Records
 from integration.subjects import described, succeeds
 from integration.timeline import Timeline
+
+if TYPE_CHECKING:
+    from integration.step_ranks import Ranks
 
 SUBJECTS = ("native", "offloader", "pausable")
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(8)]
@@ -47,14 +56,20 @@ LINK_BYTES = 2 << 30
 
 
 def run_subject(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from integration import step_trainer
     from integration.engines.native import NATIVE
 
     cuda = arguments.device == "cuda"
+    if cuda:
+        import pynvml
+
+        pynvml.nvmlInit()  # otherwise every sample starts and stops the library
     launch = Launch(
-        arguments.folder, device=arguments.device, dummy_weights=True, kv_bytes=int(arguments.kv_gib * 2**30)
+        arguments.folder,
+        tp=arguments.gpus,
+        device=arguments.device,
+        dummy_weights=True,
+        kv_bytes=int(arguments.kv_gib * 2**30),
+        compiled=False,  # the engine's own speed does not matter here, and it starts sooner
     )
     kinds = NATIVE if arguments.subject == "native" else ENGINES
     common = described(
@@ -66,21 +81,32 @@ def run_subject(arguments: argparse.Namespace) -> None:
         gpu=None if cuda else "none",
         words=arguments.given,
     )
-    figures = Records(arguments.out, common, by_step=True)
-    idle = gpu_used_bytes() if cuda else 0
+    figures = Records(arguments.out, {**common, "gpus": arguments.gpus}, by_step=True)
+    idle = used_bytes_by_gpu() if cuda else [0]
     log = arguments.out.parent / f"step-{arguments.engine}-{arguments.subject}.log"
-    with Server(kinds[arguments.engine](), launch, log) as server:
+    words = (arguments.folder, arguments.device, arguments.subject, arguments.engine)
+    with Server(kinds[arguments.engine](), launch, log) as server, ExitStack() as stack:
         host_free = psutil.virtual_memory().available
-        into, out_of = link(arguments.device)
-        trainer = step_trainer.Trainer(arguments.folder, arguments.device)
-        way = step_trainer.way(arguments.subject, trainer, arguments.engine, server.url, launch.dtype)
+        trainer: OneProcess | Ranks
+        if arguments.gpus == 1:
+            trainer = OneProcess(*words, server.url, launch.dtype)
+        else:
+            from integration.step_ranks import Ranks
+
+            board = Path(arguments.folder, "board")
+            trainer = stack.enter_context(Ranks(arguments.gpus, *words, server.url, launch.dtype, board))
+        links = trainer.begin()
+
+        def used() -> list[int]:
+            return [now - before for now, before in zip(used_bytes_by_gpu(), idle, strict=True)] if cuda else [0]
 
         def of_trainer() -> int:
-            return way.trainer_bytes() if cuda else 0
+            return trainer.trainer_bytes() if cuda else 0
 
         sources = {
             "trainer": of_trainer,
-            "engine": lambda: (gpu_used_bytes() - idle if cuda else 0) - of_trainer(),
+            "engine": lambda: used()[0] - of_trainer(),
+            "fullest": lambda: max(used()),
             "host": lambda: host_free - psutil.virtual_memory().available,
         }
         losses: list[float] = []
@@ -90,19 +116,19 @@ def run_subject(arguments: argparse.Namespace) -> None:
                 if step:
                     with timeline.stage("rollout"):
                         server.generate(PROMPTS[step % len(PROMPTS)], TOKENS)
-                start = time.perf_counter()
                 with timeline.stage("release"):
-                    seconds = way.release()
-                releases.append(time.perf_counter() - start)
+                    start = time.perf_counter()
+                    seconds = trainer.release()
+                    releases.append(time.perf_counter() - start)
                 with timeline.stage("training"):
                     losses.append(trainer.train(step))
-                    if cuda:
-                        torch.cuda.synchronize()
-                start = time.perf_counter()
                 with timeline.stage("return"):
-                    seconds = {name: a + b for (name, a), b in zip(way.back().items(), seconds.values(), strict=True)}
+                    start = time.perf_counter()
+                    seconds = {
+                        name: a + b for (name, a), b in zip(trainer.back().items(), seconds.values(), strict=True)
+                    }
                     server.generate(PROMPTS[0], 1)
-                returns.append(time.perf_counter() - start)
+                    returns.append(time.perf_counter() - start)
         # The first release finds the trainer on the GPU, so the first whole transition is the first return and the next
         # release.
         transitions = [back + release for back, release in zip(returns, releases[1:], strict=False)]
@@ -110,19 +136,47 @@ def run_subject(arguments: argparse.Namespace) -> None:
         figures.add("return_s", returns[1:], "s")
         figures.add("transition_s", transitions[1:], "s")
         figures.add("first_transition_s", transitions[:1], "s")
-        nbytes = moved_bytes(trainer)
-        figures.add("transition_limit_s", [nbytes / into + nbytes / out_of], "s", {"bytes": nbytes, "each_way": True})
-        figures.add("link_gb_s", [into / 1e9, out_of / 1e9], "GB/s, to the GPU and back")
+        moved = trainer.moved_bytes()
+        limits = [nbytes / into + nbytes / out_of for nbytes, (into, out_of) in zip(moved, links, strict=True)]
+        figures.add("transition_limit_s", [max(limits)], "s", {"bytes": max(moved), "each_way": True})
+        figures.add("link_gb_s", [min(way) / 1e9 for way in zip(*links, strict=True)], "GB/s, to the GPU and back")
         if cuda:
-            figures.add("peak_gpu_mib", [peak(timeline) / 2**20], "MiB")
+            figures.add("peak_gpu_mib", [timeline.peak("fullest") / 2**20], "MiB")
         figures.add("host_mib", [timeline.peak("host") / 2**20], "MiB")
         figures.add("losses", losses, "nats")
         if arguments.pictures:
-            draw(timeline, arguments.pictures / f"step-{arguments.engine}-{arguments.model}-{arguments.subject}.svg")
+            shape = arguments.model if arguments.gpus == 1 else f"{arguments.model}-tp{arguments.gpus}"
+            draw(timeline, arguments.pictures / f"step-{arguments.engine}-{shape}-{arguments.subject}.svg")
 
 
-def link(device: str) -> tuple[float, float]:
-    """Bytes per second of one large copy to the device and back, from page-locked memory."""
+class OneProcess:
+    """A trainer on one GPU, in this process, with the methods of `step_ranks.Ranks`."""
+
+    def __init__(self, folder: Path, device: str, subject: str, engine: str, url: str, dtype: str) -> None:
+        from integration import step_trainer
+
+        self._trainer = step_trainer.Trainer(folder, device)
+        self._make = lambda: step_trainer.way(subject, self._trainer, engine, url, dtype)
+
+    def begin(self) -> list[tuple[float, float]]:
+        links = [link(self._trainer.device)]
+        self._way = self._make()
+        self.release, self.back, self.trainer_bytes = self._way.release, self._way.back, self._way.trainer_bytes
+        return links
+
+    def train(self, step: int) -> float:
+        return self._trainer.train(step)
+
+    def moved_bytes(self) -> list[int]:
+        return [moved_bytes(self._trainer)]
+
+
+def link(device: str, meet: Callable[[], None] = lambda: None) -> tuple[float, float]:
+    """Bytes per second of one large copy to the device and back, from page-locked memory.
+
+    Args:
+        meet: Waits for the other processes that measure their links at the same time.
+    """
     import torch
 
     there = torch.zeros(LINK_BYTES if device == "cuda" else LINK_BYTES >> 6, dtype=torch.uint8, device=device)
@@ -133,24 +187,24 @@ def link(device: str) -> tuple[float, float]:
         for _ in range(3):
             if device == "cuda":
                 torch.cuda.synchronize()
+            meet()
             start = time.perf_counter()
             destination.copy_(source)
             if device == "cuda":
                 torch.cuda.synchronize()
             best = min(best, time.perf_counter() - start)
         found.append(there.nbytes / best)
+    if device == "cuda":
+        del there, destination, source
+        torch.cuda.empty_cache()
     return found[0], found[1]
 
 
 def moved_bytes(trainer: Any) -> int:
-    """The bytes that leave the GPU in a step, and come back: parameters and the state of the optimiser."""
+    """The bytes that leave this process's GPU in a step, and come back: parameters and the state of the optimiser."""
     states = itertools.chain.from_iterable(state.values() for state in trainer.optimizer.state.values())
-    return sum(tensor.nbytes for tensor in itertools.chain(trainer.model.parameters(), states))
-
-
-def peak(timeline: Timeline) -> int:
-    both = zip(timeline.samples["trainer"], timeline.samples["engine"], strict=True)
-    return max(sum(pair) for pair in both)
+    tensors = itertools.chain(trainer.model.parameters(), states)
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
 def draw(timeline: Timeline, file: Path) -> None:
@@ -161,7 +215,8 @@ def draw(timeline: Timeline, file: Path) -> None:
     from matplotlib import pyplot
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    timeline.samples.pop("host")
+    for name in ("fullest", "host"):
+        timeline.samples.pop(name)
     figure, axes = pyplot.subplots(figsize=(11, 4))
     timeline.plot(axes, "memory of the GPU")
     rollouts = [stage for stage in timeline.stages if stage.name == "rollout"]
@@ -182,7 +237,13 @@ def main() -> None:
     parser.add_argument("--subject", choices=SUBJECTS, nargs="+", default=list(SUBJECTS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is only for trying the script")
     parser.add_argument("--steps", type=int, default=10, help="training steps after the one that makes the states")
-    parser.add_argument("--kv-gib", type=float, default=20, help="the engine's KV cache")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of the engine and of the trainer, one on each GPU")
+    parser.add_argument(
+        "--kv-gib",
+        type=float,
+        default=None,
+        help="the engine's KV cache on each GPU; by default 20, and 0.06 on the CPU",
+    )
     parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
     parser.add_argument("--timeout", type=float, default=400, help="seconds that each subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
@@ -190,6 +251,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the model, in a subject's process
     arguments = parser.parse_args()
     arguments.out = arguments.out.absolute()
+    if arguments.kv_gib is None:
+        arguments.kv_gib = {"cuda": 20, "cpu": 0.06}[arguments.device]
     if arguments.folder is not None:
         arguments.given = sys.argv[1 : sys.argv.index("--folder")]
         [arguments.subject] = arguments.subject

@@ -12,13 +12,14 @@ Sent = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 BUCKET_BYTES = 1 << 30
 
 
-def vllm(client: Any, sent: Sent, *, packed: bool) -> Callable[[], Any]:
-    """vLLM's weight transfer by IPC. Calling the result is one update.
+def vllm(client: Any, sent: Sent, *, packed: bool, rank: int = 0) -> Callable[[], Any]:
+    """vLLM's weight transfer by IPC. Calling the result is one update; all ranks of the trainer call it together.
 
     Args:
         client: vLLM's `VLLMWeightSyncClient`, or an object with its four methods.
         sent: Gives the tensors by their names in the checkpoint.
         packed: In buckets of 1 GiB; else with a handle for each tensor.
+        rank: The trainer's rank; rank 0 tells the engine of the handles of all ranks.
     """
     from vllm.distributed.weight_transfer import ipc_engine
 
@@ -49,7 +50,7 @@ def vllm(client: Any, sent: Sent, *, packed: bool) -> Callable[[], Any]:
     members = {"metadata": functools.cached_property(metadata) if newer else metadata}
     source = type("Source", (WeightSource,), {**members, "__iter__": tensors, "iter_full": tensors})()
     sender = ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
-        ipc_engine.IPCTrainerInitInfo(rank=0, **buffer), client=client, source=source
+        ipc_engine.IPCTrainerInitInfo(rank=rank, **buffer), client=client, source=source
     )
     return lambda: sender.send_weights()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from integration.engines.native import NativeControl
 from integration.models import new_model
@@ -19,18 +19,37 @@ BATCH = (4, 64)
 
 
 class Trainer:
-    """Parameters and AdamW's state in float32; the computation is in bfloat16, as FSDP's mixed precision has it."""
+    """Parameters and AdamW's state in float32; the computation is in bfloat16, as FSDP's mixed precision has it.
+
+    Attributes:
+        rank, ranks: The position of this process in the trainer, and the number of its processes.
+    """
+
+    rank, ranks = 0, 1
 
     def __init__(self, folder: Path, device: str) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)  # the losses of all subjects must be equal
+        # That also fills every new tensor, in host memory too, which would count as time of the transitions.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = device
         with torch.device(device):
             self.model = new_model(folder, SEED)
         self.model.config._attn_implementation = "eager"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device == "cuda")
+
+    def meet(self) -> None:
+        """Wait for all processes of the trainer."""
+
+    def gather(self, text: str) -> list[str]:
+        """The texts of all processes, by rank."""
+        return [text]
 
     def train(self, step: int) -> float:
-        generator = torch.Generator().manual_seed(step)
+        """One step. Returns: the loss of this process's batch."""
+        generator = torch.Generator().manual_seed(step * self.ranks + self.rank)
         ids = torch.randint(2, 900, BATCH, generator=generator).to(self.device)
         with torch.autocast(self.device, torch.bfloat16):
             logits = self.model(ids, use_cache=False).logits[:, :-1]
@@ -58,39 +77,52 @@ class Way(ABC):
 
 
 class Native(Way):
-    """The engine's own sleep and update; parameters and states move as verl moves those of FSDP2."""
+    """The engine's own sleep and update; parameters and states move as verl 0.9.1 moves those of FSDP2.
+
+    verl offloads both when the training ends, and its update takes each parameter from host memory.
+    """
 
     def __init__(self, trainer: Trainer, engine: str, url: str, dtype: torch.dtype) -> None:
         self._trainer = trainer
-        self._control = NativeControl(engine, url, self._sent)
         self._dtype = dtype
+        self._control = NativeControl(engine, url, self._sent, trainer.rank, trainer.gather)
+        self._control.connect()
 
     def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._trainer.model.named_parameters():
-            yield name, parameter.detach().to(self._dtype)
+            there = parameter.detach().to(self._trainer.device, non_blocking=True)
+            yield name, (there.full_tensor() if isinstance(there, DTensor) else there).to(self._dtype)
 
     def release(self) -> dict[str, float]:
-        self._control.sleep()
-        self._trainer.model.to(self._trainer.device)
-        self._move_states(self._trainer.device)
+        self._on_engine(self._control.sleep)
+        self._move(self._trainer.device)
+        torch.cuda.synchronize()
         return {}
 
     def back(self) -> dict[str, float]:
-        self._move_states("cpu")
-        _empty_cache()
-        self._control.wake_weights()
+        self._move("cpu")
+        torch.cuda.empty_cache()
+        self._on_engine(self._control.wake_weights)
         self._control.update()
-        self._trainer.model.to("cpu")
-        _empty_cache()
-        self._control.wake_rest()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self._on_engine(self._control.wake_rest)
         return {}
 
-    def _move_states(self, device: str) -> None:
+    def _on_engine(self, call: Callable[[], None]) -> None:
+        """Rank 0 calls the engine, once all ranks are here; the others wait for the end of the call."""
+        self._trainer.meet()
+        if self._trainer.rank == 0:
+            call()
+        self._trainer.meet()
+
+    def _move(self, device: str) -> None:
+        # To the CPU, torch allocates page-locked memory for copies that do not block.
+        self._trainer.model.to(device, non_blocking=True)
         for state in self._trainer.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[name] = value.to(device, non_blocking=True)
-        torch.cuda.synchronize()
 
 
 class Handoff(Way):
@@ -106,7 +138,8 @@ class Handoff(Way):
             moves: dict[str, Any] = {"moves": lambda tensor: True} if trainer.device == "cpu" else {}
             weights, others = [Offloader(trainer.model, **moves)], [Offloader(trainer.optimizer, **moves)]
         source = ModelSource(trainer.model, dtype="engine")
-        self._handoff = RolloutHandoff(EngineClient(url), source, weights=weights, others=others)
+        engines = [EngineClient(url)] if trainer.rank == 0 else []
+        self._handoff = RolloutHandoff(engines, source, weights=weights, others=others)
 
     def release(self) -> dict[str, float]:
         return self._handoff.release().seconds
@@ -125,8 +158,3 @@ def way(subject: str, trainer: Trainer, engine: str, url: str, dtype: str) -> Wa
     if subject == "native":
         return Native(trainer, engine, url, getattr(torch, dtype))
     return Handoff(trainer, url, pausable=subject == "pausable")
-
-
-def _empty_cache() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import psutil
+
 
 def gpu_name() -> str:
     import pynvml
@@ -71,9 +73,17 @@ def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, 
         subprocess.SubprocessError: the subject failed, or took longer than `timeout_s`.
     """
     process = subprocess.Popen(command, process_group=0, env=environment)
+    children: list[psutil.Process] = []
     try:
         code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(psutil.NoSuchProcess):  # an engine's server has a process group of its own
+            children = psutil.Process(process.pid).children(recursive=True)
+        raise
     finally:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         process.kill()
         process.wait()
         with contextlib.suppress(ProcessLookupError):

@@ -299,6 +299,11 @@ def events_of(stream: str) -> list[dict[str, Any]]:
 
 def gpu_used_bytes() -> int:
     """Memory in use on the GPUs that this process may use, as the driver counts it."""
+    return sum(used_bytes_by_gpu())
+
+
+def used_bytes_by_gpu() -> list[int]:
+    """Memory in use on each GPU that this process may use, as the driver counts it."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -306,6 +311,6 @@ def gpu_used_bytes() -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         indices = map(int, visible.split(",")) if visible else range(pynvml.nvmlDeviceGetCount())
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, indices)
-        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
     finally:
         pynvml.nvmlShutdown()

@@ -47,13 +47,32 @@ NATIVE: dict[str, Callable[[], EngineKind]] = {"vllm": NativeVllm, "sglang": Nat
 
 
 class NativeControl:
-    """The control routes of one engine: sleep at level 2, wake the weights, update, wake the rest."""
+    """The control routes of one engine: sleep at level 2, wake the weights, update, wake the rest.
 
-    def __init__(self, engine: str, url: str, sent: native_updates.Sent) -> None:
+    Args:
+        sent: Gives the tensors of an update by their names in the checkpoint.
+        rank: The rank of this process in the trainer. All ranks call `connect` and `update` together; the other methods
+            are for rank 0.
+        gather: Collects a text from all ranks.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        url: str,
+        sent: native_updates.Sent,
+        rank: int = 0,
+        gather: Callable[[str], list[str]] = lambda text: [text],
+    ) -> None:
         self._engine = engine
         self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
         self._sent = sent
+        self._rank, self._gather = rank, gather
         self._send: Callable[[], Any] | None = None
+
+    def connect(self) -> None:
+        """Connect vLLM's half of the trainer with its engine."""
+        self._send = self._sender()
 
     def sleep(self) -> None:
         if self._engine == "vllm":
@@ -68,8 +87,8 @@ class NativeControl:
             self._post("/resume_memory_occupation", {"tags": ["weights"]})
 
     def update(self) -> None:
-        if self._send is None:  # vLLM's half of the trainer connects once
-            self._send = self._sender()
+        """Send the weights to an engine that `connect` has connected."""
+        assert self._send is not None, "connect comes first"
         self._send()
 
     def wake_rest(self) -> None:
@@ -83,12 +102,15 @@ class NativeControl:
         if self._engine == "vllm":
             from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-            return native_updates.vllm(HTTPVLLMWeightSyncClient(str(self._http.base_url)), self._sent, packed=True)
+            client = HTTPVLLMWeightSyncClient(str(self._http.base_url))
+            return native_updates.vllm(client, self._sent, packed=True, rank=self._rank)
 
         def update(payload: bytes, load_format: str | None, last: bool) -> None:
-            named = [base64.b64encode(payload).decode()]
-            body = {"serialized_named_tensors": named, "load_format": load_format, "flush_cache": last}
-            self._post("/update_weights_from_tensor", body)
+            named = self._gather(base64.b64encode(payload).decode())  # one entry for each rank of the engine
+            if self._rank == 0:
+                body = {"serialized_named_tensors": named, "load_format": load_format, "flush_cache": last}
+                self._post("/update_weights_from_tensor", body)
+            self._gather("")  # the tensors of all ranks stay until the engine has read them
 
         return native_updates.sglang(update, self._sent, packed=True)
 
