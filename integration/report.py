@@ -106,8 +106,8 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
             continue
         if "metric" not in content[0] or "engine_version" not in content[0]:  # of kinds of weights, or of trainers
             continue
-        if "tp" in content[0]:  # of several ranks: docs/benchmarks.md tells of them, outside the tables
-            continue
+        if "tp" in content[0] or "gpus" in content[0]:  # of several ranks, and of whole training steps: the page tells
+            continue  # of them outside these tables
         for record in content:
             runs[run_of(path, record)][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
