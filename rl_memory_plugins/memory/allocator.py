@@ -87,8 +87,11 @@ class Device(Protocol):
         Returns: a function that waits for the copies. Call it before either side is freed or written to.
         """
 
-    def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
-        """Copy to each device block from the host address in its pair. Returns after the last byte has arrived."""
+    def begin_copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
+        """Start to copy to each device block from the host address in its pair.
+
+        Returns: a function that waits for the last byte. Call it before either side is used or freed.
+        """
 
     def fill(self, blocks: Sequence[Block], byte: int) -> None:
         """Set every byte of the blocks to `byte`."""

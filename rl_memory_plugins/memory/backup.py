@@ -315,11 +315,14 @@ class Backup:
         self._fingerprint, self.epoch = before, epoch
         return True
 
-    def restore(self, device: Device, blocks: Sequence[Block] | None = None) -> int:
-        """Copy the bytes back to the device, all of them or those in `blocks`. Waits, and returns the bytes copied."""
-        elsewhere = subtract(self.blocks, blocks) if blocks is not None else []
-        pairs = self._pairs([*elsewhere, *self._left_out])
-        device.copy_from_host(pairs)
+    def begin_restore(self, device: Device, blocks: Sequence[Block]) -> int:
+        """Start to copy the bytes in `blocks` back to the device. They must not be used until `finish` or `free`.
+
+        Returns: the bytes to copy.
+        """
+        pairs = self._pairs([*subtract(self.blocks, blocks), *self._left_out])
+        if pairs:
+            self._wait = device.begin_copy_from_host(pairs)
         return _nbytes(pairs)
 
     def copies(self, part: Block) -> list[tuple[Block, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -52,19 +52,21 @@ class CudaDevice:
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         with self._ordered_stream(self._stream):
-            try:
-                for block, address in pairs:
-                    memory_view(address, block.nbytes).copy_(self.view(block), non_blocking=True)
-            except BaseException:
-                self._stream.synchronize()
-                raise
-            return self._stream.record_event().synchronize  # type: ignore[no-any-return]
+            return self._begin((memory_view(address, block.nbytes), self.view(block)) for block, address in pairs)
 
-    def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+    def begin_copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         with self._ordered_stream(self._stream):
-            for block, address in pairs:
-                self.view(block).copy_(memory_view(address, block.nbytes), non_blocking=True)
-        self._stream.synchronize()
+            return self._begin((self.view(block), memory_view(address, block.nbytes)) for block, address in pairs)
+
+    def _begin(self, copies: Iterable[tuple[Any, Any]]) -> Callable[[], None]:
+        """Start to copy to the first tensor of each pair from the second. Returns a function that waits."""
+        try:
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+        except BaseException:
+            self._stream.synchronize()
+            raise
+        return self._stream.record_event().synchronize  # type: ignore[no-any-return]
 
     def fill(self, blocks: Sequence[Block], byte: int) -> None:
         with self._ordered_stream(self._stream):

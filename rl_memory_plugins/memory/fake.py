@@ -39,9 +39,9 @@ class FakeDevice:
         self.used = 0
         self.allocated = 0
         self.calls: dict[str, int] = defaultdict(int)
-        """Calls by operation: `synchronize`, `trim`, `begin_copy_to_host`, `end_copy_to_host` (which moves the bytes as
-        late as possible), `copy_from_host`, `fill`, `fingerprint`, and the allocator's `reserve`,
-        `release` and `reclaim` (once per call), `map` and `unmap` (once per block)."""
+        """Calls by operation: `synchronize`, `trim`, `begin_copy_to_host`, `end_copy_to_host`, `begin_copy_from_host`,
+        `end_copy_from_host` (an end moves the bytes, as late as possible), `fill`, `fingerprint`, and the allocator's
+        `reserve`, `release` and `reclaim` (once per call), `map` and `unmap` (once per block)."""
         self._failures: dict[str, tuple[int, Exception | None]] = {}
         self._ranges: dict[int, _Range] = {}
 
@@ -77,11 +77,18 @@ class FakeDevice:
 
         return wait
 
-    def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
-        self._enter("copy_from_host")
-        for block, host in pairs:
+    def begin_copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
+        self._enter("begin_copy_from_host")
+        for block, _ in pairs:
             self._require_mapped(block)
-            ctypes.memmove(block.address, host, block.nbytes)
+
+        def wait() -> None:
+            self._enter("end_copy_from_host")
+            for block, host in pairs:
+                self._require_mapped(block)
+                ctypes.memmove(block.address, host, block.nbytes)
+
+        return wait
 
     def fill(self, blocks: Sequence[Block], byte: int) -> None:
         self._enter("fill")

@@ -52,9 +52,10 @@ class HostDevice(Device):
             ctypes.memmove(host, block.address, block.nbytes)
         return lambda: None
 
-    def copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> None:
+    def begin_copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         for block, host in pairs:
             ctypes.memmove(block.address, host, block.nbytes)
+        return lambda: None
 
     def fill(self, blocks: Sequence[Block], byte: int) -> None:
         for block in blocks:

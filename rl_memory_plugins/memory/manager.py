@@ -6,30 +6,24 @@ obtains all resources and changes no state; then `commit_*` acts, or `abort_*` u
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from types import MappingProxyType
 
-from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError, as_rl_memory_error
+from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.ranges import intersect, merge, subtract
-from rl_memory_plugins.memory.reclaim import Reclaim
-from rl_memory_plugins.memory.weights_content import KeptWeights, PreparedSleep, WeightsContent
+from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES, Transitions
+from rl_memory_plugins.memory.weights_content import KeptWeights, PreparedSleep
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
-from rl_memory_plugins.timing import timed
-
-logger = logging.getLogger(__name__)
 
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
-#: A sleep empties torch's cache only if it holds this many bytes: emptying takes 25 ms, whatever its size.
-TRIM_THRESHOLD_BYTES = 512 << 20
 
 
-class MemoryManager(WeightsContent):
+class MemoryManager(Transitions):
     """Manages the tags of one rank.
 
     Args:
@@ -67,11 +61,8 @@ class MemoryManager(WeightsContent):
         self._poison = poison
         self._zero_on_wake = frozenset(zero_on_wake)
         self._unrestored: dict[str, list[Block]] = {}  # mapped by a wake that failed; the content is undefined
-        self._reclaim: Reclaim | None = None
-        self._reclaimed = True  # the deferred work of the latest release is done
-        self._allocations = 0  # `Device.allocations()` at the end of the latest transition
         self._residual: dict[str, int] | None = None  # bytes by cause during the latest sleep; None before `account`
-        self._seconds: dict[str, float] = {}
+        self._unfinished: dict[str, TagState] = {}  # tags whose content is on its way, with their states before
 
     def warm_up(self) -> None:
         """Speed up the first preserving sleep: load the hash kernel, and allocate host memory in the background.
@@ -130,10 +121,6 @@ class MemoryManager(WeightsContent):
             self._backups.pop(tag).free()
         self.arena.free_idle()
         self._reclaim_later()
-
-    def seconds(self) -> dict[str, float]:
-        """The seconds by step of the latest transition. Steps that did not run are absent."""
-        return dict(self._seconds)
 
     # -- sleep --------------------------------------------------------------------------------------------
 
@@ -251,25 +238,6 @@ class MemoryManager(WeightsContent):
             clean = False
         return backup.begin_save(self.device, self.epoch, gone, unused, clean=clean)
 
-    def _reclaim_later(self) -> None:
-        """Schedule the deferred work of a release. Ends every transition, because a transition's begin cancels it."""
-        if self._reclaimed or self._reclaim is not None or not self._any_asleep():
-            return
-        self._allocations = self.device.allocations()
-        try:
-            self._reclaim = Reclaim(self._reclaim_memory)
-        except RuntimeError:  # the thread cannot start
-            logger.exception("released memory is not reclaimed early; the next wake reclaims it and takes longer")
-
-    def _reclaim_memory(self) -> None:
-        # While the engine sleeps, only a trainer in this process allocates. Then the cache is the trainer's, and
-        # emptying it would abort a graph capture of the trainer.
-        if self.device.allocations() == self._allocations:
-            self.device.trim()
-        self.allocator.reclaim()
-        self.arena.settle()
-        self._reclaimed = True
-
     def _release_tag(self, prepared: PreparedSleep, tag: str, state: TagState, copied: int) -> TagChange:
         backup = prepared.backups.pop(tag, None)
         former = self._backups.pop(tag, None)
@@ -336,10 +304,14 @@ class MemoryManager(WeightsContent):
             raise
         self._prepared_wake = reservations
 
-    def commit_wake(self) -> list[TagChange]:
+    def commit_wake(self, later: Collection[str] = ()) -> list[TagChange]:
         """Map and restore the tags that `prepare_wake` reserved. Backups stay, so that a later sleep can reuse them.
 
         If a tag fails, the tags before it are released again; their backups still hold their content.
+
+        Args:
+            later: Tags whose content is still on its way when this returns. Nothing may read or write them before
+                `finish_wake`, which every transition calls first.
 
         Raises:
             RLMemoryError: a tag could not be mapped or restored.
@@ -352,13 +324,14 @@ class MemoryManager(WeightsContent):
         changes = []
         with self._naming_changes():
             try:
-                for tag in list(reservations):
+                for tag in sorted(reservations, key=lambda tag: tag in later):  # the copies of `later` begin last
                     reservation = reservations.pop(tag)
                     former[tag] = self._states[tag]
-                    copied = self._map_tag(tag, reservation)
+                    copied = self._map_tag(tag, reservation, wait=tag not in later)
                     self._states[tag] = TagState.RESIDENT
                     restored = {"bytes_restored": reservation.nbytes, "bytes_copied": copied}
                     changes.append(TagChange(self.rank, str(tag), TagState.RESIDENT, **restored))
+                self._unfinished = {tag: state for tag, state in former.items() if tag in self._unrestored}
             except BaseException:
                 for reservation in reservations.values():
                     reservation.drop()
@@ -369,8 +342,35 @@ class MemoryManager(WeightsContent):
                 self._reclaim_later()
         return changes
 
-    def _map_tag(self, tag: str, reservation: Reservation) -> int:
-        """Commit the reservation and restore its blocks from the backup. Returns the bytes copied."""
+    @property
+    def unfinished(self) -> list[str]:
+        """The tags whose content is still on its way."""
+        return list(self._unfinished)
+
+    def finish_wake(self) -> None:
+        """Wait for the content of the tags that `commit_wake` has left for later. Does nothing if there are none.
+
+        Raises:
+            RLMemoryError: a copy failed. Its tag, and those behind it, sleep again; their backups hold their content.
+        """
+        with self._naming_changes():
+            try:
+                for tag in list(self._unfinished):
+                    if tag in self._backups:
+                        self._backups[tag].finish()
+                    del self._unrestored[tag], self._unfinished[tag]
+            except BaseException:
+                unfinished, self._unfinished = self._unfinished, {}
+                for tag, state in unfinished.items():
+                    self._unmap_tag(tag, state)
+                self._reclaim_later()
+                raise
+
+    def _map_tag(self, tag: str, reservation: Reservation, wait: bool = True) -> int:
+        """Commit the reservation and restore its blocks from the backup. Returns the bytes copied.
+
+        Without `wait` the copies have only begun, and the tag counts as unrestored.
+        """
         with self._timed("map"):
             reservation.commit()
         undefined = self._unrestored[tag] = [*self._unrestored.get(tag, []), *reservation.blocks]
@@ -382,14 +382,20 @@ class MemoryManager(WeightsContent):
             if tag in self._zero_on_wake and (self._poison or not self.allocator.maps_zeroed):
                 self.device.fill(blocks, 0)
             backup = self._backups.get(tag)
-            copied = backup.restore(self.device, blocks) if backup is not None else 0
-            self.device.synchronize()
-        del self._unrestored[tag]
+            copied = backup.begin_restore(self.device, blocks) if backup is not None else 0
+            if wait:
+                if backup is not None:
+                    backup.finish()
+                self.device.synchronize()
+                del self._unrestored[tag]
         return copied
 
     def _unmap_tag(self, tag: str, state: TagState) -> None:
         """Undo `_map_tag`. If that fails too, the tag counts as released, and a later wake maps its missing part."""
         self._states[tag] = state
+        if tag in self._backups:
+            with suppress(Exception):  # the copy may have failed
+                self._backups[tag].finish()
         try:
             self.device.synchronize()
             self._reclaimed = False
@@ -407,6 +413,10 @@ class MemoryManager(WeightsContent):
 
     # -- internals ------------------------------------------------------------------------------------------
 
+    def _begin_transition(self) -> None:
+        self.finish_wake()
+        super()._begin_transition()
+
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two calls. Tests call it after every step."""
         for tag in self._states:
@@ -415,33 +425,3 @@ class MemoryManager(WeightsContent):
             blocks = self.allocator.blocks(tag)
             assert all(left.end <= right.address for left, right in pairwise(blocks)), f"{tag} overlaps"
         assert self._prepared_sleep is None or self._prepared_wake is None
-
-    def _begin_transition(self) -> None:
-        self._require_no_transition()
-        self._seconds = {}
-        if self._reclaim is not None:
-            self._reclaim.end()
-            self._reclaim = None
-
-    @contextmanager
-    def _naming_changes(self) -> Iterator[None]:
-        """Convert every error to an `RLMemoryError` whose details name the tags that changed before it."""
-        before = dict(self._states)
-        try:
-            yield
-        except Exception as error:
-            typed = as_rl_memory_error(error)
-            changed = {str(tag): state.value for tag, state in self._states.items() if state != before[tag]}
-            typed.details.update(rank=self.rank, changed=changed, content=self.content.value)
-            if typed is error:
-                raise
-            raise typed from error
-
-    @contextmanager
-    def _timed(self, step: str) -> Iterator[None]:
-        try:
-            with timed(self._seconds, step):
-                yield
-        except RLMemoryError as error:
-            error.details.setdefault("rank", self.rank)
-            raise

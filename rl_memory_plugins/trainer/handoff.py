@@ -33,7 +33,7 @@ from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
-from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, moved
+from rl_memory_plugins.trainer.pausable_part import PausablePart, moved, tags_of
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import Tensors
 from rl_memory_plugins.trainer.update import push_from_all, require_options
@@ -111,6 +111,9 @@ class RolloutHandoff:
         adapter: Send a LoRA adapter alone, and leave the engines' base weights as they are. `source` is then a PEFT
             model, or has the names of `adapter_model.safetensors`; see `trainer.Adapter`. A name stands for
             `Adapter(name)`. The versions of `training` and `sync` are then those of the adapter.
+        overlap: Let the content of `others` in a `PausableMemory` return while the body of `training` runs. Only states
+            of optimisers do, whose next `step`, `state_dict` or `load_state_dict` waits; see
+            `PausableMemory.waits_before_use`.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
         group: The process group of the trainer; see `Peers`.
@@ -133,6 +136,7 @@ class RolloutHandoff:
         mode: str = "abort",
         keep: Sequence[str] | None = None,
         adapter: Adapter | str | None = None,
+        overlap: bool = True,
         memory_fraction: float = 1.0,
         group: Any = None,
         **update: Any,
@@ -163,6 +167,7 @@ class RolloutHandoff:
         if mode == PauseMode.FREEZE:
             self._sleep["tags"] = [Tag.WEIGHTS.value, Tag.CUDA_GRAPH.value]
             update["mode"] = mode
+        self._overlap = overlap
         self._memory_fraction = memory_fraction
         self._peers = Peers(group)
         self._update = update
@@ -248,10 +253,8 @@ class RolloutHandoff:
         Pausable memories prepare on all processes before any of them acts.
         """
         load = step == "load"
-        tags: dict[Pausable, list[str]] = {}
-        for part in parts:
-            if isinstance(part, PausablePart):
-                tags.setdefault(part.memory, []).extend(part.tags)
+        tags = tags_of(parts)
+        later = tags_of(self._others) if load and self._overlap else {}
         rest = [part for part in parts if not isinstance(part, PausablePart)]
 
         def prepare() -> None:
@@ -259,7 +262,7 @@ class RolloutHandoff:
                 (memory.prepare_wake if load else memory.prepare_sleep)(own)
 
         def run() -> None:
-            moves = [moved(memory.commit()) for memory in tags]
+            moves = [moved(memory.commit(later.get(memory, ()))) for memory in tags]
             moves += [part.load() if load else part.offload() for part in rest]
             total = sum(move.bytes for move in moves)
             seconds = sum(move.seconds for move in moves)

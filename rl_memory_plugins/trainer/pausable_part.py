@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from rl_memory_plugins.records import Report, TagStatus
@@ -21,7 +21,7 @@ class Pausable(Protocol):
     def wake(self, tags: Collection[str] | None = None) -> Report: ...
     def prepare_sleep(self, tags: Collection[str] | None = None) -> None: ...
     def prepare_wake(self, tags: Collection[str] | None = None) -> None: ...
-    def commit(self) -> Report: ...
+    def commit(self, later: Collection[str] = ()) -> Report: ...
     def abort(self) -> None: ...
     def status(self) -> Mapping[str, TagStatus]: ...
 
@@ -44,6 +44,15 @@ class PausablePart:
     def resident_bytes(self, device: torch.device) -> int:
         """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
         return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0
+
+
+def tags_of(parts: Iterable[object]) -> dict[Pausable, list[str]]:
+    """The tags of the parts by memory. Parts of other kinds are left out."""
+    tags: dict[Pausable, list[str]] = {}
+    for part in parts:
+        if isinstance(part, PausablePart):
+            tags.setdefault(part.memory, []).extend(part.tags)
+    return tags
 
 
 def moved(report: Report) -> Moved:

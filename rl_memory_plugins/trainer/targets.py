@@ -42,6 +42,10 @@ class Targets:
         """Undo the `add` of this many targets."""
         del self._tags[len(self._tags) - count :]
 
+    def of(self, tag: str) -> list[Target]:
+        """The targets whose tensors belong to a tag."""
+        return [target for target, own in self._tags if (own or default_tag(target)) == tag]
+
     def without_tag(
         self,
         device: torch.device,

@@ -141,7 +141,8 @@ def test_a_trainer_scribbling_over_the_freed_memory_changes_nothing(vmm):
     with gpu_memory_taken(left_bytes=2 * GiB):
         pass
     vmm.reserve(Tag.WEIGHTS).commit()
-    backup.restore(vmm.device)
+    backup.begin_restore(vmm.device, blocks)
+    backup.finish()
     assert vmm.device.fingerprint(blocks) == before
     assert tensor.data_ptr() == blocks[0].address
     arena.close()

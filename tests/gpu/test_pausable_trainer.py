@@ -11,7 +11,7 @@ from processes import gpu_memory_taken
 from torch import nn
 
 from rl_memory_plugins.errors import DeviceMemoryError
-from rl_memory_plugins.trainer import PausableMemory
+from rl_memory_plugins.trainer import PausableMemory, RolloutHandoff
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +84,96 @@ def test_losses_and_addresses_stay(options, close):
         assert train(model, optimizer) == train(twin, twin_optimizer)
 
 
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_losses_stay_where_the_state_comes_during_forward_and_backward(options, close):
+    model = layers()
+    optimizer = adamw(model, **options)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    twin = layers()
+    twin_optimizer = adamw(twin, **options)
+    assert train(model, optimizer) == train(twin, twin_optimizer)
+    for _ in range(5):
+        memory.sleep()
+        memory.wake(wait=False)
+        assert memory._manager.unfinished == ["optimizer"]
+        assert train(model, optimizer) == train(twin, twin_optimizer)
+        assert memory._manager.unfinished == []
+    assert all(
+        torch.equal(*pair) for pair in zip(tensors_in(model, optimizer), tensors_in(twin, twin_optimizer), strict=True)
+    )
+
+
+class SlowCopies:
+    """Makes the copies to the GPU wait for a second of work on their stream."""
+
+    def __init__(self, monkeypatch, memory):
+        self._device = memory._manager.device
+        self._copy = self._device.begin_copy_from_host
+        monkeypatch.setattr(self._device, "begin_copy_from_host", self._begin)
+
+    def _begin(self, pairs):
+        with torch.cuda.stream(self._device._stream):
+            torch.cuda._sleep(2_000_000_000)
+        return self._copy(pairs)
+
+
+def test_a_step_waits_for_a_slow_copy(close, monkeypatch):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    twin = layers()
+    twin_optimizer = adamw(twin)
+    assert train(model, optimizer, 2) == train(twin, twin_optimizer, 2)
+    memory.sleep()
+    memory.wake(["parameters", "gradients"])
+    SlowCopies(monkeypatch, memory)
+    memory.wake(wait=False)
+    state = optimizer.state[model[-1].weight]["exp_avg"]
+    assert not torch.equal(state, twin_optimizer.state[twin[-1].weight]["exp_avg"])  # the copy is under way
+    assert train(model, optimizer, 2) == train(twin, twin_optimizer, 2)
+    assert torch.equal(state, twin_optimizer.state[twin[-1].weight]["exp_avg"])
+
+
+def test_a_sleep_waits_for_a_slow_copy(close, monkeypatch):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    train(model, optimizer)
+    expected = [tensor.clone().cpu() for tensor in tensors_in(model, optimizer)]
+    memory.sleep()
+    memory.wake(["parameters", "gradients"])
+    SlowCopies(monkeypatch, memory)
+    memory.wake(wait=False)
+    memory.sleep()
+    memory.wake()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_losses_stay_over_handoffs(overlap, close):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    twin = layers()
+    twin_optimizer = adamw(twin)
+    handoff = RolloutHandoff(
+        [],
+        {},
+        weights=[memory.part("parameters")],
+        others=[memory.part("gradients", "optimizer")],
+        overlap=overlap,
+    )
+    for step in range(5):
+        with handoff.training():
+            assert memory._manager.unfinished == (["optimizer"] if overlap and step else [])
+            assert train(model, optimizer) == train(twin, twin_optimizer)
+        assert {str(status.state) for status in memory.status().values()} == {"preserved", "discarded"}
+
+
 def test_the_driver_has_the_bytes_while_all_sleeps(close):
     model = layers()
     optimizer = adamw(model)
@@ -133,7 +223,9 @@ def graph_of(model, optimizer, batch):
     return graph
 
 
-def test_a_graph_of_a_training_step_replays_after_a_wake(close):
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_graph_of_a_training_step_replays_after_a_wake(close, wait):
+    """No hook runs before a replay, so the state does not come later."""
     batch = torch.linspace(-1, 1, 8 * WIDTH, device="cuda").view(8, WIDTH)
     results = []
     for sleeps in (False, True):
@@ -153,7 +245,7 @@ def test_a_graph_of_a_training_step_replays_after_a_wake(close):
             graph.replay()
             if memory is not None:
                 memory.sleep()
-                memory.wake()
+                memory.wake(wait=wait)
         torch.cuda.synchronize()
         results.append([parameter.detach().clone() for parameter in model.parameters()])
         if memory is not None:
@@ -187,7 +279,8 @@ def test_frozen_parameters_are_copied_once(close):
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
 
 
-def test_out_of_memory_at_a_wake_leaves_all_asleep(close):
+@pytest.mark.parametrize("wait", [True, False])
+def test_out_of_memory_at_a_wake_leaves_all_asleep(close, wait):
     model = layers()
     optimizer = adamw(model)
     memory = PausableMemory(model, optimizer)
@@ -198,7 +291,7 @@ def test_out_of_memory_at_a_wake_leaves_all_asleep(close):
     with gpu_memory_taken(left_bytes=768 * MiB):  # the parameters fit, the state beside them does not
         before = torch.cuda.mem_get_info(0)[0]
         with pytest.raises(DeviceMemoryError, match="still sleep"):
-            memory.wake()
+            memory.wake(wait=wait)
         assert {str(status.state) for status in memory.status().values()} == {"preserved", "discarded"}
         assert abs(torch.cuda.mem_get_info(0)[0] - before) < 64 * MiB
     memory.wake()

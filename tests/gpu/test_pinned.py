@@ -38,7 +38,7 @@ def test_buffers_are_page_locked_and_carry_copies(arena):
     assert torch.equal(memory_view(address, source.numel()), source.cpu())
     expected = source.clone()
     source.zero_()
-    device.copy_from_host([(block, address)])
+    device.begin_copy_from_host([(block, address)])()
     assert torch.equal(source, expected)
 
 

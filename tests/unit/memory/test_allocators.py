@@ -175,7 +175,8 @@ def test_content_survives_by_a_backup_and_not_without(memory):
     assert not backup.is_clean(device, backup.blocks, epoch=0)
     assert memory.read(handle) != content
 
-    backup.restore(device)
+    backup.begin_restore(device, blocks)
+    backup.finish()
     assert memory.read(handle) == content
     assert backup.is_clean(device, backup.blocks, epoch=0)
     assert memory.read(neighbour) == other

@@ -545,7 +545,7 @@ def test_a_release_that_fails_beyond_repair_counts_as_released(rank):
     before = rank.contents()
     rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
     rank.device.fail("unmap", nth=2)
-    rank.device.fail("copy_from_host")
+    rank.device.fail("end_copy_from_host")
     with pytest.raises(EngineFaultError) as caught:
         rank.manager.commit_sleep()
     assert caught.value.details["changed"] == {"weights": "preserved"}
@@ -594,7 +594,7 @@ def test_an_aborted_wake_gives_the_reserved_memory_back(rank):
 
 @pytest.mark.parametrize(
     ("operation", "nth"),
-    [("map", 1), ("map", 2), ("map", 3), ("map", 5), ("copy_from_host", 1), ("copy_from_host", 3)],
+    [("map", 1), ("map", 2), ("map", 3), ("map", 5), ("begin_copy_from_host", 1), ("end_copy_from_host", 3)],
 )
 def test_a_commit_that_fails_in_the_middle_undoes_the_whole_wake(rank, operation, nth):
     """Five blocks are mapped: graph, parameter, buffer, KV cache, scales; three backups are restored."""
@@ -616,7 +616,7 @@ def test_a_wake_that_can_be_neither_finished_nor_undone_is_made_good_by_the_next
     before = rank.contents()
     sleep(rank)
     rank.manager.prepare_wake([Tag.WEIGHTS])
-    rank.device.fail("copy_from_host")
+    rank.device.fail("end_copy_from_host")
     rank.device.fail("release")
     with pytest.raises(EngineFaultError):
         rank.manager.commit_wake()

@@ -1,0 +1,253 @@
+"""The tensors of a `PausableMemory`: which tag each belongs to, and whether its content is there."""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.memory.ranges import merge
+from rl_memory_plugins.memory.select import choose_allocator
+from rl_memory_plugins.records import TagChange
+from rl_memory_plugins.trainer.first_step import FirstSteps
+from rl_memory_plugins.trainer.gpu import with_index
+from rl_memory_plugins.trainer.offloading import Target, owned_elsewhere, sleepers
+from rl_memory_plugins.trainer.pause_options import PauseOptions
+from rl_memory_plugins.trainer.sleeping_content import sleeping_content
+from rl_memory_plugins.trainer.state_hooks import StateHooks
+from rl_memory_plugins.trainer.state_size import expected_state_bytes
+from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets, default_tag
+from rl_memory_plugins.weights.cuda_ipc import release_mapped
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A prepared sleep or wake of tags."""
+
+    commit: Callable[[Collection[str]], list[TagChange]]  # takes the tags whose content may come later
+    abort: Callable[[], None]
+    tags: list[str]
+    seconds: dict[str, float]  # by step, of the preparation
+    drops: bool = False  # whether gradients of modules become `None`
+
+
+class PausableTensors:
+    """The part of `PausableMemory` that knows its tensors. `PausableMemory` documents the arguments."""
+
+    def __init__(
+        self,
+        *targets: Target,
+        dropped: Collection[str] = (GRADIENTS,),
+        frozen: Collection[str] = (),
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        self.device = with_index(device)
+        self._dropped, self._frozen = frozenset(dropped), frozenset(frozen)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if distributed else 0
+        self._allocator, arena = choose_allocator(PauseOptions(**options), self.device, rank)
+        self._manager = MemoryManager(
+            rank,
+            self._allocator,
+            arena,
+            self._unchanging,
+            tags=(GRADIENTS, PARAMETERS, OPTIMIZER),
+            preserves=lambda level, tag: tag not in self._dropped,
+            zero_on_wake=self._dropped,
+        )
+        for tag in (*dropped, *frozen):
+            self._manager.add_tag(tag)
+        self._targets = Targets(gradients=GRADIENTS not in self._dropped)
+        self._first_steps = FirstSteps(weakref.WeakMethod(self._adopt_state))
+        self._hooks = StateHooks(weakref.WeakMethod(self.wait))
+        self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
+        self._regions: Counter[str] = Counter()  # the open regions by tag
+        self._pending: Pending | None = None
+        self._lock = threading.RLock()
+        self._closed = False
+        weakref.finalize(self, _close_arena, arena).atexit = False
+        sleepers.add(self)
+        if targets:
+            self.adopt(*targets)
+
+    @contextmanager
+    def region(self, tag: str) -> Iterator[None]:
+        """A context whose allocations, by operators of this thread on this device, belong to `tag`.
+
+        autograd computes gradients of GPU tensors in threads of its own, which no region covers.
+
+        Raises:
+            StateConflictError: the tag is asleep, or a sleep or wake is prepared.
+        """
+        with self._lock:
+            self._open(tag)
+            self._regions[tag] += 1
+        try:
+            with self._allocator.region(tag):
+                yield
+        finally:
+            with self._lock:
+                self._regions[tag] -= 1
+
+    def adopt(self, *targets: Target, tag: str | None = None) -> None:
+        """Adopt the tensors of these targets, now and at each later sleep. Tensors that have a tag keep it.
+
+        Args:
+            *targets: As for `Offloader`. Pass as lists: tensors that only `param_groups` of an optimiser refer to (FP32
+                master weights), and Megatron's gradient buffers.
+            tag: The tag of the tensors; gradients of modules still belong to `gradients`. Needed for lists.
+
+        Raises:
+            InvalidRequestError: a target of another type, a list without a tag, or a tensor on another device.
+            UnsupportedError: a tensor cannot be moved; use `Offloader` for it.
+            DeviceMemoryError: too little device memory to move the tensors.
+            WeightUpdateError: an engine keeps the tensors' memory open and does not answer.
+            StateConflictError: the tag is asleep, a tensor belongs to another `PausableMemory`, or a sleep or wake is
+                prepared.
+        """
+        Targets.check(targets, tag)
+        with self._lock:
+            for name in {tag} if tag is not None else {default_tag(target) for target in targets}:
+                self._open(name)
+            self._targets.add(targets, tag)
+            try:
+                self._adopt_new()
+            except BaseException:
+                self._targets.remove_last(len(targets))
+                raise
+            optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
+            self._prepare({tag or OPTIMIZER: sum(map(expected_state_bytes, optimizers))})
+            self._first_steps.watch(optimizers)
+            self._hooks.watch(optimizers)
+
+    def _open(self, tag: str) -> None:
+        if not tag or not isinstance(tag, str):
+            raise InvalidRequestError("a tag is a string that is not empty", field="tag", got=str(tag))
+        self._require_nothing_prepared()
+        self._manager.add_tag(tag)
+        if not self._manager.is_resident(tag):
+            raise StateConflictError(f"the tag {tag} is asleep: wake([{tag!r}]) first", tag=tag)
+
+    def _adopt_state(self) -> bool:
+        """Adopt the state that a first step has made. Returns `False` if a later step must try again."""
+        with self._lock:
+            if self._closed:
+                return True
+            if self._pending is not None:
+                return False
+            self._adopt_new()
+            return True
+
+    def _adopt_new(self) -> None:
+        """Adopt the tensors of the targets that have no tag, and obtain host memory for their copies in advance."""
+        new = self._targets.without_tag(self.device, self.owned(), self._manager.is_resident, owned_elsewhere(self))
+        if new:
+            release_mapped()  # engines may hold the old memory open by CUDA IPC
+        for tag, tensors in new.items():
+            self._manager.add_tag(tag)
+            self._allocator.adopt(tag, tensors)
+        self._prepare()
+
+    def owned(self) -> Callable[[Any], bool]:
+        """See `offloading.Sleeper`."""
+        extents = merge(block for tag in self._manager.tags for block in self._allocator.extents(tag))
+        starts = [block.address for block in extents]
+
+        def is_owned(storage: Any) -> bool:
+            at = bisect_right(starts, storage.data_ptr()) - 1
+            return at >= 0 and bool(storage.data_ptr() < extents[at].end)
+
+        return is_owned
+
+    def host_bytes(self, storage: Any) -> torch.Tensor | None:
+        """See `offloading.Sleeper`."""
+        if storage.device != self.device:
+            return None
+        self.wait()
+        copies = self._manager.host_copies(Block(storage.data_ptr(), storage.nbytes()))
+        return sleeping_content(storage, copies)
+
+    def _unchanging(self, tag: str) -> Iterable[Block]:
+        """The parts of a tag that need no copy, or no second copy."""
+        if tag in self._dropped or tag in self._frozen:
+            return self._allocator.blocks(tag)
+        return self._targets.without_gradient()
+
+    def _require_nothing_prepared(self) -> None:
+        if self._closed:
+            raise StateConflictError("this PausableMemory is closed")
+        if self._pending is not None:
+            raise StateConflictError("a sleep or wake is prepared: call commit or abort first")
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the content that a wake has left on its way. Does nothing if there is none.
+
+        Everything else that this memory does to tensors waits by itself, except `status`.
+
+        Raises:
+            RLMemoryError: a copy failed. Its tag sleeps again, with its content in host memory.
+            StateConflictError: a CUDA graph is being captured; wait before the capture.
+        """
+        if not self._manager.unfinished:
+            return
+        with self._lock:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                raise StateConflictError("a CUDA graph is captured while a wake is unfinished: call wait() before")
+            try:
+                self._manager.finish_wake()
+            finally:
+                self._keep_while_asleep()
+
+    def waits_before_use(self, tag: str) -> bool:
+        """Whether the users of a tag wait for its content by themselves.
+
+        They do if the tag holds the states of optimisers and nothing else: `step`, `state_dict` and `load_state_dict`
+        wait. They do not if the optimiser is a wrapper, if a step was captured in a CUDA graph, or if a region of the
+        tag was opened.
+        """
+        targets = self._targets.of(tag)
+        return bool(targets) and tag not in self._regions and tag not in self._dropped and self._hooks.cover(targets)
+
+    def _keep_while_asleep(self) -> None:
+        """Keep this memory alive while tensors sleep in it, and forget memories whose sleeping tensors are gone."""
+        asleep.add(self)
+        for memory in [memory for memory in list(asleep) if not memory._sleeping()]:
+            asleep.discard(memory)
+
+    def _sleeping(self) -> bool:
+        unfinished = self._manager.unfinished
+        tags = [tag for tag in self._manager.tags if tag in unfinished or not self._manager.is_resident(tag)]
+        return any(self._allocator.blocks(tag) for tag in tags)
+
+    def _prepare(self, expected: Mapping[str, int] = types.MappingProxyType({})) -> None:
+        """Obtain host memory for tags that had none. `expected`: bytes that a tag will have beside its present ones."""
+        sizes = {tag: sum(b.nbytes for b in self._allocator.blocks(tag)) for tag in self._manager.tags}
+        sizes |= {tag: sizes[tag] + nbytes for tag, nbytes in expected.items() if nbytes}
+        new = {tag for tag, nbytes in sizes.items() if nbytes} - self._prepared - self._dropped
+        if new:
+            self._prepared |= new
+            self._manager.arena.prepare([sizes[tag] for tag in new])
+
+
+asleep: set[PausableTensors] = set()
+"""The memories with sleeping tensors. Without this reference, the end of a memory would lose their content."""
+
+
+def _close_arena(arena: PagedArena) -> None:
+    # The garbage collector may run in any thread, also in those that the arena waits for or that hold its lock.
+    with suppress(RuntimeError):  # no thread starts while the interpreter ends
+        threading.Thread(target=arena.close, name="rl-memory-close").start()
