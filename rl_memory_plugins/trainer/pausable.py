@@ -44,11 +44,16 @@ class PausableMemory(PausableTensors):
         frozen: Tags that training does not change, e.g. of a reference policy. A sleep copies them again only if their
             bytes have changed. The same holds for all parameters of modules that need no gradient.
         device: The device of the tensors. Default: the current GPU, or the CPU without one.
+        process_groups: Process groups of `torch.distributed`, the first with all ranks of the others. The memory of
+            their NCCL communicators leaves while all tags of all ranks sleep. The ranks of the first group then make
+            this object, sleep and wake together: all of them do, or none does. Groups without NCCL (Gloo) hold no
+            device memory.
         **options: The fields of `PauseOptions`.
 
     Raises:
-        UnsupportedError: no allocator works on this device, or a tensor cannot be adopted; use `Offloader`.
-        InvalidRequestError: see `adopt`.
+        UnsupportedError: no allocator works on this device, or a tensor cannot be adopted; use `Offloader`. Or torch or
+            NCCL is too old for `process_groups`.
+        InvalidRequestError: see `adopt`; or `process_groups` without `torch.distributed`, or in another order.
         DeviceMemoryError: too little device memory to move the tensors.
     """
 
@@ -68,7 +73,7 @@ class PausableMemory(PausableTensors):
                 sleep or wake is prepared; nothing sleeps that was awake.
         """
         with self._lock:
-            self.prepare_sleep(tags)
+            self._groups.prepare("sleep", lambda: self.prepare_sleep(tags), self.abort)
             return self._commit(written=False)
 
     def wake(self, tags: Collection[str] | None = None, *, wait: bool = True) -> Report:
@@ -84,7 +89,7 @@ class PausableMemory(PausableTensors):
             InvalidRequestError: an unknown tag; the error lists the known ones.
         """
         with self._lock:
-            self.prepare_wake(tags)
+            self._groups.prepare("wake", lambda: self.prepare_wake(tags), self.abort)
             return self.commit(later=() if wait else self._chosen(tags))
 
     def prepare_sleep(self, tags: Collection[str] | None = None) -> None:
@@ -106,7 +111,7 @@ class PausableMemory(PausableTensors):
                 self._manager.prepare_sleep(Level.PRESERVE, chosen)
             drops = GRADIENTS in self._dropped.intersection(requested)
             self._pending = Pending(
-                lambda _: self._manager.commit_sleep(), self._manager.abort_sleep, chosen, seconds, drops
+                lambda _: self._manager.commit_sleep(), self._manager.abort_sleep, chosen, seconds, True, drops
             )
 
     def prepare_wake(self, tags: Collection[str] | None = None) -> None:
@@ -137,6 +142,11 @@ class PausableMemory(PausableTensors):
         pending, self._pending = self._pending, None
         if pending is None:
             raise StateConflictError("no sleep or wake is prepared")
+        if pending.sleeps:
+            return self._groups.sleep(lambda: self._act(pending, written, later), self._all_asleep)
+        return self._groups.wake(lambda: self._act(pending, written, later), pending.abort)
+
+    def _act(self, pending: Pending, written: bool, later: Collection[str]) -> Report:
         try:
             if pending.drops:
                 self._targets.drop_gradients(self.owned())
@@ -152,6 +162,9 @@ class PausableMemory(PausableTensors):
         finally:
             self._keep_while_asleep()
         return Report(changes, {**pending.seconds, **self._manager.seconds()})
+
+    def _all_asleep(self) -> bool:
+        return not any(self._allocator.blocks(tag) for tag in self._manager.tags if self._manager.is_resident(tag))
 
     def abort(self) -> None:
         """Undo `prepare_sleep` or `prepare_wake`. Does nothing if nothing is prepared."""

@@ -7,7 +7,7 @@ import types
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import with_index
 from rl_memory_plugins.trainer.offloading import Target, owned_elsewhere, sleepers
 from rl_memory_plugins.trainer.pause_options import PauseOptions
+from rl_memory_plugins.trainer.process_groups import groups_of
 from rl_memory_plugins.trainer.sleeping_content import sleeping_content
 from rl_memory_plugins.trainer.state_hooks import StateHooks
 from rl_memory_plugins.trainer.state_size import expected_state_bytes
@@ -40,6 +41,7 @@ class Pending:
     abort: Callable[[], None]
     tags: list[str]
     seconds: dict[str, float]  # by step, of the preparation
+    sleeps: bool = False
     drops: bool = False  # whether gradients of modules become `None`
 
 
@@ -52,9 +54,11 @@ class PausableTensors:
         dropped: Collection[str] = (GRADIENTS,),
         frozen: Collection[str] = (),
         device: torch.device | str | None = None,
+        process_groups: Sequence[Any] = (),
         **options: Any,
     ) -> None:
         self.device = with_index(device)
+        self._groups = groups_of(process_groups, self.device)
         self._dropped, self._frozen = frozenset(dropped), frozenset(frozen)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed else 0

@@ -149,3 +149,25 @@ with own.change_state(enable=True):
     for result in of_both_ranks(code):
         assert result["right"]
         assert result["freed_mib_least"] >= 32
+
+
+def test_a_trainer_s_groups_sleep_with_its_memory():
+    code = f"""
+from rl_memory_plugins.trainer import PausableMemory
+torch.manual_seed(0)
+model = torch.nn.Linear(4096, 4096, device=device)
+memory = PausableMemory(model, process_groups=[dist.group.WORLD, gloo])
+weight = model.weight.detach().clone()
+right, freed, seconds = is_right(lambda: dist.all_reduce(values)), [], []
+for _ in range({CYCLES}):
+    before = free()
+    report = memory.sleep()
+    freed.append(free() - before)
+    seconds.append({{**report.seconds, **memory.wake().seconds}})
+    right = right and is_right(lambda: dist.all_reduce(values)) and bool(torch.equal(model.weight, weight))
+result = {{"right": right, "freed_mib_least": min(freed) >> 20, "freed_mib_most": max(freed) >> 20,
+    "seconds": {{name: sorted(each[name] for each in seconds)[{CYCLES} // 2] for name in ("suspend", "resume")}}}}
+"""
+    for result in of_both_ranks(code):
+        assert result["right"]
+        assert result["freed_mib_least"] >= 64 + 32  # the weights, and the communicator
