@@ -107,7 +107,7 @@ def where_a_commit_fails(rank):
     memory, _, _ = memory_with_groups()
     memory.prepare_sleep()
 
-    def fail():
+    def fail(later):
         raise EngineFaultError("no")
 
     commit = memory._manager.commit_sleep
