@@ -8,14 +8,17 @@ Each subject is a process of its own with a real engine and a real trainer on on
 float32, computation in bfloat16. With several GPUs the engine is tensor-parallel, and the trainer is FSDP2 with one
 process on each GPU. A step is a rollout, the handoff to the trainer, a short training, and the way back.
 
-    native      the engine's own sleep and update by IPC; parameters and states move as verl moves those of FSDP2
-    offloader   a `RolloutHandoff` with an `Offloader`
-    pausable    a `RolloutHandoff` with a `PausableMemory`
+    native            the engine's own sleep and update by IPC; parameters and states move as verl moves those of FSDP2
+    offloader         a `RolloutHandoff` with an `Offloader`
+    pausable          a `RolloutHandoff` with a `PausableMemory`, without overlap
+    pausable_overlap  the same with overlap: the states return while forward and backward run
 
     release_s            from the last token until the trainer may compute
     return_s             from the end of the training to the first token
     transition_s         both, of each step but the first
     first_transition_s   both, of the first step
+    training_s           forward, backward and step, with the wait for states that are still on their way
+    step_s               a whole step without the rollout: release, training and return
     transition_limit_s   the bytes that must cross the link, each way over what the link carries that way; of several
                          GPUs the slowest
     peak_gpu_mib         the most memory in use on a GPU, by the driver's count; host_mib the same of host memory
@@ -49,7 +52,7 @@ from integration.timeline import Timeline
 if TYPE_CHECKING:
     from integration.step_ranks import Ranks
 
-SUBJECTS = ("native", "offloader", "pausable")
+SUBJECTS = ("native", "offloader", "pausable", "pausable_overlap")
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(8)]
 TOKENS = 32
 LINK_BYTES = 2 << 30
@@ -110,7 +113,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
             "host": lambda: host_free - psutil.virtual_memory().available,
         }
         losses: list[float] = []
-        releases, returns = [], []
+        releases, trainings, returns = [], [], []
         with Timeline(sources) as timeline:
             for step in range(arguments.steps + 1):
                 if step:
@@ -121,7 +124,9 @@ def run_subject(arguments: argparse.Namespace) -> None:
                     seconds = trainer.release()
                     releases.append(time.perf_counter() - start)
                 with timeline.stage("training"):
+                    start = time.perf_counter()
                     losses.append(trainer.train(step))
+                    trainings.append(time.perf_counter() - start)
                 with timeline.stage("return"):
                     start = time.perf_counter()
                     seconds = {
@@ -136,6 +141,9 @@ def run_subject(arguments: argparse.Namespace) -> None:
         figures.add("return_s", returns[1:], "s")
         figures.add("transition_s", transitions[1:], "s")
         figures.add("first_transition_s", transitions[:1], "s")
+        figures.add("training_s", trainings[2:], "s")
+        steps = [sum(parts) for parts in zip(releases, trainings, returns, strict=True)]
+        figures.add("step_s", steps[2:], "s")
         moved = trainer.moved_bytes()
         limits = [nbytes / into + nbytes / out_of for nbytes, (into, out_of) in zip(moved, links, strict=True)]
         figures.add("transition_limit_s", [max(limits)], "s", {"bytes": max(moved), "each_way": True})
@@ -265,7 +273,7 @@ def main() -> None:
             command = [sys.executable, "-m", "integration.bench_step", *sys.argv[1:], "--folder", str(folder)]
             ended = succeeds([*command, "--subject", subject], arguments.timeout) and ended
     for record in records.read(arguments.out):
-        print(f"{record['subject']:10} {record['metric']:20} {record['median']:12.4f} {record['unit']}")
+        print(f"{record['subject']:17} {record['metric']:20} {record['median']:12.4f} {record['unit']}")
     if not ended or not losses_agree(arguments.out):
         raise SystemExit("a subject failed" if not ended else "the losses differ")
 

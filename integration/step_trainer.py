@@ -128,7 +128,7 @@ class Native(Way):
 class Handoff(Way):
     """A `RolloutHandoff`, with an `Offloader` or with a `PausableMemory`."""
 
-    def __init__(self, trainer: Trainer, url: str, *, pausable: bool) -> None:
+    def __init__(self, trainer: Trainer, url: str, *, pausable: bool, overlap: bool) -> None:
         self._memory: PausableMemory | None = None
         if pausable:
             self._memory = PausableMemory(trainer.model, trainer.optimizer, device=trainer.device)
@@ -139,7 +139,7 @@ class Handoff(Way):
             weights, others = [Offloader(trainer.model, **moves)], [Offloader(trainer.optimizer, **moves)]
         source = ModelSource(trainer.model, dtype="engine")
         engines = [EngineClient(url)] if trainer.rank == 0 else []
-        self._handoff = RolloutHandoff(engines, source, weights=weights, others=others)
+        self._handoff = RolloutHandoff(engines, source, weights=weights, others=others, overlap=overlap)
 
     def release(self) -> dict[str, float]:
         return self._handoff.release().seconds
@@ -157,4 +157,4 @@ class Handoff(Way):
 def way(subject: str, trainer: Trainer, engine: str, url: str, dtype: str) -> Way:
     if subject == "native":
         return Native(trainer, engine, url, getattr(torch, dtype))
-    return Handoff(trainer, url, pausable=subject == "pausable")
+    return Handoff(trainer, url, pausable=subject != "offloader", overlap=subject == "pausable_overlap")
