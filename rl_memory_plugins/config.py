@@ -78,6 +78,10 @@ class RLMemoryConfig(BaseSettings):
     a quarter of the host's memory stays free; a level-2 sleep ends that and gives unneeded memory back. `start`: in the
     background from the start on, and the memory is kept. `first_use`: at the first sleep that preserves."""
 
+    share_host_backups: bool = False
+    """Keep one copy of equal weights in host memory for all processes of this user on this host, e.g. for data-parallel
+    replicas."""
+
     host_arena_max_bytes: Bytes = 0
     """The most host memory that the backups of one process may take. With 0 only the free memory limits them."""
 

@@ -42,10 +42,13 @@ class RankStatus(msgspec.Struct, frozen=True):
     content_epoch: int
     device_free_bytes: int
     device_total_bytes: int
-    host_arena_bytes: int  # host memory held by the arena, in use or kept for the next sleep
+    host_arena_bytes: int  # host memory held by the arena alone, in use or kept for the next sleep
     notes: tuple[str, ...] = ()  # limits of this rank, for a person
     left: dict[str, int] = {}  # bytes that stay on the device while asleep, by cause
     draft: Draft | None = None  # whether the draft model goes with the weights; `None` without a draft model
+    host_shared: dict[
+        str, int
+    ] = {}  # bytes of the copies that other ranks may map too, by a name that is the same there
 
 
 class WeightsStatus(NamedTuple):

@@ -15,6 +15,7 @@ from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.memory.shared_buffers import SharedBuffers
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.adapters import AdapterSlots, RankAdapters
@@ -54,6 +55,8 @@ def build_manager(
 ) -> MemoryManager:
     """The memory manager of a rank; see `MemoryManager`. `memory` is the result of `choose_allocator`."""
     allocator, arena = memory
+    if config.share_host_backups:
+        arena.shared = SharedBuffers(arena)
     return MemoryManager(
         rank,
         allocator,

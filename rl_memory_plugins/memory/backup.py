@@ -14,8 +14,9 @@ from itertools import accumulate
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
 from rl_memory_plugins.memory.host_memory import free_host_bytes, libc
-from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, PrepareMode, always
+from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.ranges import subtract
+from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
 
 ALIGNMENT = 4096
 #: Bytes that are copied, allocated or freed between two checks for cancellation; a few milliseconds of work.
@@ -38,10 +39,12 @@ class PagedArena:
 
     Attributes:
         notes: Limitations of the arena, for `memory_status`.
+        shared: Buffers that this process shares with others; `None` if it shares none.
     """
 
     def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, mode: PrepareMode = "auto") -> None:
         self.notes: list[str] = []
+        self.shared: SharedBuffers | None = None
         self.demand = Demand(mode)
         self._max_bytes = max_bytes
         self._margin_bytes = margin_bytes
@@ -86,6 +89,26 @@ class PagedArena:
                         raise
                     return address
 
+    def map_file(self, file: File, nbytes: int, go_on: Callable[[], bool] = always) -> int:
+        """Map the first `nbytes` of a file, ready for copies, and return the address. `unmap_file` ends the mapping.
+
+        Raises:
+            HostMemoryError, AllocationCancelled: as for `acquire`. An existing file needs no new memory.
+        """
+        while True:
+            try:
+                return self._allocate_now(nbytes, go_on, file)
+            except HostMemoryError:
+                if not (self._end_background_work() or self._idle):
+                    raise
+                self._free_idle(lambda mapping: True)
+
+    def unmap_file(self, address: int) -> None:
+        """End a mapping of `map_file`. The file keeps its memory while anybody has it open."""
+        with self._lock:
+            mapping = self._remove(address)
+        self._discard_removed(address, mapping)
+
     def _take_idle(self, nbytes: int, largest: int) -> int | None:
         """Take the smallest idle buffer of at least `nbytes` and at most `largest`."""
         with self._lock:
@@ -96,20 +119,24 @@ class PagedArena:
                 self._idle.remove(address)
             return address
 
-    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool]) -> int:
+    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
         """Allocate a buffer that the caller waits for."""
-        return self._allocate(nbytes, nullcontext)
+        return self._allocate(nbytes, nullcontext, file)
 
-    def _allocate(self, nbytes: int, step: Step) -> int:
+    def _allocate(self, nbytes: int, step: Step, file: File | None = None) -> int:
         with self._lock:
-            self._check(nbytes)
+            if file is None or file.is_new:
+                self._check(nbytes)
             try:
-                mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                if file is None:
+                    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                else:
+                    mapping = mmap.mmap(file.fd, nbytes, flags=mmap.MAP_SHARED)
             except OSError as error:
                 raise self._error(nbytes, free_host_bytes()) from error
             self._pending_bytes += nbytes
         try:
-            self._fill(mapping, step)
+            self._fill(mapping, step, file)
         except BaseException:
             unmap(mapping)
             with self._lock:
@@ -128,9 +155,13 @@ class PagedArena:
             settling.join()
         return settling is not None
 
-    def prepare(self, sizes: Sequence[int]) -> object:
+    def prepare(self, sizes: Sequence[int]) -> Preparation | None:
         """Allocate buffers of these sizes in bytes in the background, if their allocation takes long."""
         return None  # the kernel allocates pageable memory at the first touch
+
+    def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
+        """Call `make` in the background, if mapping `nbytes` of a file takes long. `make` gets a patient `map_file`."""
+        return None
 
     def note_sleep(self, preserving: bool) -> None:
         """Record that a sleep preserves or discards the weights. Does not wait."""
@@ -138,15 +169,19 @@ class PagedArena:
 
     def settle(self) -> None:
         """Free in the background the memory that sleeps no longer need. Called some time after a sleep."""
-        if not self.demand.is_gone or not self._idle or (self._settling is not None and self._settling.is_alive()):
+        idle = self._idle or (self.shared is not None and self.shared.is_idle)
+        if not self.demand.is_gone or not idle or (self._settling is not None and self._settling.is_alive()):
             return
         # Not a daemon: the interpreter waits for the thread at exit, so it makes no CUDA call while torch shuts down.
-        settling = threading.Thread(
-            target=self._free_idle, args=(lambda mapping: self.demand.is_gone,), name="rl-memory-give-back"
-        )
+        settling = threading.Thread(target=self._free_unneeded, name="rl-memory-give-back")
         with suppress(RuntimeError):  # the thread cannot start: a later sleep tries again
             settling.start()
             self._settling = settling
+
+    def _free_unneeded(self) -> None:
+        self._free_idle(lambda mapping: self.demand.is_gone)
+        if self.shared is not None and self.demand.is_gone:
+            self.shared.free_idle()
 
     def release(self, address: int) -> None:
         """Return a buffer to the arena, which may keep it for the next `acquire`."""
@@ -158,10 +193,14 @@ class PagedArena:
         """Free the buffers that are not in use, also those that are being allocated in the background."""
         self._end_background_work()
         self._free_idle(lambda mapping: True)
+        if self.shared is not None:
+            self.shared.free_idle()
 
     def close(self) -> None:
         """Free all memory. Buffers in use become invalid."""
         self._end_background_work()
+        if self.shared is not None:
+            self.shared.close()
         with self._lock:
             self._idle = set(self._mappings)
         self._free_idle(lambda mapping: True)
@@ -174,14 +213,21 @@ class PagedArena:
                 if address is None:
                     return
                 self._idle.remove(address)
-                mapping = self._mappings.pop(address)
-                nbytes = len(mapping)
-                self._pending_bytes += nbytes
-            try:
-                self._discard(address, mapping)
-            finally:
-                with self._lock:
-                    self._pending_bytes -= nbytes
+                mapping = self._remove(address)
+            self._discard_removed(address, mapping)
+
+    def _remove(self, address: int) -> mmap.mmap:
+        mapping = self._mappings.pop(address)
+        self._pending_bytes += len(mapping)
+        return mapping
+
+    def _discard_removed(self, address: int, mapping: mmap.mmap) -> None:
+        nbytes = len(mapping)
+        try:
+            self._discard(address, mapping)
+        finally:
+            with self._lock:
+                self._pending_bytes -= nbytes
 
     def _check(self, nbytes: int) -> None:
         free = free_host_bytes()
@@ -199,8 +245,8 @@ class PagedArena:
             margin_bytes=self._margin_bytes,
         )
 
-    def _fill(self, mapping: mmap.mmap, step: Step) -> None:
-        """Touch and pin the pages, in subclasses that do so."""
+    def _fill(self, mapping: mmap.mmap, step: Step, file: File | None = None) -> None:
+        """Touch and pin the pages, in subclasses that do so. The pages of a file keep their content."""
 
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         unmap(mapping)
@@ -236,6 +282,8 @@ class Backup:
         AllocationCancelled: `go_on` returned `False`.
     """
 
+    is_shared = False
+
     def __init__(
         self,
         arena: PagedArena,
@@ -252,13 +300,14 @@ class Backup:
         self._left_out: list[Block] = []
         self._wait: Callable[[], None] | None = None  # waits for the running copy
         self._address = arena.acquire(self.nbytes, go_on) if self.nbytes else 0
+        self._copies = copies_of(self.blocks, self._address)
 
     def _pairs(self, holes: Sequence[Block]) -> list[tuple[Block, int]]:
         """The parts of the blocks outside `holes`, each with the address of its copy."""
-        starts = [block.address for block in self.blocks]
-        copies = list(accumulate((block.nbytes for block in self.blocks), initial=self._address))
+        blocks, copies = [block for block, _ in self._copies], [address for _, address in self._copies]
+        starts = [block.address for block in blocks]
         pairs = []
-        for part in subtract(self.blocks, holes):  # no part spans two blocks
+        for part in subtract(blocks, holes):  # no part spans two blocks
             at = bisect_right(starts, part.address) - 1
             pairs.append((part, copies[at] + part.address - starts[at]))
         return pairs
@@ -325,6 +374,10 @@ class Backup:
             self._wait = device.begin_copy_from_host(pairs)
         return _nbytes(pairs)
 
+    def arrived(self, device: Device, blocks: Sequence[Block]) -> bool:
+        """Whether `restore` has brought these blocks their own bytes. Only a copy that is shared needs the check."""
+        return True
+
     def copies(self, part: Block) -> list[tuple[Block, int]]:
         """The parts of `part` that the backup holds, each with the address of its copy."""
         return self._pairs([*subtract(self.blocks, [part]), *self._left_out])
@@ -355,9 +408,14 @@ class Backup:
         try:
             self.finish()  # the memory must not be reused during a copy
         finally:
-            if self.nbytes:
+            if self._address:
                 self._arena.release(self._address)
-            self.nbytes = 0
+            self.nbytes = self._address = 0
+
+
+def copies_of(blocks: Sequence[Block], address: int) -> list[tuple[Block, int]]:
+    """The blocks, each with the address of its copy. The copies lie one after the other from `address` on."""
+    return list(zip(blocks, accumulate((block.nbytes for block in blocks), initial=address), strict=False))
 
 
 def _nbytes(pairs: Sequence[tuple[Block, int]]) -> int:

@@ -12,6 +12,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.preparation import AllocationCancelled
 from rl_memory_plugins.memory.ranges import intersect
+from rl_memory_plugins.memory.shared_backup import share, sources
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Tag
 
@@ -83,9 +84,14 @@ class EagerBackup(threading.Thread):
         with self._allocator.held(Tag.WEIGHTS) as blocks:
             if not self._go_on():
                 return
+            device = self._allocator.device
+            parameters = sources(self._allocator, Tag.WEIGHTS, self._identified)
+            self._backup = share(self._arena, device, blocks, parameters, self._epoch, self._go_on)
+            if self._backup is not None:
+                return
             backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on)
             try:
-                if backup.save_in_steps(self._allocator.device, self._epoch, self._go_on):
+                if backup.save_in_steps(device, self._epoch, self._go_on):
                     self._backup = backup
             finally:
                 if self._backup is None:

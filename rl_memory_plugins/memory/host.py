@@ -30,12 +30,11 @@ from torch.utils._pytree import tree_leaves
 
 from rl_memory_plugins.memory.allocator import Allocator, Block, Device, out_of_device_memory, too_little_for_wake
 from rl_memory_plugins.memory.fingerprint import fingerprint, memory_view
-from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc
+from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, free_host_bytes, host_memory_info, libc
 from rl_memory_plugins.memory.ranges import merge
 
 PAGE = mmap.PAGESIZE
 MIN_PAGES = 2
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class HostDevice(Device):
@@ -151,7 +150,7 @@ class HostAllocator(Allocator):
                 raise too_little_for_wake(needed, free, margin, "host memory")
             try:
                 for block in reservation.blocks:
-                    _madvise(block, _MADV_POPULATE_WRITE)
+                    _madvise(block, MADV_POPULATE_WRITE)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # else the kernel does not know the advice
                     reservation.drop()

@@ -11,6 +11,8 @@ from typing import NamedTuple
 libc = ctypes.CDLL(None, use_errno=True)
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+
 
 def free_host_bytes() -> int:
     """Bytes of host memory that this process can still allocate, within the machine and its cgroups."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
-from rl_memory_plugins.memory.ranges import intersect, merge, subtract
+from rl_memory_plugins.memory.ranges import intersect, subtract
 from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES, Transitions
 from rl_memory_plugins.memory.weights_content import KeptWeights, PreparedSleep
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
@@ -71,8 +71,7 @@ class MemoryManager(Transitions):
         """
         with suppress(DeviceMemoryError):
             self.device.fingerprint(self.allocator.blocks(Tag.WEIGHTS)[:1])
-        tags = (Tag.WEIGHTS, Tag.CUDA_GRAPH)
-        self.arena.prepare([sum(block.nbytes for block in self.allocator.blocks(tag)) for tag in tags])
+        self._prepare_host_memory()
         self._start_eager_backup()
 
     # -- status -------------------------------------------------------------------------------------------
@@ -81,6 +80,7 @@ class MemoryManager(Transitions):
         """The state of the rank. Takes little time, and works in every state."""
         self._collect_eager_backup()
         free, total = self.device.memory_info()
+        shared = self.arena.shared.held if self.arena.shared is not None else {}
         tags = {
             str(tag): TagStatus(
                 state=self._states[tag],
@@ -98,7 +98,8 @@ class MemoryManager(Transitions):
             content_epoch=self.epoch,
             device_free_bytes=free,
             device_total_bytes=total,
-            host_arena_bytes=self.arena.held_bytes,
+            host_arena_bytes=self.arena.held_bytes - sum(shared.values()),
+            host_shared=shared,
             notes=(*self.notes, *self.arena.notes),
             left=(self._residual or {}) if self._any_asleep() else {},
             draft=self.draft.state,
@@ -165,7 +166,7 @@ class MemoryManager(Transitions):
         blocks, discardable = self.allocator.blocks(tag), list(self._discardable(tag))
         epoch = self.epoch
         existing = self._backups.get(tag)
-        if self._preserves(prepared.level, tag):
+        if preserves := self._preserves(prepared.level, tag):
             prepared.states[tag] = TagState.PRESERVED
             kept, identified = blocks, intersect(blocks, discardable)
         else:
@@ -182,14 +183,8 @@ class MemoryManager(Transitions):
             return
         if existing is not None:  # out of date: the new copy reuses its memory
             self._backups.pop(tag).free()
-        prepared.backups[tag] = Backup(self.arena, kept, identified)
-
-    def _keep(self, prepared: PreparedSleep) -> list[Block]:
-        """The memory of the parameters that a discarding sleep of the weights keeps."""
-        if prepared.keep and self.content is not Content.VALID:
-            still = self.kept
-            prepared.keep = {name: block for name, block in prepared.keep.items() if name in still}
-        return merge(prepared.keep.values())
+        shared = self._share_weights(kept, discardable) if preserves and tag is Tag.WEIGHTS else None
+        prepared.backups[tag] = shared or Backup(self.arena, kept, identified)
 
     def commit_sleep(self) -> list[TagChange]:
         """Copy and release the tags that `prepare_sleep` prepared. Each tag's state changes with its memory.
@@ -236,6 +231,9 @@ class MemoryManager(Transitions):
         if clean and prepared.epoch != self.epoch:  # the weights were written after `prepare_sleep`
             del self._backups[tag]
             clean = False
+        if backup.is_shared and not clean:
+            backup.free()
+            backup = prepared.backups[tag] = Backup(self.arena, backup.blocks, backup.identified)
         return backup.begin_save(self.device, self.epoch, gone, unused, clean=clean)
 
     def _release_tag(self, prepared: PreparedSleep, tag: str, state: TagState, copied: int) -> TagChange:
@@ -315,6 +313,7 @@ class MemoryManager(Transitions):
 
         Raises:
             RLMemoryError: a tag could not be mapped or restored.
+            EngineFaultError: a shared copy had other bytes. All tags are resident, and the content is `failed`.
             StateConflictError: no wake is prepared.
         """
         reservations, self._prepared_wake = self._prepared_wake, None
@@ -340,6 +339,7 @@ class MemoryManager(Transitions):
                 raise
             finally:
                 self._reclaim_later()
+            self._require_own_bytes()
         return changes
 
     @property
@@ -383,16 +383,18 @@ class MemoryManager(Transitions):
                 self.device.fill(blocks, 0)
             backup = self._backups.get(tag)
             copied = backup.begin_restore(self.device, blocks) if backup is not None else 0
-            if wait:
+            if wait or (backup is not None and backup.is_shared):
                 if backup is not None:
                     backup.finish()
                 self.device.synchronize()
+                if backup is not None and not backup.arrived(self.device, blocks):
+                    self._lose_weights()
                 del self._unrestored[tag]
         return copied
 
     def _unmap_tag(self, tag: str, state: TagState) -> None:
         """Undo `_map_tag`. If that fails too, the tag counts as released, and a later wake maps its missing part."""
-        self._states[tag] = state
+        self._states[tag] = TagState.DISCARDED if self._lost and tag is Tag.WEIGHTS else state
         if tag in self._backups:
             with suppress(Exception):  # the copy may have failed
                 self._backups[tag].finish()

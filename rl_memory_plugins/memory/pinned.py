@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
-from rl_memory_plugins.memory.host_memory import host_memory_info, libc
+from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc
 from rl_memory_plugins.memory.preparation import AllocationCancelled, Preparation, PrepareMode, always
+from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.private_directory import one_at_a_time
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,19 @@ class PinnedArena(PagedArena):
         Meanwhile an `acquire` that fits a pending buffer waits for it; small and other sizes do not wait. If the host
         lacks memory for a buffer, the `acquire` allocates it, or raises.
         """
+        return self._prepare(sizes, lambda nbytes, go_on: self.release(self._allocate_patiently(nbytes, go_on)))
+
+    def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
+        def in_background(_: int, go_on: Callable[[], bool]) -> None:
+            make(lambda file, size: self._allocate_patiently(size, go_on, file))
+
+        return self._prepare([nbytes], in_background)
+
+    def _prepare(self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool]], None]) -> Preparation | None:
         if self.demand.mode == "first_use":
             return None
         try:
-            preparation = Preparation(sizes, self._allocate_idle)
+            preparation = Preparation(sizes, make)
         except RuntimeError:  # the thread cannot start
             logger.exception("host memory is not allocated in advance; a sleep that needs it allocates it")
             return None
@@ -92,7 +102,7 @@ class PinnedArena(PagedArena):
             for preparation in self._running():
                 preparation.end()
 
-    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool]) -> int:
+    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
         @contextmanager
         def step(rest: int) -> Iterator[None]:
             _check_not_cancelled(go_on)
@@ -100,18 +110,21 @@ class PinnedArena(PagedArena):
 
         # Ranks take turns, because each rank must see the memory that the others have taken.
         with nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S):
-            return self._allocate(nbytes, step)
+            return self._allocate(nbytes, step, file)
 
-    def _allocate_idle(self, nbytes: int, go_on: Callable[[], bool]) -> None:
+    def _allocate_patiently(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
+        """Allocate a buffer in the background."""
+
         @contextmanager
         def step(rest: int) -> Iterator[None]:
             _check_not_cancelled(go_on)
             with one_at_a_time("host-memory", TURN_S, go_on):  # per step: a sleep of another rank waits for one step
                 _check_not_cancelled(go_on)
-                self._check_spare(rest)
+                if file is None or file.is_new:
+                    self._check_spare(rest)
                 yield
 
-        self.release(self._allocate(nbytes, step))
+        return self._allocate(nbytes, step, file)
 
     def _check_spare(self, nbytes: int) -> None:
         """Leave host memory for others: sleeps may never use memory that was allocated in advance."""
@@ -128,14 +141,15 @@ class PinnedArena(PagedArena):
             preparation.join()
         return super()._end_background_work() or bool(running)
 
-    def _fill(self, mapping: mmap.mmap, step: Step) -> None:
+    def _fill(self, mapping: mmap.mmap, step: Step, file: File | None = None) -> None:
         address, nbytes = address_of(mapping), len(mapping)
         libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel that lacks either advice ignores it
         libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
         prefer_node(address, nbytes, self._node)
+        back = touch if file is None else populate
         for start in range(0, nbytes, STEP_BYTES):
             with step(nbytes - start):
-                touch(address + start, min(STEP_BYTES, nbytes - start), self._threads)
+                back(address + start, min(STEP_BYTES, nbytes - start), self._threads)
         with step(0):
             (code,) = _in_threads([partial(self._register, address, nbytes)])
         if code == 0:
@@ -175,14 +189,20 @@ def _check_not_cancelled(go_on: Callable[[], bool]) -> None:
 
 
 def touch(address: int, nbytes: int, threads: int) -> None:
-    """Make the kernel back every page of the range with memory, in several threads."""
+    """Make the kernel back every page of the range with memory, in several threads. The pages read as zeros."""
+    # on huge pages memset is twice as fast as madvise(MADV_POPULATE_WRITE); ctypes releases the GIL
+    _in_pieces(address, nbytes, threads, lambda start, size: ctypes.memset(start, 0, size))
+
+
+def populate(address: int, nbytes: int, threads: int) -> None:
+    """The same, for pages that may have content, which stays. Kernels before 5.14 do this when the pages are locked."""
+    _in_pieces(address, nbytes, threads, lambda start, size: libc.madvise(start, size, MADV_POPULATE_WRITE))
+
+
+def _in_pieces(address: int, nbytes: int, threads: int, call: Callable[[int, int], Any]) -> None:
     step = max(-(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
-
-    def write(start: int) -> None:
-        # on huge pages memset is twice as fast as madvise(MADV_POPULATE_WRITE); ctypes releases the GIL
-        ctypes.memset(start, 0, min(step, address + nbytes - start))
-
-    _in_threads([partial(write, start) for start in range(address, address + nbytes, step)])
+    end = address + nbytes
+    _in_threads([partial(call, start, min(step, end - start)) for start in range(address, end, step)])
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:

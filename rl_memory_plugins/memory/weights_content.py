@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
+from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.draft_state import DraftState
 from rl_memory_plugins.memory.eager import EagerBackup
-from rl_memory_plugins.memory.ranges import intersect, subtract
+from rl_memory_plugins.memory.ranges import intersect, merge, subtract
+from rl_memory_plugins.memory.shared_backup import prepare_share, share, sources
 from rl_memory_plugins.tags import Content, DraftShare, Level, Tag, TagState
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class WeightsContent:
         self._whole: KeptWeights | None = None  # the unfilled parameters, while they hold their values
         self._whole_is_old = False  # an engine's own load into valid weights may have written them since
         self._unfilled_changed = False  # since the weights were valid, as their bytes show
+        self._lost = False  # the latest wake has restored bytes of others
         self._prepared_sleep: PreparedSleep | None = None
         self._prepared_wake: dict[str, Reservation] | None = None
 
@@ -218,6 +220,57 @@ class WeightsContent:
             if backup is self._backups.get(tag) and not backup.is_clean(self.device, backup.blocks, self.epoch):
                 del self._backups[tag]  # a backup that is not among these counts as new, and is copied as a whole
 
+    def _keep(self, prepared: PreparedSleep) -> list[Block]:
+        """The memory of the parameters that a discarding sleep of the weights keeps."""
+        if prepared.keep and self.content is not Content.VALID:
+            still = self.kept
+            prepared.keep = {name: block for name, block in prepared.keep.items() if name in still}
+        return merge(prepared.keep.values())
+
+    def _share_weights(self, blocks: list[Block], parameters: Iterable[Block]) -> Backup | None:
+        """A shared copy of the resident weights, complete and clean; `None` if they need a copy of their own."""
+        if self.arena.shared is None:
+            return None
+        backup = share(self.arena, self.device, blocks, sources(self.allocator, Tag.WEIGHTS, parameters), self.epoch)
+        if backup is not None:
+            self._backups[Tag.WEIGHTS] = backup
+        return backup
+
+    def _end_outdated_share(self) -> None:
+        """Let other processes write to the shared copy if the resident weights no longer have its bytes."""
+        backup = self._backups.get(Tag.WEIGHTS)
+        if backup is not None and backup.is_shared and self.is_resident(Tag.WEIGHTS) and not self._in_transition():
+            self._backups.pop(Tag.WEIGHTS).free()
+
+    def _lose_weights(self) -> None:
+        """Called when a wake has found that another program wrote to the shared copy."""
+        self._backups.pop(Tag.WEIGHTS).free()
+        self.content, self._lost = Content.FAILED, True
+        self.epoch += 1
+
+    def _require_own_bytes(self) -> None:
+        """Called at the end of a wake.
+
+        Raises:
+            EngineFaultError: see `_lose_weights`.
+        """
+        lost, self._lost = self._lost, False
+        if lost and self.content is Content.FAILED:
+            raise EngineFaultError(
+                "the host copy of the weights, which processes share, has been overwritten: send all weights again",
+                tag="weights",
+            )
+
+    def _prepare_host_memory(self) -> None:
+        """Obtain host memory for copies in the background, if that takes long."""
+        weights = self.allocator.blocks(Tag.WEIGHTS)
+        if self.arena.shared is not None:
+            parameters = sources(self.allocator, Tag.WEIGHTS, self._discardable(Tag.WEIGHTS))
+            prepare_share(self.arena, self.device, parameters)
+            weights = subtract(weights, parameters)
+        graphs = self.allocator.blocks(Tag.CUDA_GRAPH)
+        self.arena.prepare([sum(block.nbytes for block in blocks) for blocks in (weights, graphs)])
+
     def _require_covered(self, prepared: PreparedSleep) -> None:
         """Check that no tag to preserve has got memory since `prepare_sleep`, whose content would be lost.
 
@@ -268,6 +321,7 @@ class WeightsContent:
 
     def _begin_writing(self, draft: DraftShare) -> None:
         self._cancel_eager_backup()
+        self._end_outdated_share()
         self.content = Content.UPDATING
         self.draft.begin(draft)
 
@@ -316,6 +370,7 @@ class WeightsContent:
         self.epoch += 1
         self.draft.note_target()
         self._cancel_eager_backup()
+        self._end_outdated_share()
         if complete:
             self.content = Content.VALID
             self._kept = None

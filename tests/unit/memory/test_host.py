@@ -180,7 +180,7 @@ def fail_populating(monkeypatch, code: int, after: int) -> list[int]:
 
     def madvise(block, advice):
         given.append(advice)
-        if advice == host._MADV_POPULATE_WRITE and given.count(advice) > after:
+        if advice == host.MADV_POPULATE_WRITE and given.count(advice) > after:
             raise OSError(code, "injected")
         real(block, advice)
 
@@ -197,7 +197,7 @@ def test_populating_that_fails_half_way_is_undone(monkeypatch, code):
     given = fail_populating(monkeypatch, code, after=1)
     with pytest.raises(DeviceMemoryError):
         allocator.reserve(Tag.WEIGHTS)
-    assert given == [host._MADV_POPULATE_WRITE] * 2 + [mmap.MADV_DONTNEED] * 2
+    assert given == [host.MADV_POPULATE_WRITE] * 2 + [mmap.MADV_DONTNEED] * 2
     monkeypatch.undo()
     reservation = allocator.reserve(Tag.WEIGHTS)
     assert reservation.nbytes >= 2 * N
