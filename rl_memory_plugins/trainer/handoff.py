@@ -33,7 +33,7 @@ from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
-from rl_memory_plugins.trainer.pausable_part import PausablePart, moved, tags_of
+from rl_memory_plugins.trainer.pausable_part import PausablePart, commit_all, tags_of
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.sources.model import Tensors
 from rl_memory_plugins.trainer.update import push_from_all, require_options
@@ -262,7 +262,7 @@ class RolloutHandoff:
                 (memory.prepare_wake if load else memory.prepare_sleep)(own)
 
         def run() -> None:
-            moves = [moved(memory.commit(later.get(memory, ()))) for memory in tags]
+            moves = commit_all(tags, later)
             moves += [part.load() if load else part.offload() for part in rest]
             total = sum(move.bytes for move in moves)
             seconds = sum(move.seconds for move in moves)

@@ -55,6 +55,29 @@ def tags_of(parts: Iterable[object]) -> dict[Pausable, list[str]]:
     return tags
 
 
+def commit_all(memories: Iterable[Pausable], later: Mapping[Pausable, Collection[str]]) -> list[Moved]:
+    """Commit what these memories have prepared, all of them even if one fails.
+
+    The other ranks commit all of theirs, and memories with process groups wait for this rank.
+
+    Args:
+        memories: Memories with a prepared sleep or wake.
+        later: By memory, as for `PausableMemory.commit`.
+
+    Raises:
+        Exception: the error of the first memory that failed.
+    """
+    moves, failures = [], []
+    for memory in memories:
+        try:
+            moves.append(moved(memory.commit(later.get(memory, ()))))
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return moves
+
+
 def moved(report: Report) -> Moved:
     """The bytes and seconds of a sleep or wake."""
     nbytes = sum(change.bytes_released + change.bytes_restored for change in report.changes)

@@ -11,7 +11,7 @@ from torch import nn
 
 from rl_memory_plugins.errors import EngineFaultError, InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.memory import nccl
-from rl_memory_plugins.trainer import PausableMemory
+from rl_memory_plugins.trainer import HandoffReport, PausableMemory, RolloutHandoff
 
 LOG: list[str] = []  # the collective calls of this process
 
@@ -128,6 +128,36 @@ def where_a_commit_fails(rank):
 
 def test_a_rank_that_fails_leaves_no_rank_waiting(pair):
     assert pair.run(where_a_commit_fails) == [("no", [])] * 2
+
+
+def handoff_where_a_commit_fails(rank):
+    """Rank 1 cannot commit the sleep of a memory without groups. Another memory with groups comes after."""
+    memory, model, _ = memory_with_groups()
+    before = model.weight.detach().clone()
+    alone = PausableMemory(nn.Linear(512, 512))
+    handoff = RolloutHandoff([], {}, weights=[alone.part("parameters"), memory.part(*memory.status())])
+    commit = alone._manager.commit_sleep
+
+    def fail():
+        alone._manager.commit_sleep = commit
+        commit()
+        raise EngineFaultError("no")
+
+    if rank == 1:
+        alone._manager.commit_sleep = fail
+    found = ""
+    try:
+        handoff._move(HandoffReport(), "offload", handoff._weights)
+    except RLMemoryError as error:
+        found = error.message
+    handoff._move(HandoffReport(), "load", handoff._weights)
+    memory.close()
+    alone.close()
+    return found, list(LOG), bool(torch.equal(model.weight, before))
+
+
+def test_in_a_handoff_a_memory_that_fails_leaves_no_rank_waiting_for_the_groups_of_another(pair):
+    assert pair.run(handoff_where_a_commit_fails) == [("no", ["suspend 3", "resume 3"], True)] * 2
 
 
 def where_nccl_fails(rank, step):
