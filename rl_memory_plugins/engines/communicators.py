@@ -30,10 +30,12 @@ def count_as_nccl(original: Callable[..., None]) -> Callable[..., None]:
     """Attribute the device memory of a communicator to `nccl` in `memory_status`."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from rl_memory_plugins.memory.nccl import note_own
         from rl_memory_plugins.memory.residual import attributed
 
         with attributed("nccl"):
             original(self, *args, **kwargs)
+        note_own(self)
 
     return __init__
 

@@ -7,6 +7,8 @@ not be used. CUDA graphs that use the communicator work again after it is resume
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +17,10 @@ import torch
 
 #: The first version of NCCL that can suspend a communicator.
 FIRST_VERSION = (2, 29, 7)
+TOTAL = 3  # ncclStatGpuMemTotal
+
+_own: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The engine's own communicators, and the bytes of each when it was made, as NCCL counts them."""
 
 
 class Communicator(Protocol):
@@ -104,6 +110,34 @@ def of_groups(groups: Iterable[Any]) -> list[GroupCommunicator]:
     if why_not():
         return []
     return [one for one in map(GroupCommunicator, filter(has_nccl, groups)) if one.exists()]
+
+
+def note_own(communicator: Any) -> None:
+    """Note a new `PyNcclCommunicator` of an engine, for `growth_of_own`."""
+    counted = _counted(communicator)
+    if counted is not None:
+        _own[communicator] = counted
+
+
+def growth_of_own(index: int) -> int:
+    """By how many bytes the engine's own communicators have grown since they were made, as NCCL counts them.
+
+    NCCL obtains the memory of an algorithm when a collective call first uses it.
+
+    Args:
+        index: torch's ordinal of the GPU.
+    """
+    here = [(one, made) for one, made in _own.items() if one.device.index == index]
+    return sum(max((_counted(one) or 0) - made, 0) for one, made in here)
+
+
+def _counted(communicator: Any) -> int | None:
+    """All GPU memory of a communicator in bytes, suspended or not; `None` if it has none or NCCL cannot tell."""
+    count = getattr(getattr(getattr(communicator, "nccl", None), "lib", None), "ncclCommMemStats", None)
+    value = ctypes.c_uint64()
+    if count is None or count(communicator.comm, ctypes.c_int(TOTAL), ctypes.byref(value)) != 0:
+        return None
+    return value.value
 
 
 def bytes_of_groups(index: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.cuda_device import gpu_name
-from rl_memory_plugins.memory.nccl import bytes_of_groups
+from rl_memory_plugins.memory.nccl import bytes_of_groups, growth_of_own
 from rl_memory_plugins.memory.segments import Segment
 
 #: torch's pool for allocations outside all private pools.
@@ -66,8 +66,12 @@ def moved(cause: str) -> Iterator[None]:
 
 
 def communicator_bytes(index: int) -> int:
-    """Bytes of the NCCL communicators of this process: measured for the engine's own, by NCCL's count for torch's."""
-    return max(_grown.get((index, "nccl"), 0) + bytes_of_groups(index), 0)
+    """Bytes of the NCCL communicators of this process.
+
+    What the engine's own communicators took when they were made, and what they gave back since, is measured. Their
+    later growth, and the memory of torch's communicators, is counted by NCCL.
+    """
+    return max(_grown.get((index, "nccl"), 0) + growth_of_own(index) + bytes_of_groups(index), 0)
 
 
 @contextmanager

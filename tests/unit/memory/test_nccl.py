@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rl_memory_plugins.engines.communicators import count_as_nccl
 from rl_memory_plugins.memory import nccl
 
 
@@ -134,3 +136,30 @@ def test_the_memory_of_torchs_communicators_is_counted(able, monkeypatch):
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
     assert nccl.bytes_of_groups(0) == 340
     assert nccl.bytes_of_groups(1) == 0
+
+
+class Own:
+    """As `PyNcclCommunicator` of both engines."""
+
+    def __init__(self, nbytes, index=0):
+        self.nbytes, self.comm, self.device = nbytes, object(), torch.device("cuda", index)
+        self.nccl = SimpleNamespace(lib=SimpleNamespace(ncclCommMemStats=self.count))
+
+    def count(self, comm, stat, value):
+        if comm is not self.comm or stat.value != 3 or self.nbytes is None:
+            return 4  # an invalid argument
+        value._obj.value = self.nbytes
+        return 0
+
+
+def test_own_communicators_grow_after_they_were_made(monkeypatch):
+    monkeypatch.setattr(nccl, "_own", weakref.WeakKeyDictionary())
+    first, elsewhere, unknown = Own(100), Own(7, index=1), Own(None)
+    for one in (first, elsewhere, unknown):
+        count_as_nccl(lambda self: None)(one)  # the hook of its constructor
+    count_as_nccl(lambda self: None)(SimpleNamespace(available=False))  # the only rank of its group
+    assert nccl.growth_of_own(0) == nccl.growth_of_own(1) == 0
+    first.nbytes, elsewhere.nbytes = 130, 8
+    assert (nccl.growth_of_own(0), nccl.growth_of_own(1)) == (30, 1)
+    first.nbytes = None  # destroyed
+    assert nccl.growth_of_own(0) == 0

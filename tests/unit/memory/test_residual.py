@@ -88,6 +88,16 @@ def test_torchs_communicators_count_from_their_first_call_on(gpu, monkeypatch):
     assert account({}, set(), 0) == {"context": 60, "nccl": 20, "other": 40}
 
 
+def test_communicators_of_the_engine_may_grow(gpu, monkeypatch):
+    gpu.used = 60
+    with residual.attributed("nccl"):
+        gpu.used = 100
+    account = residual.ResidualMemory(0)
+    gpu.used = 400
+    monkeypatch.setattr(residual, "growth_of_own", lambda index: 250 if index == 0 else 0)
+    assert account({}, set(), 0) == {"context": 60, "nccl": 290, "other": 50}
+
+
 def test_no_cause_gets_more_than_the_driver_counts(gpu, monkeypatch):
     """NCCL counts memory that two communicators share for both."""
     gpu.used = 60
