@@ -31,7 +31,7 @@ from typing import Any
 
 from integration import records
 from integration.models import SHAPES
-from integration.offline import Token, difference, sglang_answers, sglang_scored, vllm_answers, vllm_scored
+from integration.offline import Token, most_different, sglang_answers, sglang_scored, vllm_answers, vllm_scored
 from integration.records import Records
 from integration.subjects import described, succeeds
 
@@ -178,10 +178,6 @@ def run_subject(arguments: argparse.Namespace) -> None:
         bench.add("tokens_identical", [float(same)], "bool")
     finally:
         ranks.close()
-
-
-def most_different(first: list[list[Token]], later: list[list[Token]]) -> float:
-    return max(difference(one, other) for one, other in zip(first, later, strict=True))
 
 
 def compare(out: Path) -> bool:

@@ -38,6 +38,7 @@ SHAPES = {
     "3b": Shape(2048, 11008, 36, 16, 2, 151936, True),
     "7b": Shape(3584, 18944, 28, 28, 4, 152064),
     "32b": Shape(5120, 27648, 64, 40, 8, 152064),
+    "72b": Shape(8192, 29568, 80, 64, 8, 152064),
     "tiny-moe": Shape(256, 512, 2, 4, 2, 4096, experts=8, expert_intermediate=64, head=64),
     "moe": Shape(2048, 6144, 12, 32, 4, 151936, experts=128, expert_intermediate=768, head=128),
     "30b-a3b": Shape(2048, 6144, 48, 32, 4, 151936, experts=128, expert_intermediate=768, head=128),

@@ -98,3 +98,8 @@ def difference(first: list[Token], later: list[Token]) -> float:
             return max(found, likelihood[one.token] - likelihood.get(other.token, float("-inf")))
         found = max(found, abs(one.likeliest[one.token] - other.likeliest[other.token]))
     return found
+
+
+def most_different(first: list[list[Token]], later: list[list[Token]]) -> float:
+    """The largest `difference` of the answers to several prompts."""
+    return max(difference(one, other) for one, other in zip(first, later, strict=True))

@@ -54,6 +54,8 @@ METRICS = {
     "host_held_mib": ("resident host memory while asleep", 1, "MiB", 0),
     "decode_tok_s_before": ("decoding, before the first sleep", 1, "tokens/s", 0),
     "decode_tok_s": ("decoding, after all cycles", 1, "tokens/s", 0),
+    "request_start_s": ("a request of 256 tokens, just after the start", 1000, "ms", 1),
+    "request_s": ("a request of 256 tokens, once host memory is prepared", 1000, "ms", 1),
     "ttft_s_before": ("time to first token, before the first sleep", 1000, "ms", 1),
     "ttft_s": ("time to first token, after all cycles", 1000, "ms", 1),
     "startup_s": ("start-up", 1, "s", 0),
@@ -61,12 +63,16 @@ METRICS = {
     "drift_sleep_ratio": ("sleeps, the last 20 of {cycles} / the first 20", 1, "x", 2),
     "drift_wake_ratio": ("wakes, the last 20 of {cycles} / the first 20", 1, "x", 2),
     "tokens_identical": ("tokens identical after every cycle", 1, "", 0),
+    "difference": ("log-probabilities after the cycles, largest difference", 1, "nats", 3),
+    "difference_awake": ("log-probabilities without a sleep, largest difference", 1, "nats", 3),
 }
 
 EXPERTS = {"30b-a3b": "Qwen3-30B-A3B shape", "moe": "12 of 48 layers of the Qwen3-30B-A3B shape"}
 #: The metrics that the README shows.
 HEADLINE = [
-    metric for metric in METRICS if not metric.startswith(("startup", "drift")) and not metric.endswith("_before")
+    metric
+    for metric in METRICS
+    if not metric.startswith(("startup", "drift", "difference", "request")) and not metric.endswith("_before")
 ]
 
 #: Times that grow with the bytes of the weights.
@@ -245,7 +251,8 @@ def describe(run: Run, metrics: Metrics) -> str:
     record = next(iter(next(iter(metrics.values())).values()))
     engine = f"{NAMES[run.engine]} {run.version}"
     shape = EXPERTS.get(run.model, f"Qwen2.5-{run.model.upper()} shape")
-    described = f"{engine}, {shape}, one {record['gpu']}, torch {record['torch']}"
+    gpus = {1: "one", 2: "two", 4: "four"}[record.get("tensor_parallel", 1)]
+    described = f"{engine}, {shape}, {gpus} {record['gpu']}, torch {record['torch']}"
     return f"{described}, {run.host}" if run.host else described
 
 
