@@ -24,9 +24,9 @@ STEP_BYTES = 256 << 20
 #: Smaller unused parts are copied with their surroundings: skipping them takes more time.
 MIN_LEFT_OUT = 1 << 20
 
-Step = Callable[[int], AbstractContextManager[object]]
-"""The context of one step of an allocation. The argument is the number of bytes still to allocate. May raise
-`AllocationCancelled`."""
+Step = Callable[[int], AbstractContextManager[bool]]
+"""The context of one step of an allocation. The argument is the number of bytes still to allocate. The context's value
+says whether the step leaves the processors to others. May raise `AllocationCancelled`."""
 
 
 class PagedArena:
@@ -121,7 +121,7 @@ class PagedArena:
 
     def _allocate_now(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
         """Allocate a buffer that the caller waits for."""
-        return self._allocate(nbytes, nullcontext, file)
+        return self._allocate(nbytes, lambda rest: nullcontext(False), file)
 
     def _allocate(self, nbytes: int, step: Step, file: File | None = None) -> int:
         with self._lock:

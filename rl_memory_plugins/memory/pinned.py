@@ -10,7 +10,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc
-from rl_memory_plugins.memory.preparation import AllocationCancelled, Preparation, PrepareMode, always
+from rl_memory_plugins.memory.preparation import AllocationCancelled, Make, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.private_directory import one_at_a_time
 
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
 TURN_S = 60.0  # the longest wait of a rank for another rank that allocates host memory
+#: While nobody waits for the memory: the bytes of a step, the share of the threads, and their niceness. An engine has
+#: several busy threads of its own; while 16 threads touched pages, its requests took a third longer.
+BACKGROUND_STEP_BYTES, BACKGROUND_SHARE, BACKGROUND_NICE = 64 << 20, 8, 5
 SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer waits for no other rank
 SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
@@ -68,15 +71,15 @@ class PinnedArena(PagedArena):
         Meanwhile an `acquire` that fits a pending buffer waits for it; small and other sizes do not wait. If the host
         lacks memory for a buffer, the `acquire` allocates it, or raises.
         """
-        return self._prepare(sizes, lambda nbytes, go_on: self.release(self._allocate_patiently(nbytes, go_on)))
+        return self._prepare(sizes, lambda *asked: self.release(self._allocate_patiently(*asked)))
 
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
-        def in_background(_: int, go_on: Callable[[], bool]) -> None:
-            make(lambda file, size: self._allocate_patiently(size, go_on, file))
+        def in_background(_: int, go_on: Callable[[], bool], awaited: Callable[[], bool]) -> None:
+            make(lambda file, size: self._allocate_patiently(size, go_on, awaited, file))
 
         return self._prepare([nbytes], in_background)
 
-    def _prepare(self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool]], None]) -> Preparation | None:
+    def _prepare(self, sizes: Sequence[int], make: Make) -> Preparation | None:
         if self.demand.mode == "first_use":
             return None
         try:
@@ -104,25 +107,27 @@ class PinnedArena(PagedArena):
 
     def _allocate_now(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
         @contextmanager
-        def step(rest: int) -> Iterator[None]:
+        def step(rest: int) -> Iterator[bool]:
             _check_not_cancelled(go_on)
-            yield
+            yield False
 
         # Ranks take turns, because each rank must see the memory that the others have taken.
         with nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S):
             return self._allocate(nbytes, step, file)
 
-    def _allocate_patiently(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
-        """Allocate a buffer in the background."""
+    def _allocate_patiently(
+        self, nbytes: int, go_on: Callable[[], bool], awaited: Callable[[], bool], file: File | None = None
+    ) -> int:
+        """Allocate a buffer in the background; see `Preparation`."""
 
         @contextmanager
-        def step(rest: int) -> Iterator[None]:
+        def step(rest: int) -> Iterator[bool]:
             _check_not_cancelled(go_on)
             with one_at_a_time("host-memory", TURN_S, go_on):  # per step: a sleep of another rank waits for one step
                 _check_not_cancelled(go_on)
                 if file is None or file.is_new:
                     self._check_spare(rest)
-                yield
+                yield not awaited()
 
         return self._allocate(nbytes, step, file)
 
@@ -147,9 +152,16 @@ class PinnedArena(PagedArena):
         libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
         prefer_node(address, nbytes, self._node)
         back = touch if file is None else populate
-        for start in range(0, nbytes, STEP_BYTES):
-            with step(nbytes - start):
-                back(address + start, min(STEP_BYTES, nbytes - start), self._threads)
+        start = 0
+        while start < nbytes:
+            with step(nbytes - start) as in_background:
+                if in_background:
+                    made = min(BACKGROUND_STEP_BYTES, nbytes - start)
+                    back(address + start, made, max(self._threads // BACKGROUND_SHARE, 1), BACKGROUND_NICE)
+                else:
+                    made = min(STEP_BYTES, nbytes - start)
+                    back(address + start, made, self._threads)
+            start += made
         with step(0):
             (code,) = _in_threads([partial(self._register, address, nbytes)])
         if code == 0:
@@ -188,21 +200,29 @@ def _check_not_cancelled(go_on: Callable[[], bool]) -> None:
         raise AllocationCancelled
 
 
-def touch(address: int, nbytes: int, threads: int) -> None:
-    """Make the kernel back every page of the range with memory, in several threads. The pages read as zeros."""
+def touch(address: int, nbytes: int, threads: int, nice: int = 0) -> None:
+    """Make the kernel back every page of the range with memory, in several threads of this niceness. The pages read as
+    zeros."""
     # on huge pages memset is twice as fast as madvise(MADV_POPULATE_WRITE); ctypes releases the GIL
-    _in_pieces(address, nbytes, threads, lambda start, size: ctypes.memset(start, 0, size))
+    _in_pieces(address, nbytes, threads, nice, lambda start, size: ctypes.memset(start, 0, size))
 
 
-def populate(address: int, nbytes: int, threads: int) -> None:
+def populate(address: int, nbytes: int, threads: int, nice: int = 0) -> None:
     """The same, for pages that may have content, which stays. Kernels before 5.14 do this when the pages are locked."""
-    _in_pieces(address, nbytes, threads, lambda start, size: libc.madvise(start, size, MADV_POPULATE_WRITE))
+    _in_pieces(address, nbytes, threads, nice, lambda start, size: libc.madvise(start, size, MADV_POPULATE_WRITE))
 
 
-def _in_pieces(address: int, nbytes: int, threads: int, call: Callable[[int, int], Any]) -> None:
+def _in_pieces(address: int, nbytes: int, threads: int, nice: int, call: Callable[[int, int], Any]) -> None:
     step = max(-(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
     end = address + nbytes
-    _in_threads([partial(call, start, min(step, end - start)) for start in range(address, end, step)])
+
+    def run(start: int) -> None:
+        if nice:
+            with suppress(OSError):  # a sandbox may forbid the call
+                os.setpriority(os.PRIO_PROCESS, 0, nice)  # on Linux that is this thread, which ends with `run`
+        call(start, min(step, end - start))
+
+    _in_threads([partial(run, start) for start in range(address, end, step)])
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:

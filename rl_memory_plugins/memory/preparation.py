@@ -55,19 +55,26 @@ class Demand:
         return self.mode == "auto" and self._discarded >= (PATIENCE if self._preserved else 1)
 
 
+Make = Callable[[int, Callable[[], bool], Callable[[], bool]], None]
+"""Allocates a buffer of the given size. Between steps it calls its second argument, and stops at `False`. The third
+argument says whether somebody waits for a buffer; until then the processors are for others."""
+
+
 class Preparation(threading.Thread):
     """A thread that allocates buffers in steps, the smallest first, because sleeps of every level need that buffer. The
     constructor starts the thread.
 
     Args:
         sizes: The buffers' sizes in bytes.
-        make: Allocates a buffer of the given size. Between steps it calls its second argument, and stops at `False`.
+        make: See `Make`.
 
     Raises:
         RuntimeError: the thread cannot start.
     """
 
-    def __init__(self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool]], None]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool], Callable[[], bool]], None]
+    ) -> None:
         super().__init__(name="rl-memory-arena", daemon=True)
         self._make = make
         # Each event is set when its buffer is allocated, or when the allocation has failed.
@@ -98,7 +105,7 @@ class Preparation(threading.Thread):
         for nbytes, done in self._buffers:
             try:
                 if not self._ended.is_set():
-                    self._make(nbytes, self._go_on)
+                    self._make(nbytes, self._go_on, self._awaited.is_set)
             except AllocationCancelled:
                 pass
             except RLMemoryError as error:
