@@ -54,7 +54,7 @@ SUITE := tests/conformance --ignore tests/conformance/test_long_run.py --ignore 
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour.
-RANKS_SUITE := $(foreach rule,sleep_wake modes freeze faults handoff updates kept_weights,tests/conformance/test_$(rule).py)
+RANKS_SUITE := $(foreach rule,sleep_wake shared_backup modes freeze faults handoff updates kept_weights,tests/conformance/test_$(rule).py)
 # Adapters were run on one version of each engine.
 ADAPTERS := tests/conformance/test_adapters.py
 WITHOUT_ADAPTERS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),,--ignore $(ADAPTERS))

@@ -95,7 +95,13 @@ def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) 
         model_folder,
         tp=tp,
         dp=dp,
-        options={"fault_dir": str(fault_dir), "update_timeout_s": STALL_S, "drain_timeout_s": DRAIN_S, "poison": True},
+        options={
+            "fault_dir": str(fault_dir),
+            "update_timeout_s": STALL_S,
+            "drain_timeout_s": DRAIN_S,
+            "poison": True,
+            "share_host_backups": dp > 1,
+        },
         # One arrangement has a key and the other has none, so that both rules are tested on a real server.
         api_key="secret-key" if tp * dp > 1 else "",
         host="0.0.0.0",

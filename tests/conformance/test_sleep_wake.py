@@ -70,7 +70,9 @@ def test_a_second_sleep_copies_no_weights_whatever_was_asked_meanwhile(
     server.control.wake_up()
     push(server, weights.first)
     copied = copied_bytes(server.control.sleep(1), "weights")
-    if server.launch.device == "cpu":
+    if server.launch.dp > 1:  # one replica copies at most, and none if the copy still holds these bytes
+        assert beside <= copied <= beside + 0.55 * tag_bytes(server, "weights")
+    elif server.launch.device == "cpu":
         assert copied == tag_bytes(server, "weights")
     else:  # nothing of what lies unused between tensors
         assert beside + 0.99 * parameters < copied <= tag_bytes(server, "weights")
