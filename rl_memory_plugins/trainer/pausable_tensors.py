@@ -133,7 +133,8 @@ class PausableTensors:
                 self._targets.remove_last(len(targets))
                 raise
             optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
-            self._prepare({tag or OPTIMIZER: sum(map(expected_state_bytes, optimizers))})
+            expected = sum(expected_state_bytes(optimizer, self.device) for optimizer in optimizers)
+            self._prepare({tag or OPTIMIZER: expected})
             self._first_steps.watch(optimizers)
             self._hooks.watch(optimizers)
 

@@ -17,8 +17,8 @@ SHAPE = torch.Size((256, 256))
 ROUNDING = 1.02
 
 
-def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of the state on the device, or 0 if the optimiser has state or is not of `torch.optim`.
+def expected_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """The bytes of the state on `device`, or 0 if the optimiser has state or is not of `torch.optim`.
 
     A twin of the same class steps once, with one small parameter for each group and dtype. Other classes have no twin:
     their constructors may communicate with other ranks.
@@ -26,20 +26,20 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     if optimizer.state or not type(optimizer).__module__.startswith("torch.optim."):
         return 0
     try:
-        return int(ROUNDING * sum(_of_group(optimizer, group) for group in optimizer.param_groups))
+        return int(ROUNDING * sum(_of_group(optimizer, group, device) for group in optimizer.param_groups))
     except Exception as error:  # an estimate that fails costs time, not correctness
         logger.debug("the size of the state of %s is not known in advance: %s", type(optimizer).__name__, error)
         return 0
 
 
-def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    elements: dict[tuple[torch.device, torch.dtype], int] = {}
+def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> float:
+    elements: dict[torch.dtype, int] = {}
     for parameter in group["params"]:
         if parameter.requires_grad:
             for part in plain_parts(parameter.detach()):
-                key = part.device, part.dtype
-                elements[key] = elements.get(key, 0) + part.numel()
-    return sum(number * _bytes_per_element(optimizer, group, *key) for key, number in elements.items())
+                if part.device == device:
+                    elements[part.dtype] = elements.get(part.dtype, 0) + part.numel()
+    return sum(number * _bytes_per_element(optimizer, group, device, dtype) for dtype, number in elements.items())
 
 
 def _bytes_per_element(

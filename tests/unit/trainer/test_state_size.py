@@ -6,6 +6,8 @@ import torch
 from rl_memory_plugins.trainer import PausableMemory
 from rl_memory_plugins.trainer.state_size import ROUNDING, expected_state_bytes
 
+CPU = torch.device("cpu")
+
 
 def model():
     return torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Linear(300, 7, bias=False).bfloat16())
@@ -33,7 +35,7 @@ def test_a_step_makes_the_expected_state(make, options):
     groups = [{"params": [*first.parameters(), frozen]}, {"params": second.parameters(), "lr": 0.5}]
     optimizer = make(groups, lr=0.1, **options)
     random = torch.get_rng_state()
-    expected = expected_state_bytes(optimizer)
+    expected = expected_state_bytes(optimizer, CPU)
     assert torch.equal(torch.get_rng_state(), random)
     if make is torch.optim.Adagrad:  # makes its state at once
         assert expected == 0
@@ -42,7 +44,11 @@ def test_a_step_makes_the_expected_state(make, options):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert expected == int(ROUNDING * state_bytes(optimizer))
-    assert expected_state_bytes(optimizer) == 0
+    assert expected_state_bytes(optimizer, CPU) == 0
+
+
+def test_a_state_in_host_memory_needs_no_copy():
+    assert expected_state_bytes(torch.optim.AdamW(model().parameters()), torch.device("cuda", 0)) == 0
 
 
 def test_other_optimisers_have_no_expected_size():
@@ -53,8 +59,8 @@ def test_other_optimisers_have_no_expected_size():
             Own.made = True
 
     Own.__module__ = "mine"
-    assert expected_state_bytes(Own(model().parameters())) == 0
-    assert expected_state_bytes(torch.optim.LBFGS(model().parameters())) == 0  # its step needs a closure
+    assert expected_state_bytes(Own(model().parameters()), CPU) == 0
+    assert expected_state_bytes(torch.optim.LBFGS(model().parameters()), CPU) == 0  # its step needs a closure
 
 
 def test_host_memory_for_the_state_is_asked_for_before_the_first_step(monkeypatch):
@@ -64,7 +70,9 @@ def test_host_memory_for_the_state_is_asked_for_before_the_first_step(monkeypatc
     optimizer = torch.optim.AdamW(parameters.parameters())
     memory.adopt(parameters, optimizer)
     own = sum(parameter.nbytes for parameter in parameters.parameters())
-    assert asked[0] > 0.9 * own and asked[1] == expected_state_bytes(optimizer) > 1.9 * own  # whole pages are released
+    assert (
+        asked[0] > 0.9 * own and asked[1] == expected_state_bytes(optimizer, CPU) > 1.9 * own
+    )  # whole pages are released
     for parameter in parameters.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
