@@ -21,7 +21,8 @@ process on each GPU. A step is a rollout, the handoff to the trainer, a short tr
     step_s               a whole step without the rollout: release, training and return
     transition_limit_s   the bytes that must cross the link, each way over what the link carries that way; of several
                          GPUs the slowest
-    peak_gpu_mib         the most memory in use on a GPU, by the driver's count; host_mib the same of host memory
+    peak_gpu_mib         the most memory in use on a GPU, by the driver's count; host_mib the same of host memory;
+                         both of two more steps, which are not timed
 
 The losses of all subjects must be equal bit by bit; if not, the exit code is 1. With two GPUs they are too: the sum of
 two ranks' gradients does not depend on the order. A picture shows the bytes of the first GPU by owner.
@@ -35,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ SUBJECTS = ("native", "offloader", "pausable", "pausable_overlap")
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(8)]
 TOKENS = 32
 LINK_BYTES = 2 << 30
+SAMPLED_STEPS = 2  # whose memory is sampled, after those that are measured
 
 
 def run_subject(arguments: argparse.Namespace) -> None:
@@ -114,30 +116,37 @@ def run_subject(arguments: argparse.Namespace) -> None:
         }
         losses: list[float] = []
         releases, trainings, returns = [], [], []
-        with Timeline(sources) as timeline:
-            for step in range(arguments.steps + 1):
-                if step:
-                    with timeline.stage("rollout"):
-                        server.generate(PROMPTS[step % len(PROMPTS)], TOKENS)
-                with timeline.stage("release"):
-                    start = time.perf_counter()
-                    seconds = trainer.release()
-                    releases.append(time.perf_counter() - start)
-                with timeline.stage("training"):
-                    start = time.perf_counter()
-                    losses.append(trainer.train(step))
-                    trainings.append(time.perf_counter() - start)
-                with timeline.stage("return"):
-                    start = time.perf_counter()
-                    seconds = {
-                        name: a + b for (name, a), b in zip(trainer.back().items(), seconds.values(), strict=True)
-                    }
-                    server.generate(PROMPTS[0], 1)
-                    returns.append(time.perf_counter() - start)
+        seconds: dict[str, float] = {}
+
+        def make_step(number: int, stage: Callable[[str], AbstractContextManager[None]]) -> None:
+            if number:
+                with stage("rollout"):
+                    server.generate(PROMPTS[number % len(PROMPTS)], TOKENS)
+            with stage("release"):
+                start = time.perf_counter()
+                released = trainer.release()
+                releases.append(time.perf_counter() - start)
+            with stage("training"):
+                start = time.perf_counter()
+                losses.append(trainer.train(number))
+                trainings.append(time.perf_counter() - start)
+            with stage("return"):
+                start = time.perf_counter()
+                seconds.update({name: one + released[name] for name, one in trainer.back().items()})
+                server.generate(PROMPTS[0], 1)
+                returns.append(time.perf_counter() - start)
+
+        for number in range(arguments.steps + 1):
+            make_step(number, lambda name: nullcontext())
+        measured = dict(seconds)
+        with Timeline(sources) as timeline:  # a sample takes milliseconds and the GIL, so these steps are not measured
+            for number in range(arguments.steps + 1, arguments.steps + 1 + SAMPLED_STEPS):
+                make_step(number, timeline.stage)
+        del releases[-SAMPLED_STEPS:], trainings[-SAMPLED_STEPS:], returns[-SAMPLED_STEPS:]
         # The first release finds the trainer on the GPU, so the first whole transition is the first return and the next
         # release.
         transitions = [back + release for back, release in zip(returns, releases[1:], strict=False)]
-        figures.add("release_s", releases[2:], "s", {"steps": {name: round(one, 4) for name, one in seconds.items()}})
+        figures.add("release_s", releases[2:], "s", {"steps": {name: round(one, 4) for name, one in measured.items()}})
         figures.add("return_s", returns[1:], "s")
         figures.add("transition_s", transitions[1:], "s")
         figures.add("first_transition_s", transitions[:1], "s")

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
@@ -302,16 +302,6 @@ class Backup:
         self._address = arena.acquire(self.nbytes, go_on) if self.nbytes else 0
         self._copies = copies_of(self.blocks, self._address)
 
-    def _pairs(self, holes: Sequence[Block]) -> list[tuple[Block, int]]:
-        """The parts of the blocks outside `holes`, each with the address of its copy."""
-        blocks, copies = [block for block, _ in self._copies], [address for _, address in self._copies]
-        starts = [block.address for block in blocks]
-        pairs = []
-        for part in subtract(blocks, holes):  # no part spans two blocks
-            at = bisect_right(starts, part.address) - 1
-            pairs.append((part, copies[at] + part.address - starts[at]))
-        return pairs
-
     def begin_save(
         self, device: Device, epoch: int, gone: Sequence[Block] = (), unused: Sequence[Block] = (), clean: bool = False
     ) -> int:
@@ -326,7 +316,7 @@ class Backup:
         """
         large = [block for block in unused if block.nbytes >= MIN_LEFT_OUT]
         self._left_out = subtract(large, self.identified)
-        pairs = self._pairs([*gone, *self._left_out, *(self.identified if clean else ())])
+        pairs = _pairs(self._copies, [*gone, *self._left_out, *(self.identified if clean else ())])
         if not clean:
             self._fingerprint = None
         if pairs:
@@ -353,7 +343,7 @@ class Backup:
         """
         self._fingerprint, self._left_out = None, []
         before = self._identity(device)
-        for block, address in self._pairs(()):
+        for block, address in _pairs(self._copies, ()):
             for start in range(0, block.nbytes, STEP_BYTES):
                 if not go_on():
                     return False
@@ -369,7 +359,7 @@ class Backup:
 
         Returns: the bytes to copy.
         """
-        pairs = self._pairs([*subtract(self.blocks, blocks), *self._left_out])
+        pairs = _pairs(self._copies, [*subtract(self.blocks, blocks), *self._left_out])
         if pairs:
             self._wait = device.begin_copy_from_host(pairs)
         return _nbytes(pairs)
@@ -380,7 +370,11 @@ class Backup:
 
     def copies(self, part: Block) -> list[tuple[Block, int]]:
         """The parts of `part` that the backup holds, each with the address of its copy."""
-        return self._pairs([*subtract(self.blocks, [part]), *self._left_out])
+        first = bisect_right(self._copies, part.address, key=lambda copy: copy[0].end)
+        near = self._copies[first : bisect_left(self._copies, part.end, key=lambda copy: copy[0].address)]
+        if not near:
+            return []
+        return _pairs(near, [*subtract([block for block, _ in near], [part]), *self._left_out])
 
     @property
     def fingerprint(self) -> int | None:
@@ -416,6 +410,21 @@ class Backup:
 def copies_of(blocks: Sequence[Block], address: int) -> list[tuple[Block, int]]:
     """The blocks, each with the address of its copy. The copies lie one after the other from `address` on."""
     return list(zip(blocks, accumulate((block.nbytes for block in blocks), initial=address), strict=False))
+
+
+def _pairs(copies: Sequence[tuple[Block, int]], holes: Sequence[Block]) -> list[tuple[Block, int]]:
+    """The parts of blocks outside `holes`, each with the address of its copy.
+
+    Args:
+        copies: The blocks, by ascending address, each with the address of its copy.
+    """
+    blocks, addresses = [block for block, _ in copies], [address for _, address in copies]
+    starts = [block.address for block in blocks]
+    pairs = []
+    for part in subtract(blocks, holes):  # no part spans two blocks
+        at = bisect_right(starts, part.address) - 1
+        pairs.append((part, addresses[at] + part.address - starts[at]))
+    return pairs
 
 
 def _nbytes(pairs: Sequence[tuple[Block, int]]) -> int:

@@ -8,8 +8,10 @@ import pytest
 
 from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import backup, host_memory
-from rl_memory_plugins.memory.backup import ALIGNMENT, PagedArena
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.backup import ALIGNMENT, Backup, PagedArena
 from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info
+from rl_memory_plugins.memory.ranges import subtract
 
 MiB = 1 << 20
 
@@ -100,6 +102,43 @@ def cgroup(directory: Path, limit: str, usage: int, inactive: int, active: int =
     (directory / "memory.high").write_text(f"{high}\n")
     (directory / "memory.current").write_text(f"{usage}\n")
     (directory / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\nactive_file {active}\n")
+
+
+@pytest.fixture
+def ten_blocks():
+    """A backup of ten blocks of 100 bytes, from 1000 on in steps of 200."""
+    made = Backup(PagedArena(), [Block(1000 + 200 * number, 100) for number in range(10)])
+    yield made
+    made.free()
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (Block(1000, 100), [(Block(1000, 100), 0)]),
+        (Block(1250, 400), [(Block(1250, 50), 150), (Block(1400, 100), 200), (Block(1600, 50), 300)]),
+        (Block(2850, 1000), [(Block(2850, 50), 950)]),
+        (Block(0, 1000), []),
+        (Block(1100, 100), []),
+        (Block(2900, 10), []),
+    ],
+)
+def test_the_copies_of_a_part(ten_blocks, part, expected):
+    start = ten_blocks.copies(Block(1000, 1))[0][1]
+    assert [(found, address - start) for found, address in ten_blocks.copies(part)] == expected
+
+
+def test_few_blocks_are_looked_at_for_a_part(ten_blocks, monkeypatch):
+    """A trainer asks for every tensor that it sends."""
+    looked_at = []
+
+    def note(blocks, holes):
+        looked_at.append(len(blocks))
+        return subtract(blocks, holes)
+
+    monkeypatch.setattr(backup, "subtract", note)
+    assert ten_blocks.copies(Block(5000, 100)) == [] and looked_at == []
+    assert ten_blocks.copies(Block(1010, 10)) and set(looked_at) == {1}
 
 
 def test_the_tightest_cgroup_counts_and_cached_files_do_not(tmp_path, monkeypatch):
