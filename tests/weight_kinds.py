@@ -90,24 +90,6 @@ def _compressed_tensors(layout: str, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_block_fp8(folder: Path, seed: int, dtype: str) -> Path:
-    """FP8 weights with a scale for each block of 128 by 128, as DeepSeek and Qwen publish them."""
-    config = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-    }
-
-    def quantise(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        rows, columns = weight.shape[0] // BLOCK, weight.shape[1] // BLOCK
-        blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
-        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / torch.finfo(FP8).max
-        return {name: (blocks / scale).to(FP8).view(weight.shape), f"{name}_scale_inv": scale.view(rows, columns)}
-
-    return _quantised(write_dense(folder, seed, dtype), config, quantise)
-
-
 def write_tensor_fp8(folder: Path, seed: int, dtype: str) -> Path:
     """FP8 weights with one scale for each tensor, and scales of an FP8 KV cache.
 

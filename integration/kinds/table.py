@@ -283,7 +283,7 @@ KINDS = {
     "GPTQ int4": Kind(gptq(QUANTISED), BF16),
     "AWQ int4": Kind(awq(QUANTISED), "float16"),
     "FP8 per tensor": Kind(fp8(QUANTISED), BF16),
-    "FP8 in blocks": Kind(weight_kinds.write_block_fp8, BF16),
+    "FP8 in blocks": Kind(block_fp8(of("Qwen3Config", intermediate_size=512, head_dim=64)), BF16),
     "FP8 per tensor, experts": Kind(fp8(EXPERTS), BF16),
     "FP8 in blocks, experts": Kind(block_fp8(EXPERTS), BF16),
     "int4 WNA16, experts": Kind(weight_kinds.write_int4_experts, BF16),
