@@ -78,15 +78,18 @@ def _with(write: Write, quantised: Any, config: dict[str, Any]) -> Write:
     def written(folder: Path, seed: int, dtype: str) -> Path:
         write(folder, seed, dtype)
 
+        routers: list[str] = []  # as published checkpoints name them
+
         def changed(tensors: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = {}
             for name, tensor in tensors.items():
                 layer = name.removesuffix(".weight")
+                routers.extend([layer] if layer.endswith(".gate") else [])
                 found |= quantised(layer, tensor) if layer.endswith("_proj") else {name: tensor}
             return found
 
         change(folder, changed)
-        configure(folder, quantization_config=config)
+        configure(folder, quantization_config={**config, **({"modules_to_not_convert": routers} if routers else {})})
         return folder
 
     return written
