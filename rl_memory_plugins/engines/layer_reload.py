@@ -207,6 +207,30 @@ class LayerReload:
         return held & self._layers.keys()
 
 
+def reset(post_load: PostLoad, names: Set[str], *, graphs: bool) -> set[str]:
+    """Bring layers back to the state of a first load whose checkpoint has nothing for them, by their own step.
+
+    Args:
+        names: Parameters that the first load left as they were, such as the scales of an FP8 KV cache.
+        graphs: As for `LayerReload`.
+
+    Returns: the parameters of the layers that have no others than `names`.
+
+    Raises:
+        WeightUpdateError: the step has changed what must not change.
+    """
+    found: set[str] = set()
+    with post_load.outside_loads(), torch.no_grad():
+        for name, layer in post_load.model.named_modules():
+            template = post_load.templates.get(layer)
+            own = {f"{name}.{key}": one for key, one in layer._parameters.items() if one is not None}
+            if template is not None and own and own.keys() <= names:
+                device = next(iter(own.values())).device
+                _Opened(name, layer, template, device, {}).close(post_load.graphs if graphs else None)
+                found |= own.keys()
+    return found
+
+
 class _Opened:
     """A layer with temporary parameters of the checkpoint's layout.
 

@@ -144,6 +144,15 @@ class PostLoad:
         finally:
             self._this_load = self._first_load
 
+    @contextmanager
+    def outside_loads(self) -> Iterator[None]:
+        """Steps that run in the body belong to no load."""
+        self._this_load = {}
+        try:
+            yield
+        finally:
+            self._this_load = self._first_load
+
     def _watched(self, step: Callable[..., Any], owner: torch.nn.Module | None) -> Callable[..., Any]:
         """Wrap a step of the layer `owner`; or, without `owner`, of a method whose first argument is the layer."""
 

@@ -12,7 +12,7 @@ at the begin are valid again at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -38,8 +38,9 @@ class EngineUpdates:
             not run, and do not count.
         undo: Restores the layers that the engine has changed for a load that failed.
         padding: For parameters with padding, the regions that a load fills.
-        unmarked: Gives the names of parameters that no mark may overwrite, because a step of the engine reads them
-            after a load that did not bring them. They count as written.
+        reset: Gives parameters that no checkpoint has the values of the engine's start, but for those of its argument,
+            which hold theirs. Returns the names. No mark overwrites them, because a step of the engine may read them
+            after a load that did not bring them; they count as written.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class EngineUpdates:
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         undo: Callable[[], None] = lambda: None,
         padding: Callable[[], Filled] = dict,
-        unmarked: Callable[[], Iterable[str]] = tuple,
+        reset: Callable[[Set[str]], Iterable[str]] = lambda kept: (),
     ) -> None:
         self.manager = manager
         self._all_parameters = parameters
         self._absent = {name for name, one in parameters() if one.is_meta}
         self._undo = undo
         self._padding = padding
-        self._unmarked = unmarked
+        self._reset = reset
         self._marks: UnwrittenMarks | None = None  # in weights of undefined content
         self._epoch = manager.epoch  # at the last call; a later epoch means that something else has changed the weights
         self._storages: set[int] = set()  # the addresses of the parameters, when a write was last looked for
@@ -141,7 +142,8 @@ class EngineUpdates:
         self.manager.require_writable()
         self.manager.learn_unfilled()  # the marks would overwrite them
         if self.needs_marks:
-            unmarked = self.manager.unmarked.union(self._unmarked())
+            kept = self.manager.unmarked
+            unmarked = kept.union(self._reset(kept))
             filled = self._padding()
             padded = [
                 (one, [region.of(one) for region in filled[name]]) for name, one in self._parameters() if name in filled

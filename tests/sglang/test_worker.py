@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
+from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.sglang import worker
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
 from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.tags import Level, Tag
+from rl_memory_plugins.tags import Content, Level, Tag
+from rl_memory_plugins.weights.engine_updates import EngineUpdates
 
 ELEMENTS = 1 << 16  # whole pages, which is what a sleep on a CPU releases
 
@@ -73,3 +75,42 @@ def test_an_older_sglang_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delattr(weight_updater, "_unsupported_derived_weight_cache_error", raising=False)
     assert worker.derived_weights_error(Model(1.0)) is None
+
+
+@pytest.mark.parametrize("dummy", [True, False])
+@pytest.mark.parametrize("torn", [0.0, 3.0, float("nan")])
+def test_a_load_of_the_engine_without_scales_of_the_kv_cache_gives_torn_ones_their_defaults(
+    dummy: bool, torn: float
+) -> None:
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8KVCacheMethod
+
+    config = RLMemoryConfig(poison=True)
+    memory = Memory(config, lambda: ("cpu", 0), types.SimpleNamespace(model_path="target", revision=None))
+    with RegionAdapter(memory, True).region("weights"):
+        target = Model(1.0)
+        target.attention = attention = torch.nn.Module()
+        attention.quant_method = Fp8KVCacheMethod(Fp8Config())
+        attention.quant_method.create_weights(attention)
+        for scale in (attention.k_scale, attention.v_scale):  # on a GPU the region has small tensors too
+            scale.data = torch.full((ELEMENTS,), scale.item())[ELEMENTS // 2]
+    post_load.attach(target, templates=True, dummy=dummy)
+    if dummy:
+        for parameter in target.parameters():
+            parameter.fill_(0.01)
+
+    def load() -> None:
+        target.load_weights(iter([("weight", torch.ones(ELEMENTS))]))
+        attention.quant_method.process_weights_after_loading(attention)
+
+    load()
+    worker = SglangWorker(target, memory, config, rank=0)
+    updates = EngineUpdates(worker.manager, target.named_parameters, reset=worker.reset_unfilled)
+    worker.manager.learn_unfilled()  # as every update does before its first write
+    worker.manager.begin_writing()
+    for scale in (attention.k_scale, attention.v_scale):
+        scale.fill_(torn)
+    worker.manager.finish_writing(complete=False)
+    with updates.watch():
+        load()
+    assert worker.manager.content is Content.VALID
+    assert attention.k_scale == attention.v_scale == attention.k_scale_float == 1

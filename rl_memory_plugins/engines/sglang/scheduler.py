@@ -76,7 +76,7 @@ class SglangScheduler:
             self.worker.manager,
             model.named_parameters,
             padding=self.worker.agent.receiver.padding,
-            unmarked=self.worker.unfilled,  # SGLang's step after a load refuses a KV scale that is NaN
+            reset=self.worker.reset_unfilled,  # SGLang's step after a load refuses a KV scale that is NaN
         )
         board = StatusBoard() if self.ranks.rank == 0 else None
         if board is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
-from rl_memory_plugins.engines.layer_reload import LayerReload
+from rl_memory_plugins.engines.layer_reload import LayerReload, reset
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang import draft, nccl_suspend
 from rl_memory_plugins.engines.sglang.options import launching
@@ -252,6 +252,14 @@ class SglangWorker:
         """The parameters of layers that SGLang transforms which its first load left as they were."""
         watch = post_load.of(self._model)
         return [] if watch is None else watch.unfilled()
+
+    def reset_unfilled(self, keep: Set[str]) -> set[str]:
+        """Give the layers of `unfilled` parameters the state of a first load. Those with a kept one stay as they are.
+
+        Returns: the names of the parameters that hold their first values now.
+        """
+        watch = post_load.of(self._model)
+        return set() if watch is None else reset(watch, {*watch.unfilled()} - keep, graphs=self._graphs())
 
     def _reload(self, model: torch.nn.Module) -> LayerReload | None:
         """The reload of a model's layers that SGLang has transformed after loading; `None` if there are none.

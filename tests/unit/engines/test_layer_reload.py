@@ -10,7 +10,7 @@ import torch
 
 from rl_memory_plugins.engines import layer_reload as reload_module
 from rl_memory_plugins.engines import layer_templates, post_load
-from rl_memory_plugins.engines.layer_reload import LayerReload
+from rl_memory_plugins.engines.layer_reload import LayerReload, reset
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.model_loader import ModelLoader
@@ -410,6 +410,24 @@ def test_the_kv_cache_that_the_engine_has_bound_since_stays() -> None:
     multipliers = {f"{layer}.multiplier": torch.ones(()) for layer in ("one", "two")}
     update(loader_of(model), weights(1) | multipliers)
     assert vars(model.attention)["kv_cache"] is cache
+
+
+@pytest.mark.parametrize("dummy", [True, False])
+def test_a_layer_that_no_checkpoint_fills_goes_back_to_the_state_of_a_first_load(dummy: bool) -> None:
+    model = Cached.started({} if dummy else weights(1), dummy=dummy)
+    address = model.attention.k_scale.data_ptr()
+    model.attention.k_scale.data.fill_(torch.nan)
+    watch: Any = post_load.of(model)
+    before = state(model)
+    # The multiplier lies in a layer with weights, whose step cannot run without them.
+    assert reset(watch, {"attention.k_scale", "one.multiplier"}, graphs=True) == {"attention.k_scale"}
+    assert float(model.attention.k_scale) == 1.0 and model.attention.k_scale.data_ptr() == address
+    assert_equal(state(model), {**before, "attention.k_scale": torch.ones(())})
+    model.attention.k_scale.data.fill_(0.5)
+    assert not reset(watch, {"one.multiplier"}, graphs=True)
+    assert float(model.attention.k_scale) == 0.5
+    multipliers = {f"{layer}.multiplier": torch.ones(()) for layer in ("one", "two")}
+    update(loader_of(model), weights(2) | multipliers)  # the steps still count as they did
 
 
 def test_a_scale_of_the_kv_cache_that_the_checkpoint_had_must_come_again() -> None:

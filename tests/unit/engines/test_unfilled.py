@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,7 +48,13 @@ def checkpoint(value: float) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    def __init__(self, folder: Path, made: type[Reward] = Reward, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        made: type[Reward] = Reward,
+        reset: Callable[[Set[str]], Iterable[str]] = lambda kept: (),
+        **options: Any,
+    ) -> None:
         save_file({**checkpoint(0.0), **made.more}, folder / "model.safetensors")
         allocator = HostAllocator()
         with allocator.region(Tag.WEIGHTS):
@@ -68,7 +74,7 @@ class Rank:
             checkpoint=EngineCheckpoint(lambda: (str(folder), None)),
             **options,
         )
-        self.updates = EngineUpdates(self.manager, self.model.named_parameters, unmarked=options.get("unfilled", tuple))
+        self.updates = EngineUpdates(self.manager, self.model.named_parameters, reset=reset)
 
     def discard(self) -> None:
         self.agent.prepare_sleep(int(Level.DISCARD), ["weights"])
@@ -139,18 +145,25 @@ class Scaled(Reward):
 
 
 @pytest.mark.parametrize("dummy", [True, False])
-def test_a_load_leaves_the_scale_that_the_engine_s_step_reads(tmp_path: Path, dummy: bool) -> None:
-    rank = Rank(tmp_path, Scaled, unfilled=lambda: ["score.bias"], dummy=lambda model: dummy)
+def test_a_load_without_a_scale_leaves_it_or_gives_it_its_first_value(tmp_path: Path, dummy: bool) -> None:
+    def reset(kept: Set[str]) -> set[str]:
+        if "score.bias" not in kept:
+            rank.model.score.bias.fill_(1)
+        return {"score.bias"} - kept
+
+    rank = Rank(tmp_path, Scaled, reset, unfilled=lambda: ["score.bias"], dummy=lambda model: dummy)
     rank.manager.learn_unfilled()
     rank.manager.mark_failed()
     assert rank.manager.kept == (set() if dummy else {"score.bias"})
     rank.load(1.0)
     assert rank.manager.content is Content.VALID
+    assert rank.model.score.bias.eq(1 if dummy else 7).all()
+    rank.manager.begin_writing()
     rank.model.score.bias.fill_(3)
-    rank.manager.mark_failed()  # by an update that has brought the scale
+    rank.manager.finish_writing(complete=False)  # the update that brought the scale has broken off
     rank.load(2.0)
     assert rank.manager.content is Content.VALID
-    assert rank.model.score.bias.eq(3).all()
+    assert rank.model.score.bias.eq(1).all()
 
 
 @pytest.mark.parametrize("value", [7.0, 5.0])
