@@ -74,7 +74,7 @@ class Device(Protocol):
         """Free and total bytes of the device."""
 
     def trim(self, min_bytes: int = 0) -> None:
-        """Free this process's cached device memory outside the regions, if it is at least `min_bytes`."""
+        """Free this process's cached device memory outside the regions, if at least `min_bytes` may be freed."""
         return
 
     def allocations(self) -> int:

@@ -33,6 +33,7 @@ class CudaDevice:
         self.name = gpu_name(index)
         self._stream = torch.cuda.Stream(device=index, priority=0)
         self._hashing = torch.cuda.Stream(device=index, priority=0)  # hashes while a copy runs
+        self._stays = 0  # bytes that the latest emptying of torch's cache left in it
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
@@ -42,10 +43,16 @@ class CudaDevice:
         return int(free), int(total)
 
     def trim(self, min_bytes: int = 0) -> None:
-        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
-        if cached >= min_bytes:
+        # torch counts the temporaries of CUDA graphs and the unused parts of pools as cached, and frees none of them.
+        cached = self._cached_bytes()
+        self._stays = min(self._stays, cached)
+        if cached - self._stays >= min_bytes:
             with torch.cuda.device(self.index):
                 torch.cuda.empty_cache()
+            self._stays = self._cached_bytes()
+
+    def _cached_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index))
 
     def allocations(self) -> int:
         return int(torch.cuda.memory_stats(self.index).get("allocation.all.allocated", 0))
