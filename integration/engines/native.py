@@ -112,7 +112,21 @@ class NativeControl:
                 self._post("/update_weights_from_tensor", body)
             self._gather("")  # the tensors of all ranks stay until the engine has read them
 
-        return native_updates.sglang(update, self._sent, packed=True)
+        from sglang.srt.managers import io_struct
+
+        if not hasattr(io_struct, "BeginWeightUpdateReqInput"):  # sessions are new in 0.5.21, and needed since
+            return native_updates.sglang(update, self._sent, packed=True)
+
+        def session(path: str) -> Callable[[], None]:
+            def call() -> None:
+                if self._rank == 0:
+                    self._post(path, {})
+                self._gather("")
+
+            return call
+
+        begin, end = session("/begin_weight_update"), session("/end_weight_update")
+        return native_updates.sglang(update, self._sent, packed=True, begin=begin, end=end)
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
         self._http.post(path, json=body).raise_for_status()
