@@ -115,6 +115,13 @@ class EngineClient:
             engines = self.memory(timeout_s=timeout_s)["engines"]
             return [rank["device"] for engine in engines for rank in engine["ranks"]]
 
+    def asleep_bytes(self, tag: str, *, timeout_s: float | None = None) -> list[tuple[str, int]]:
+        """The device of each rank, and the bytes that a wake of a tag takes there."""
+        with self._expected():
+            ranks = [rank for engine in self.memory(timeout_s=timeout_s)["engines"] for rank in engine["ranks"]]
+            tags = [(rank["device"], rank["tags"][tag]) for rank in ranks]
+            return [(device, one["bytes"] if one["state"] != "resident" else 0) for device, one in tags]
+
     def weight_version(self, *, timeout_s: float | None = None) -> str:
         with self._expected():
             return str(self._status("/weight_version", timeout_s)["weight_version"])

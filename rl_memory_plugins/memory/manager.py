@@ -186,6 +186,31 @@ class MemoryManager(Transitions):
         shared = self._share_weights(kept, discardable) if preserves and tag is Tag.WEIGHTS else None
         prepared.backups[tag] = shared or Backup(self.arena, kept, identified)
 
+    def begin_sleep(self) -> None:
+        """Start the copies of the prepared sleep. Nothing may write to the tags until `commit_sleep` or `abort_sleep`.
+
+        Raises:
+            RLMemoryError: a copy could not start; call `abort_sleep`.
+            StateConflictError: no sleep is prepared, or a tag has got memory since.
+        """
+        with self._naming_changes():
+            self._begin_copies(self._require_sleep())
+
+    def _require_sleep(self) -> PreparedSleep:
+        if self._prepared_sleep is None:
+            raise StateConflictError("no sleep is prepared on this rank", rank=self.rank)
+        return self._prepared_sleep
+
+    def _begin_copies(self, prepared: PreparedSleep) -> dict[str, int]:
+        """Start the copies that have not begun. Returns: the bytes to copy, by tag."""
+        with self._timed("synchronize"):
+            self.device.synchronize()
+        self._require_covered(prepared)
+        if prepared.copied is None:
+            with self._timed("backup"):
+                prepared.copied = {tag: self._begin_copy(prepared, tag) for tag in prepared.backups}
+        return prepared.copied
+
     def commit_sleep(self) -> list[TagChange]:
         """Copy and release the tags that `prepare_sleep` prepared. Each tag's state changes with its memory.
 
@@ -196,17 +221,11 @@ class MemoryManager(Transitions):
                 their new states.
             StateConflictError: no sleep is prepared.
         """
-        prepared, self._prepared_sleep = self._prepared_sleep, None
-        if prepared is None:
-            raise StateConflictError("no sleep is prepared on this rank", rank=self.rank)
+        prepared, self._prepared_sleep = self._require_sleep(), None
         self._residual = None
         with self._naming_changes():
             try:
-                with self._timed("synchronize"):
-                    self.device.synchronize()
-                self._require_covered(prepared)
-                with self._timed("backup"):
-                    copied = {tag: self._begin_copy(prepared, tag) for tag in prepared.backups}
+                copied = self._begin_copies(prepared)
                 changes = []
                 for tag, state in prepared.states.items():
                     with self._timed("backup"):

@@ -40,6 +40,7 @@ class PreparedSleep:
     keep: Mapping[str, Block] = field(default_factory=dict)  # of parameters that a discarding sleep keeps
     backups: dict[str, Backup] = field(default_factory=dict)  # of a tag with a clean backup, that backup
     states: dict[str, TagState] = field(default_factory=dict)  # after the sleep
+    copied: dict[str, int] | None = None  # the bytes of the copies that have begun, by tag; `None` before
 
 
 class WeightsContent:
@@ -216,9 +217,12 @@ class WeightsContent:
     def recheck_copies(self) -> None:
         """Copy the blocks of the prepared sleep again whose clean copy no longer matches them."""
         prepared = self._prepared_sleep
-        for tag, backup in prepared.backups.items() if prepared is not None else ():
+        if prepared is None:
+            return
+        for tag, backup in prepared.backups.items():
             if backup is self._backups.get(tag) and not backup.is_clean(self.device, backup.blocks, self.epoch):
                 del self._backups[tag]  # a backup that is not among these counts as new, and is copied as a whole
+                prepared.copied = None
 
     def _keep(self, prepared: PreparedSleep) -> list[Block]:
         """The memory of the parameters that a discarding sleep of the weights keeps."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.tags import TagState
 
 
 @runtime_checkable
@@ -52,6 +53,12 @@ class EngineObject:
 
     def devices(self) -> list[str]:
         return [rank.device for engine in self._result(self._engine.memory_status()) for rank in engine.ranks]
+
+    def asleep_bytes(self, tag: str) -> list[tuple[str, int]]:
+        """See `EngineClient.asleep_bytes`."""
+        ranks = [rank for engine in self._result(self._engine.memory_status()) for rank in engine.ranks]
+        tags = [(rank.device, rank.tags[tag]) for rank in ranks]
+        return [(device, 0 if one.state is TagState.RESIDENT else one.bytes) for device, one in tags]
 
     def post_update(self, body: dict[str, Any]) -> Any:
         return self._result(self._engine.update_weights_from_ipc(**body))

@@ -10,14 +10,15 @@
     offload             the trainer's weights leave the device
     wake_kv_cache       the engines map the rest of their memory, and admit requests again
 
-The device never holds the trainer's weights together with the KV cache, nor the optimiser with the engines' weights.
+The device never holds the trainer's weights together with the KV cache. It holds the optimiser together with the
+engines' weights only if it has room for both, and `overlap` allows it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -33,8 +34,9 @@ from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
-from rl_memory_plugins.trainer.pausable_part import PausablePart, commit_all, tags_of
+from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, commit_all, tags_of
 from rl_memory_plugins.trainer.peers import Peers
+from rl_memory_plugins.trainer.room import Room, lacks_memory, room, suffices
 from rl_memory_plugins.trainer.sources.model import Tensors
 from rl_memory_plugins.trainer.update import push_from_all, require_options
 
@@ -72,6 +74,12 @@ class HandoffReport:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     update: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, step: str, moves: Iterable[Moved]) -> int:
+        """Add the bytes of these moves to a step. Returns: their sum."""
+        total = sum(move.bytes for move in moves)
+        self.moved_bytes[step] = self.moved_bytes.get(step, 0) + total
+        return total
+
 
 class RolloutHandoff:
     """Hands the devices from the engines to the trainer and back. The module's docstring lists the steps.
@@ -85,6 +93,8 @@ class RolloutHandoff:
     that failed in `sleep` before it released memory, and an engine that had woken before another engine failed in
     `wake_kv_cache`. The error keeps its type and gets `details["step"]`. All processes may then call `training` or
     `sync` again.
+
+    With `overlap`, `others` are still on the device after a failure of `wake_weights` or `sync`.
 
     The body of `training` counts as the step `training`. A process whose body fails raises the error at once. The other
     processes raise at the end of their own body: an `RLMemoryError` with `details["trainer_rank"]`, or, if the failed
@@ -111,9 +121,10 @@ class RolloutHandoff:
         adapter: Send a LoRA adapter alone, and leave the engines' base weights as they are. `source` is then a PEFT
             model, or has the names of `adapter_model.safetensors`; see `trainer.Adapter`. A name stands for
             `Adapter(name)`. The versions of `training` and `sync` are then those of the adapter.
-        overlap: Let the content of `others` in a `PausableMemory` return while the body of `training` runs. Only states
-            of optimisers do, whose next `step`, `state_dict` or `load_state_dict` waits; see
-            `PausableMemory.waits_before_use`.
+        overlap: Copy `others` that are in a `PausableMemory` while other work runs. The states of optimisers return
+            while the body of `training` runs; their next `step`, `state_dict` or `load_state_dict` waits; see
+            `PausableMemory.waits_before_use`. And `others` leave while the engines' weights wake and the update runs,
+            if the devices have room for both, and if all `weights` are in a `PausableMemory` too.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
         group: The process group of the trainer; see `Peers`.
@@ -210,22 +221,93 @@ class RolloutHandoff:
         """
         report = report or HandoffReport()
         with self._lock:
-            self._move(report, "offload_others", self._others)
-            self._move(report, "offload" if self._from_host else "load", self._weights)
-            self._on_engines(report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
-            with timed(report.seconds, "sync"), self._step("sync"):
-                report.update = push_from_all(
-                    self.engines,
-                    self._source,
-                    self._peers,
-                    weight_version=weight_version,
-                    adapter=self._adapter,
-                    **self._update,
-                )
+            leaving = self._begin_others(report)
+            try:
+                if not leaving:
+                    self._move(report, "offload_others", self._others)
+                    self._move(report, "offload" if self._from_host else "load", self._weights)
+                if not self._updated_beside(leaving, report, weight_version):
+                    self._finish_others(report, leaving)
+                    self._update_engines(report, weight_version)
+                self._finish_others(report, leaving)
+            finally:
+                for memory in leaving:
+                    memory.abort()
             self._move(report, "offload", self._weights)
             self._limit(1.0)
             self._on_engines(report, "wake_kv_cache", lambda engine: engine.wake_up())
         return report
+
+    def _update_engines(self, report: HandoffReport, weight_version: str | None) -> None:
+        self._on_engines(report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
+        with timed(report.seconds, "sync"), self._step("sync"):
+            report.update = push_from_all(
+                self.engines,
+                self._source,
+                self._peers,
+                weight_version=weight_version,
+                adapter=self._adapter,
+                **self._update,
+            )
+
+    def _updated_beside(self, leaving: list[Pausable], report: HandoffReport, weight_version: str | None) -> bool:
+        """Update the engines. Returns `False` if that lacks memory which `leaving` will free."""
+        try:
+            self._update_engines(report, weight_version)
+        except RLMemoryError as error:
+            if not leaving or not lacks_memory(error):
+                raise
+            return False
+        return True
+
+    def _begin_others(self, report: HandoffReport) -> list[Pausable]:
+        """Start to offload `others`, if the engines' weights fit on the devices beside them.
+
+        Returns: the memories whose copies to host memory run on, for `_finish_others`; none if `others` must be
+            offloaded first.
+        """
+        if not self._overlap or self._from_host:
+            return []
+        tags = tags_of(self._others)
+        rest = [part for part in self._others if not isinstance(part, PausablePart)]
+
+        def may_begin() -> bool:
+            return bool(tags) and all(isinstance(part, PausablePart) and part.is_awake() for part in self._weights)
+
+        def prepare() -> None:
+            for memory, own in tags.items():
+                memory.prepare_sleep(own)
+
+        def begin() -> Room:
+            report.add("offload_others", [part.offload() for part in rest])
+            if torch.cuda.is_initialized():
+                self._empty_cache("offload_others")
+            for memory in tags:
+                memory.begin()
+            return room(self.engines, tags)
+
+        leaving = list(tags)
+        with self._step("offload_others"):
+            if not all(self._peers.agree(may_begin)):
+                return []
+        with timed(report.seconds, "offload_others"), self._step("offload_others"):
+            try:
+                self._peers.agree(prepare)
+                fits = suffices(self._peers.agree(begin, as_type=Room))
+            except BaseException:
+                for memory in leaving:
+                    memory.abort()
+                raise
+        if not fits:
+            self._finish_others(report, leaving)
+        return leaving
+
+    def _finish_others(self, report: HandoffReport, leaving: list[Pausable]) -> None:
+        """Wait for the copies that `_begin_others` has started, and free the device memory. Empties the list."""
+        if leaving:
+            with timed(report.seconds, "offload_others"), self._step("offload_others"):
+                self._peers.agree(lambda: report.add("offload_others", commit_all(leaving)))
+            leaving.clear()
 
     def _body_ended(self) -> None:
         """Wait for the bodies of the other processes."""
@@ -264,12 +346,10 @@ class RolloutHandoff:
         def run() -> None:
             moves = commit_all(tags, later)
             moves += [part.load() if load else part.offload() for part in rest]
-            total = sum(move.bytes for move in moves)
-            seconds = sum(move.seconds for move in moves)
+            total = report.add(step, moves)
+            report.seconds[step] += sum(move.seconds for move in moves)
             if not load and (total or torch.cuda.is_initialized()):
-                seconds += self._empty_cache(step)
-            report.seconds[step] += seconds
-            report.moved_bytes[step] = report.moved_bytes.get(step, 0) + total
+                report.seconds[step] += self._empty_cache(step)
 
         with self._step(step):
             try:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError
 from rl_memory_plugins.memory.ranges import subtract
+from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
@@ -125,6 +126,31 @@ class PausableMemory(PausableTensors):
                 self._reserve(chosen)
             self._pending = Pending(self._commit_wake, self._manager.abort_wake, chosen, {})
 
+    def begin(self) -> None:
+        """Start the copies of the prepared sleep. They run on while this process does other work.
+
+        `commit` waits for them and frees the device memory; `abort` waits for them and leaves all awake. Nothing may
+        write to the tags meanwhile.
+
+        Raises:
+            RLMemoryError: a copy could not start; nothing is prepared any more, and all stays awake.
+            StateConflictError: no sleep is prepared, or a tag has got memory since the preparation.
+        """
+        with self._lock:
+            if self._pending is None:
+                raise StateConflictError("no sleep is prepared")
+            try:
+                if self._pending.drops:
+                    self._targets.drop_gradients(self.owned())
+                    # Later, emptying the cache would wait for the copies.
+                    self._manager.device.trim(TRIM_THRESHOLD_BYTES)
+                if self._pending.tags:
+                    self._manager.recheck_copies()
+                    self._manager.begin_sleep()
+            except BaseException:
+                self.abort()
+                raise
+
     def commit(self, later: Collection[str] = ()) -> Report:
         """The second phase of the prepared sleep or wake.
 
@@ -211,6 +237,11 @@ class PausableMemory(PausableTensors):
     def part(self, *tags: str) -> PausablePart:
         """These tags as a part of a `RolloutHandoff`."""
         return PausablePart(self, self._chosen(tags))
+
+    def device_memory(self) -> tuple[str, int]:
+        """The name of the device, as engines name it too, and its free bytes now."""
+        device = self._manager.device
+        return device.name, device.memory_info()[0]
 
     def status(self) -> dict[str, TagStatus]:
         """By tag: its state, its bytes, and the bytes of its copy in host memory."""

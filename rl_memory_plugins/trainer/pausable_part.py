@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from rl_memory_plugins.records import Report, TagStatus
+from rl_memory_plugins.tags import TagState
 from rl_memory_plugins.trainer.offloading import Moved
 
 if TYPE_CHECKING:
@@ -21,8 +23,10 @@ class Pausable(Protocol):
     def wake(self, tags: Collection[str] | None = None) -> Report: ...
     def prepare_sleep(self, tags: Collection[str] | None = None) -> None: ...
     def prepare_wake(self, tags: Collection[str] | None = None) -> None: ...
+    def begin(self) -> None: ...
     def commit(self, later: Collection[str] = ()) -> Report: ...
     def abort(self) -> None: ...
+    def device_memory(self) -> tuple[str, int]: ...
     def status(self) -> Mapping[str, TagStatus]: ...
 
 
@@ -41,6 +45,11 @@ class PausablePart:
         """See `PausableMemory.wake`."""
         return moved(self.memory.wake(self.tags))
 
+    def is_awake(self) -> bool:
+        """Whether all of the tags are on the device."""
+        status = self.memory.status()
+        return all(status[tag].state is TagState.RESIDENT for tag in self.tags)
+
     def resident_bytes(self, device: torch.device) -> int:
         """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
         return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0
@@ -55,7 +64,9 @@ def tags_of(parts: Iterable[object]) -> dict[Pausable, list[str]]:
     return tags
 
 
-def commit_all(memories: Iterable[Pausable], later: Mapping[Pausable, Collection[str]]) -> list[Moved]:
+def commit_all(
+    memories: Iterable[Pausable], later: Mapping[Pausable, Collection[str]] = MappingProxyType({})
+) -> list[Moved]:
     """Commit what these memories have prepared, all of them even if one fails.
 
     The other ranks commit all of theirs, and memories with process groups wait for this rank.

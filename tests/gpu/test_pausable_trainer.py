@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from processes import gpu_memory_taken
@@ -104,18 +106,17 @@ def test_losses_stay_where_the_state_comes_during_forward_and_backward(options, 
     )
 
 
-class SlowCopies:
-    """Makes the copies to the GPU wait for a second of work on their stream."""
+def slow_down(monkeypatch, memory, name):
+    """Make the copies of a memory in one direction wait for a second of work on their stream."""
+    device = memory._manager.device
+    copy = getattr(device, name)
 
-    def __init__(self, monkeypatch, memory):
-        self._device = memory._manager.device
-        self._copy = self._device.begin_copy_from_host
-        monkeypatch.setattr(self._device, "begin_copy_from_host", self._begin)
-
-    def _begin(self, pairs):
-        with torch.cuda.stream(self._device._stream):
+    def begin(pairs):
+        with torch.cuda.stream(device._stream):
             torch.cuda._sleep(2_000_000_000)
-        return self._copy(pairs)
+        return copy(pairs)
+
+    monkeypatch.setattr(device, name, begin)
 
 
 def test_a_step_waits_for_a_slow_copy(close, monkeypatch):
@@ -128,7 +129,7 @@ def test_a_step_waits_for_a_slow_copy(close, monkeypatch):
     assert train(model, optimizer, 2) == train(twin, twin_optimizer, 2)
     memory.sleep()
     memory.wake(["parameters", "gradients"])
-    SlowCopies(monkeypatch, memory)
+    slow_down(monkeypatch, memory, "begin_copy_from_host")
     memory.wake(wait=False)
     state = optimizer.state[model[-1].weight]["exp_avg"]
     assert not torch.equal(state, twin_optimizer.state[twin[-1].weight]["exp_avg"])  # the copy is under way
@@ -145,9 +146,32 @@ def test_a_sleep_waits_for_a_slow_copy(close, monkeypatch):
     expected = [tensor.clone().cpu() for tensor in tensors_in(model, optimizer)]
     memory.sleep()
     memory.wake(["parameters", "gradients"])
-    SlowCopies(monkeypatch, memory)
+    slow_down(monkeypatch, memory, "begin_copy_from_host")
     memory.wake(wait=False)
     memory.sleep()
+    memory.wake()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_the_gpu_works_while_a_sleep_copies(close, monkeypatch, end):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    train(model, optimizer)
+    expected = [tensor.clone().cpu() for tensor in tensors_in(model, optimizer)]
+    memory.sleep()  # allocates the host memory
+    memory.wake()
+    slow_down(monkeypatch, memory, "begin_copy_to_host")
+    start = time.perf_counter()
+    memory.prepare_sleep(["optimizer"])
+    memory.begin()
+    assert model(torch.ones(8, WIDTH, device="cuda")).isfinite().all()
+    assert time.perf_counter() - start < 0.5 and memory.status()["optimizer"].state == "resident"
+    getattr(memory, end)()
+    assert time.perf_counter() - start > 0.7  # it waited for the copies
+    assert memory.status()["optimizer"].state == ("preserved" if end == "commit" else "resident")
     memory.wake()
     assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
 

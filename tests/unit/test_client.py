@@ -115,6 +115,21 @@ def limits_of(client: EngineClient, monkeypatch: pytest.MonkeyPatch, **of_call: 
     return seen
 
 
+def test_the_bytes_that_a_wake_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(device: str, state: str, nbytes: int) -> dict[str, Any]:
+        return {"device": device, "tags": {"weights": {"state": state, "bytes": nbytes}}}
+
+    engines = [
+        {"ranks": [rank("GPU-a", "discarded", 5), rank("GPU-b", "preserved", 6)]},
+        {"ranks": [rank("GPU-a", "resident", 7)]},
+    ]
+    with EngineClient("http://127.0.0.1:1") as client:
+        monkeypatch.setattr(client._http, "request", lambda *_, **__: httpx.Response(200, json={"engines": engines}))
+        assert client.asleep_bytes("weights") == [("GPU-a", 5), ("GPU-b", 6), ("GPU-a", 0)]
+        with pytest.raises(RLMemoryError):
+            client.asleep_bytes("none")
+
+
 def test_the_limits_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineClient("http://127.0.0.1:1") as client:
         assert limits_of(client, monkeypatch) == [TRANSITION_S] * 3 + [STATUS_S] * 4 + [TRANSITION_S] + [None] * 2

@@ -1,11 +1,11 @@
-"""A wake whose content comes later: what waits for it, and what a copy that fails leaves."""
+"""Wakes whose content comes later, and sleeps whose copies begin early: who waits, and what a failure leaves."""
 
 from __future__ import annotations
 
 import pytest
 from helpers import FakeRank, sleep, wake
 
-from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.errors import EngineFaultError, StateConflictError
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag, TagState
 
 RESIDENT, PRESERVED = TagState.RESIDENT, TagState.PRESERVED
@@ -95,3 +95,74 @@ def test_a_commit_that_fails_while_content_is_on_its_way_undoes_all(rank, operat
     assert rank.manager.unfinished == [] and rank.device.used == 0
     wake(rank)
     assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+# -- a sleep whose copies begin early -----------------------------------------------------------------------
+
+
+def copies(rank):
+    return rank.device.calls["begin_copy_to_host"], rank.device.calls["end_copy_to_host"]
+
+
+def test_copies_that_begin_early_end_with_the_commit(rank):
+    before = rank.contents()
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.manager.begin_sleep()
+    assert copies(rank) == (3, 0) and set(states(rank).values()) == {RESIDENT}
+    rank.manager.commit_sleep()
+    assert copies(rank) == (3, 3) and RESIDENT not in states(rank).values()
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_an_abort_waits_for_copies_that_began_early(rank):
+    before = rank.contents()
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.manager.begin_sleep()
+    rank.manager.abort_sleep()
+    assert copies(rank) == (3, 3)
+    assert rank.contents() == before and set(states(rank).values()) == {RESIDENT}
+    sleep(rank)
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_what_was_written_after_an_early_begin_is_copied_again_where_a_clean_copy_was_used(rank):
+    sleep(rank, tags=[Tag.WEIGHTS])
+    wake(rank, [Tag.WEIGHTS])
+    rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
+    rank.manager.begin_sleep()
+    rank.allocator.write(rank.parameter, b"new" * 100)
+    written = rank.contents()
+    rank.manager.recheck_copies()
+    rank.manager.commit_sleep()
+    wake(rank, [Tag.WEIGHTS])
+    assert rank.contents() == written
+
+
+def test_memory_that_came_after_an_early_begin_is_not_released(rank):
+    rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
+    rank.manager.begin_sleep()
+    with rank.allocator.region(Tag.WEIGHTS):
+        rank.allocator.allocate(4096)
+    with pytest.raises(StateConflictError, match="has got memory"):
+        rank.manager.commit_sleep()
+    assert set(states(rank).values()) == {RESIDENT}
+
+
+@pytest.mark.parametrize("operation", ["begin_copy_to_host", "synchronize"])
+def test_an_early_begin_that_fails_can_be_undone(rank, operation):
+    before = rank.contents()
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.device.fail(operation, nth=2 if operation == "begin_copy_to_host" else 1)
+    with pytest.raises(EngineFaultError):
+        rank.manager.begin_sleep()
+    rank.manager.abort_sleep()
+    sleep(rank)
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_only_a_prepared_sleep_begins(rank):
+    with pytest.raises(StateConflictError, match="no sleep is prepared"):
+        rank.manager.begin_sleep()

@@ -245,11 +245,11 @@ def test_an_optimiser_does_not_keep_its_memory():
 
 
 class Handoff:
-    def __init__(self, monkeypatch, **options):
+    def __init__(self, monkeypatch, engine=None, **options):
         self.model = Paged()
         self.optimizer = adamw(self.model)
         self.memory = PausableMemory(self.model, self.optimizer)
-        self.engine = ToyEngine()
+        self.engine = engine or ToyEngine()
         self.handoff = RolloutHandoff(
             self.engine,
             ModelSource({name: parameter.detach() for name, parameter in self.model.sent.items()}),
