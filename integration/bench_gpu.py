@@ -35,7 +35,7 @@ from typing import Any
 
 from integration import records
 from integration.engines.base import used_bytes_by_gpu
-from integration.models import SHAPES, write_model
+from integration.models import SHAPES, weight_bytes, write_model
 from integration.offline import (
     Token,
     most_different,
@@ -52,6 +52,8 @@ from integration.subjects import described, succeeds
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
 ALONE = 4  # the prompts of which each is answered alone
 TOKENS = 32
+ROOM_BYTES = 8 << 30  # what an engine needs on a GPU beside the weights
+SETTLE_S = 240.0  # the longest wait for host memory; 145 GB on two ranks take more than a minute
 REQUESTS = 150  # at the start; the plugin prepares host memory for some seconds
 ASLEEP_S = 0.5  # a trainer's turn, in which the driver scrubs freed memory; a wake at once would wait for that
 SUBJECTS = ("plugin", "native")
@@ -206,7 +208,7 @@ class Subject(ABC):
 
     def settle(self) -> None:
         """Wait for the host memory that the plugin makes in the background of the start."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SETTLE_S
         while self.plugin and time.monotonic() < deadline:
             self.engine.wake_up()  # no tag sleeps: the call only has the engine look at its host memory
             ranks = self.engine.memory_status()[0].ranks
@@ -342,6 +344,14 @@ def gpus_used_mib() -> list[float]:
     return [used / 2**20 for used in used_bytes_by_gpu()]
 
 
+def gpu_bytes() -> int:
+    """The memory of the first GPU."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
+
+
 def wait_for_idle_gpus() -> list[float]:
     """Returns: MiB in use on each idle GPU.
 
@@ -419,6 +429,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.subject is not None:
         run_subject(arguments)
+        return
+    needed, has = weight_bytes(arguments.model) / arguments.tp + ROOM_BYTES, arguments.memory * gpu_bytes()
+    if needed > has:
+        print(f"skipped: {arguments.model} needs {needed / 1e9:.0f} GB of each GPU, and the engine has {has / 1e9:.0f}")
         return
     failed = [subject for subject in SUBJECTS if not _measured(subject, arguments)]
     for record in records.read(arguments.out):

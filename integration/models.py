@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +103,13 @@ def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     if not shape.tied:
         found["lm_head.weight"] = (shape.vocabulary, hidden)
     return found
+
+
+def weight_bytes(model: str) -> int:
+    """Bytes of a model's checkpoint in bfloat16; 0 for a name that is not in `SHAPES`."""
+    if model not in SHAPES:
+        return 0
+    return sum(2 * math.prod(shape) for shape in checkpoint_shapes(SHAPES[model]).values())
 
 
 def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from integration import report_kinds, report_upstream, report_weights
-from integration.models import SHAPES, checkpoint_shapes
+from integration.models import SHAPES, weight_bytes
 from integration.report_weights import Metrics, Record, Run
 
 REPOSITORY = Path(__file__).parents[1]
@@ -129,13 +128,6 @@ def by_size(run: Run) -> tuple[Any, ...]:
     """Engines by name, the newest version first, small models before large ones."""
     newest_first = [-int(part) for part in run.version.split(".") if part.isdecimal()]
     return run.engine, newest_first, weight_bytes(run.model), run.model, run.host
-
-
-def weight_bytes(model: str) -> int:
-    """Bytes of a model's checkpoint in bfloat16; 0 for a name that is not in `SHAPES`."""
-    if model not in SHAPES:
-        return 0
-    return sum(2 * math.prod(shape) for shape in checkpoint_shapes(SHAPES[model]).values())
 
 
 def value(record: Record | None) -> str:
