@@ -212,6 +212,7 @@ def answer_of(subject: Subject) -> Answer:
 
 
 def load_without_package(subject: Subject, other: Checkpoint) -> None:
+    subject.answer()  # as the package's engine has
     subject.load(other.folder)
     expect(subject, other)
 

@@ -48,7 +48,9 @@ class Subject(ABC):
     engine: Any
 
     @abstractmethod
-    def answer(self) -> Answer: ...
+    def answer(self) -> Answer:
+        """One prompt after the other: prompts together meet in batches that differ from run to run, and so do sums in
+        16 bits."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
@@ -111,9 +113,11 @@ class Vllm(Subject):
     def answer(self) -> Answer:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         if self._task == "embed":
-            return Answer([], [list(found.outputs.embedding) for found in self.engine.embed(prompts, use_tqdm=False)])
+            found = [self.engine.embed([prompt], use_tqdm=False)[0] for prompt in prompts]
+            return Answer([], [list(one.outputs.embedding) for one in found])
         if self._task == "classify":
-            return Answer([], [list(found.outputs.probs) for found in self.engine.classify(prompts, use_tqdm=False)])
+            found = [self.engine.classify([prompt], use_tqdm=False)[0] for prompt in prompts]
+            return Answer([], [list(one.outputs.probs) for one in found])
         from vllm import SamplingParams
 
         if self._task in ("image", "words"):
@@ -125,7 +129,7 @@ class Vllm(Subject):
             from vllm.lora.request import LoRARequest
 
             request["lora_request"] = LoRARequest("adapter", 1, self._adapter)
-        found = [one.outputs[0] for one in self.engine.generate(prompts, params, use_tqdm=False, **request)]
+        found = [self.engine.generate([prompt], params, use_tqdm=False, **request)[0].outputs[0] for prompt in prompts]
         values = [[at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)] for one in found]
         return Answer([list(one.token_ids) for one in found], values)
 
@@ -167,10 +171,11 @@ class Sglang(Subject):
         if self._task in ("embed", "classify"):
             return Answer([], [list(self._encode(prompt)["embedding"]) for prompt in prompts])
         sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        request = {"lora_path": ["adapter"] * len(prompts)} if self._adapter else {}
-        found = self.engine.generate(
-            input_ids=prompts, sampling_params=[sampling] * len(prompts), return_logprob=True, **request
-        )
+        request = {"lora_path": ["adapter"]} if self._adapter else {}
+        found = [
+            self.engine.generate(input_ids=[prompt], sampling_params=[sampling], return_logprob=True, **request)[0]
+            for prompt in prompts
+        ]
         values = [[value for value, *_ in one["meta_info"]["output_token_logprobs"]] for one in found]
         return Answer([list(one["output_ids"]) for one in found], values)
 
