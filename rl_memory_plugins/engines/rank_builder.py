@@ -168,6 +168,7 @@ def build_agent(
             ),
             exists=lambda: draft.model() is not None,
             one_checkpoint=draft.one_checkpoint,
+            torn=lambda: manager.draft.torn,
         )
         if own_draft is not None:
             manager.draft.found()

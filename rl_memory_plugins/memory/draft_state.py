@@ -16,6 +16,11 @@ class DraftState:
         self.state: Draft | None = None
         self._share = DraftShare.NONE  # of the update under way
 
+    @property
+    def torn(self) -> bool:
+        """Whether the last load of the draft broke off."""
+        return self.state is Draft.FAILED
+
     def found(self) -> None:
         """The engine has a draft model, whose weights came with the target's."""
         self.state = self.state or Draft.IN_STEP

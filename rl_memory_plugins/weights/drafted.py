@@ -7,6 +7,7 @@ checkpoint's names, of which the draft's loader takes those that the target's lo
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +16,7 @@ import msgspec
 
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import DraftShare
+from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, manifest_error
 from rl_memory_plugins.weights.model_loader import MAX_PLANS, ModelLoader
@@ -23,6 +25,8 @@ from rl_memory_plugins.weights.plan import LoadPlan
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 Arrivals = Iterable[tuple[str, "torch.Tensor"]]
 
@@ -70,6 +74,7 @@ class DraftedLoader(ModelLoader):
         draft: The loader of the draft. It is used only while `exists`.
         exists: Whether the engine has a draft model.
         one_checkpoint: Whether the engine loads both models from one checkpoint.
+        torn: Whether a load that broke off may have written the draft.
     """
 
     def __init__(
@@ -78,12 +83,16 @@ class DraftedLoader(ModelLoader):
         draft: ModelLoader,
         exists: Callable[[], bool],
         one_checkpoint: Callable[[], bool],
+        torn: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(target.load_weights, target.parameters, reload=target.reload)
         self._target = target
         self._draft = draft
         self._exists = exists
         self._one_checkpoint = one_checkpoint
+        self._torn = torn
+        self._unfilled: frozenset[str] | None = None  # what no load of the draft's checkpoint fills
+        self._whole: dict[str, str] = {}  # the checksums of these parameters, while the draft was not torn
         self._splits: dict[str, Split | None] = {}
         self._of_both: dict[str, DraftedPlan] = {}
         self._leave_out: set[str] = set()  # manifests that leave out what no load of the draft's checkpoint fills
@@ -137,10 +146,10 @@ class DraftedLoader(ModelLoader):
             for spec in manifest.tensors
             if spec.name in split.names
         ]
-        expected, shared = self._draft.parameters(), self._shared()
+        expected, shared, holding = self._draft.parameters(), self._shared(), self._holding()
         whole = msgspec.structs.replace(manifest, tensors=specs, partial=False)
         try:
-            return self._whole_draft_plan(whole, expected, shared), DraftShare.WHOLE
+            return self._whole_draft_plan(whole, expected, shared, holding), DraftShare.WHOLE
         except ManifestError as error:
             if not manifest.partial:
                 raise _named(error) from None
@@ -150,21 +159,38 @@ class DraftedLoader(ModelLoader):
             raise _named(error) from None
 
     def _whole_draft_plan(
-        self, manifest: Manifest, expected: Mapping[str, torch.Tensor], shared: frozenset[str]
+        self, manifest: Manifest, expected: Mapping[str, torch.Tensor], shared: frozenset[str], holding: frozenset[str]
     ) -> LoadPlan:
-        """The plan of an update of the whole draft. Every sleep preserves what no load of its checkpoint fills."""
+        """The plan of an update of the whole draft, which may leave out what no load of its checkpoint fills."""
         digest = manifest.digest()
         if digest not in self._leave_out:  # to find that out takes a trace
             try:
                 return self._draft.plan(manifest, expected, shared)
             except ManifestError:
-                if not self._draft.unfilled():
+                if not holding:
                     raise
-        plan = self._draft.plan(manifest, expected, shared | self._draft.unfilled())
+        plan = self._draft.plan(manifest, expected, shared | holding)
         if len(self._leave_out) >= MAX_PLANS:
             self._leave_out.clear()
         self._leave_out.add(digest)
         return plan
+
+    def _holding(self) -> frozenset[str]:
+        """The parameters of the draft that no load of its checkpoint fills and that hold their values.
+
+        Every sleep preserves them. After a load that broke off they count only if none of their bytes has changed.
+        """
+        if self._unfilled is None:
+            try:
+                self._unfilled = self._draft.unfilled()
+            except Exception as error:  # without the knowledge every parameter must be sent
+                logger.warning("cannot tell which parameters the draft's checkpoint does not fill: %s", error)
+                self._unfilled = frozenset()
+        parameters = self._draft.parameters()
+        now = {name: tensor_checksum(parameters[name]) for name in self._unfilled if name in parameters}
+        if not self._torn():
+            self._whole = now
+        return self._unfilled if now == self._whole else frozenset()
 
     def _shared(self) -> frozenset[str]:
         """The names of the draft's parameters whose memory is the target's."""

@@ -178,6 +178,35 @@ def test_the_whole_draft_is_what_a_load_of_its_checkpoint_fills() -> None:
         plan(loader, manifest("a", "draft.c"))
 
 
+def test_what_no_load_of_the_draft_fills_must_come_if_a_load_that_broke_off_has_changed_it() -> None:
+    target, draft, torn = Model("a"), Model("b", "c"), [False]
+    of_draft = ModelLoader(
+        draft.load_weights, lambda: draft.memory, checkpoint=lambda: {"b": TensorSpec("b", "float32", SHAPE)}
+    )
+    loader = DraftedLoader(target.loader(), of_draft, lambda: True, lambda: False, lambda: torn[0])
+    whole, rest = manifest("a", "draft.b", "draft.c"), manifest("a", "draft.b")
+    load(loader, whole, {"a": 1.0, "draft.b": 2.0, "draft.c": 3.0})
+    plan(loader, rest)
+    torn[0] = True
+    plan(loader, rest)  # the load that broke off has not come to it
+    draft.memory["c"].fill_(4.0)
+    with pytest.raises(ManifestError, match=r"draft\.c"):
+        plan(loader, rest)
+    load(loader, whole, {"a": 1.0, "draft.b": 2.0, "draft.c": 5.0})
+    torn[0] = False
+    plan(loader, rest)
+
+
+def test_a_draft_that_was_torn_before_anybody_looked_needs_all() -> None:
+    draft = Model("b", "c")
+    of_draft = ModelLoader(
+        draft.load_weights, lambda: draft.memory, checkpoint=lambda: {"b": TensorSpec("b", "float32", SHAPE)}
+    )
+    loader = DraftedLoader(Model("a").loader(), of_draft, lambda: True, lambda: False, lambda: True)
+    with pytest.raises(ManifestError, match=r"draft\.c"):
+        plan(loader, manifest("a", "draft.b"))
+
+
 def test_a_partial_update_may_cover_the_draft_or_a_part_of_it() -> None:
     loader = pair(Model("a"), Model("b", "c"))
     assert plan(loader, manifest("draft.b", partial=True)).draft_share is DraftShare.PART
