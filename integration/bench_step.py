@@ -16,13 +16,14 @@ process on each GPU. A step is a rollout, the handoff to the trainer, a short tr
     release_s            from the last token until the trainer may compute
     return_s             from the end of the training to the first token
     transition_s         both, of each step but the first
-    first_transition_s   both, of the first step
+    first_transition_s   both, of the first step; pausable memory has had some seconds to prepare its copies, as during
+                         the first rollout
     training_s           forward, backward and step, with the wait for states that are still on their way
     step_s               a whole step without the rollout: release, training and return
     transition_limit_s   the bytes that must cross the link, each way over what the link carries that way; of several
                          GPUs the slowest
-    peak_gpu_mib         the most memory in use on a GPU, by the driver's count; host_mib the same of host memory;
-                         both of two more steps, which are not timed
+    peak_gpu_mib         the most memory in use on a GPU, by the driver's count; host_mib the same of host memory,
+                         of the whole machine; both of two more steps, which are not timed
 
 The losses of all subjects must be equal bit by bit; if not, the exit code is 1. With two GPUs they are too: the sum of
 two ranks' gradients does not depend on the order. A picture shows the bytes of the first GPU by owner.
@@ -136,9 +137,12 @@ def run_subject(arguments: argparse.Namespace) -> None:
                 server.generate(PROMPTS[0], 1)
                 returns.append(time.perf_counter() - start)
 
+        if arguments.subject.startswith("pausable"):
+            time.sleep(arguments.settle_s)
         for number in range(arguments.steps + 1):
             make_step(number, lambda name: nullcontext())
         measured = dict(seconds)
+        trainer.sample()
         with Timeline(sources) as timeline:  # a sample takes milliseconds and the GIL, so these steps are not measured
             for number in range(arguments.steps + 1, arguments.steps + 1 + SAMPLED_STEPS):
                 make_step(number, timeline.stage)
@@ -180,6 +184,9 @@ class OneProcess:
         self._way = self._make()
         self.release, self.back, self.trainer_bytes = self._way.release, self._way.back, self._way.trainer_bytes
         return links
+
+    def sample(self) -> None:
+        """This process reads its bytes itself."""
 
     def train(self, step: int) -> float:
         return self._trainer.train(step)
@@ -261,6 +268,12 @@ def main() -> None:
         default=None,
         help="the engine's KV cache on each GPU; by default 20, and 0.06 on the CPU",
     )
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=None,
+        help="seconds in which pausable memory prepares its copies, as in a first rollout; by default 20, on the CPU 0",
+    )
     parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
     parser.add_argument("--timeout", type=float, default=400, help="seconds that each subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
@@ -270,6 +283,8 @@ def main() -> None:
     arguments.out = arguments.out.absolute()
     if arguments.kv_gib is None:
         arguments.kv_gib = {"cuda": 20, "cpu": 0.06}[arguments.device]
+    if arguments.settle_s is None:
+        arguments.settle_s = {"cuda": 20, "cpu": 0}[arguments.device]
     if arguments.folder is not None:
         arguments.given = sys.argv[1 : sys.argv.index("--folder")]
         [arguments.subject] = arguments.subject

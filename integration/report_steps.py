@@ -33,7 +33,7 @@ Metrics = dict[str, dict[str, dict[str, Any]]]
 def pages(results: Path, docs: Path, names: Mapping[str, str]) -> list[str]:
     """A table for each file of records, with the pictures that `docs` has in its folder `steps`."""
     lines: list[str] = []
-    for path in sorted(results.glob("step-*.json")):
+    for path in sorted(results.glob("step-*.json"), key=lambda path: path.stem):
         found: Metrics = {}
         for record in json.loads(path.read_text()):
             found.setdefault(record["metric"], {})[record["subject"]] = record

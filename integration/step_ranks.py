@@ -57,8 +57,8 @@ class Rank:
     """The inside of one process. The benchmark's process calls the methods that `calls` names.
 
     Args:
-        board: A file with one number for each rank, the bytes of its trainer on its GPU. A thread keeps it up to date,
-            because the process answers no call during another.
+        board: A file with one number for each rank, the bytes of its trainer on its GPU. After `sample` a thread keeps
+            it up to date, because the process answers no call during another.
     """
 
     def __init__(self, folder: Path, device: str, subject: str, engine: str, url: str, dtype: str, board: Path) -> None:
@@ -74,6 +74,9 @@ class Rank:
 
     def begin(self) -> None:
         self._way = way(*self._arguments)
+
+    def sample(self) -> None:
+        """Write to the board from now on. The thread takes time from the others of this process."""
         if self._trainer.device == "cuda":
             threading.Thread(target=self._publish, daemon=True).start()
 
@@ -101,7 +104,7 @@ class Rank:
         return moved_bytes(self._trainer)
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        names = ("link", "begin", "release", "back", "train", "moved_bytes")
+        names = ("link", "begin", "sample", "release", "back", "train", "moved_bytes")
         return {name: getattr(self, name) for name in names}
 
 
@@ -137,6 +140,10 @@ class Ranks:
         links = [(into, out_of) for into, out_of in self._all("link")]
         self._all("begin")
         return links
+
+    def sample(self) -> None:
+        """Begin to read the trainer's bytes, for `trainer_bytes`."""
+        self._all("sample")
 
     def release(self) -> dict[str, float]:
         return self._slowest("release")

@@ -29,7 +29,7 @@ HUGE_PAGE = 2 << 20
 TURN_S = 60.0  # the longest wait of a rank for another rank that allocates host memory
 #: While nobody waits for the memory: the bytes of a step, the share of the threads, and their niceness. An engine has
 #: several busy threads of its own; while 16 threads touched pages, its requests took a third longer.
-BACKGROUND_STEP_BYTES, BACKGROUND_SHARE, BACKGROUND_NICE = 64 << 20, 8, 5
+BACKGROUND_STEP_BYTES, BACKGROUND_SHARE, BACKGROUND_NICE = 128 << 20, 8, 5
 SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer waits for no other rank
 SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
