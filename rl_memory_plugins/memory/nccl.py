@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from rl_memory_plugins.memory.allocator import too_little_for_wake
+
 #: The first version of NCCL that can suspend a communicator.
 FIRST_VERSION = (2, 29, 7)
-TOTAL = 3  # ncclStatGpuMemTotal
+SUSPENDABLE, TOTAL = 0, 3  # ncclStatGpuMemSuspend, ncclStatGpuMemTotal
+#: Device memory that stays free beside that of resumed communicators.
+MARGIN_BYTES = 16 << 20
 
 _own: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """The engine's own communicators, and the bytes of each when it was made, as NCCL counts them."""
@@ -32,30 +36,59 @@ class Communicator(Protocol):
     def resume(self) -> None:
         """Obtain the memory again. Collective."""
 
+    def suspendable_bytes(self) -> int:
+        """Bytes of device memory that `suspend` releases, as NCCL counts them; 0 if NCCL cannot tell."""
+
 
 class Suspension:
-    """Suspends communicators, and resumes those that it has suspended.
+    """Suspends communicators, and knows which are suspended."""
 
-    Args:
-        find: Gives the communicators that exist, in an order that all ranks have in common.
-    """
+    def __init__(self) -> None:
+        self._suspended: list[tuple[Communicator, int]] = []  # with their bytes
 
-    def __init__(self, find: Callable[[], Iterable[Communicator]]) -> None:
-        self._find = find
-        self._suspended: list[Communicator] = []
+    def suspend(self, communicators: Iterable[Communicator]) -> None:
+        """Suspend these communicators, except suspended ones. Raises what NCCL raises; a later call continues.
 
-    def suspend(self) -> None:
-        """Suspend the communicators that are not suspended. Raises what NCCL raises; a later call continues."""
-        for one in self._find():
-            if one not in self._suspended:
+        Args:
+            communicators: In an order that all ranks have in common.
+        """
+        for one in communicators:
+            if not self.is_suspended(one):
+                nbytes = one.suspendable_bytes()
                 one.suspend()
-                self._suspended.append(one)
+                self._suspended.append((one, nbytes))
 
-    def resume(self) -> None:
-        """Resume all communicators. Raises what NCCL raises; a later call continues."""
-        while self._suspended:
-            self._suspended[0].resume()
-            self._suspended.pop(0)
+    def resume(self, among: Collection[Communicator] | None = None) -> None:
+        """Resume the suspended ones among these communicators. Default: all. Raises as `suspend` does."""
+        for one, nbytes in self._chosen(among):
+            one.resume()
+            self._suspended.remove((one, nbytes))
+
+    def require_memory(self, device: torch.device, among: Collection[Communicator] | None = None) -> None:
+        """Check that the device has memory for `resume`. A rank that fails in it alone leaves the others waiting.
+
+        Raises:
+            DeviceMemoryError: there is too little, also without torch's cache.
+        """
+        needed = sum(nbytes for _, nbytes in self._chosen(among))
+        if not needed or device.type != "cuda":
+            return
+        free = torch.cuda.mem_get_info(device)[0]
+        if free < needed + MARGIN_BYTES:
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info(device)[0]
+        if free < needed + MARGIN_BYTES:
+            raise too_little_for_wake(needed, free, MARGIN_BYTES, "GPU memory for NCCL communicators")
+
+    def is_suspended(self, communicator: Communicator) -> bool:
+        return any(one == communicator for one, _ in self._suspended)
+
+    def count(self) -> int:
+        """The number of suspended communicators."""
+        return len(self._suspended)
+
+    def _chosen(self, among: Collection[Communicator] | None) -> list[tuple[Communicator, int]]:
+        return [(one, nbytes) for one, nbytes in self._suspended if among is None or one in among]
 
 
 @dataclass(frozen=True)
@@ -83,6 +116,9 @@ class GroupCommunicator:
 
     def resume(self) -> None:
         self.backend.resume()
+
+    def suspendable_bytes(self) -> int:
+        return int(self.backend.memory_stats().get("suspend", 0))
 
 
 def why_not() -> str:
@@ -114,7 +150,7 @@ def of_groups(groups: Iterable[Any]) -> list[GroupCommunicator]:
 
 def note_own(communicator: Any) -> None:
     """Note a new `PyNcclCommunicator` of an engine, for `growth_of_own`."""
-    counted = _counted(communicator)
+    counted = counted_bytes(communicator, TOTAL)
     if counted is not None:
         _own[communicator] = counted
 
@@ -128,14 +164,18 @@ def growth_of_own(index: int) -> int:
         index: torch's ordinal of the GPU.
     """
     here = [(one, made) for one, made in _own.items() if one.device.index == index]
-    return sum(max((_counted(one) or 0) - made, 0) for one, made in here)
+    return sum(max((counted_bytes(one, TOTAL) or 0) - made, 0) for one, made in here)
 
 
-def _counted(communicator: Any) -> int | None:
-    """All GPU memory of a communicator in bytes, suspended or not; `None` if it has none or NCCL cannot tell."""
+def counted_bytes(communicator: Any, stat: int) -> int | None:
+    """Bytes of GPU memory of a `PyNcclCommunicator`; `None` if it has no communicator or NCCL cannot tell.
+
+    Args:
+        stat: `SUSPENDABLE` or `TOTAL`; both count the memory of a suspended communicator too.
+    """
     count = getattr(getattr(getattr(communicator, "nccl", None), "lib", None), "ncclCommMemStats", None)
     value = ctypes.c_uint64()
-    if count is None or count(communicator.comm, ctypes.c_int(TOTAL), ctypes.byref(value)) != 0:
+    if count is None or count(communicator.comm, ctypes.c_int(stat), ctypes.byref(value)) != 0:
         return None
     return value.value
 

@@ -42,25 +42,32 @@ def process_bytes(index: int) -> int | None:
 
 def bytes_beyond_torch(index: int) -> int | None:
     """Bytes that this process holds outside torch's caching allocator; None if unknown. No region is released."""
+    beyond = _beyond(index)
+    return None if beyond is None else max(beyond, 0)
+
+
+def _beyond(index: int) -> int | None:
+    """As `bytes_beyond_torch`, less the bytes of released regions, which torch counts and the driver does not."""
     used = process_bytes(index)
-    return None if used is None else max(used - torch.cuda.memory_reserved(index), 0)
+    return None if used is None else used - torch.cuda.memory_reserved(index)
 
 
 @contextmanager
 def moved(cause: str) -> Iterator[None]:
     """Attribute to `cause` what the process's memory on its current GPU grows or shrinks by.
 
-    Regions may be released, but must stay as they are meanwhile, and so must the memory of torch's allocator.
+    Regions may be released, but must stay as they are meanwhile. Memory of torch's allocator does not count: the cache
+    may be emptied in the background.
     """
     if not torch.cuda.is_available():
         yield
         return
     index = torch.cuda.current_device()
-    before = process_bytes(index)
+    before = _beyond(index)
     try:
         yield
     finally:
-        after = process_bytes(index)
+        after = _beyond(index)
         if before is not None and after is not None:
             _grown[index, cause] = _grown.get((index, cause), 0) + after - before
 

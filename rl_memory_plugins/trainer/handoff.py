@@ -34,7 +34,13 @@ from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
-from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, commit_all, tags_of
+from rl_memory_plugins.trainer.pausable_part import (
+    Pausable,
+    PausablePart,
+    commit_all,
+    require_awake_groups,
+    tags_of,
+)
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.room import Room, lacks_memory, room, suffices
 from rl_memory_plugins.trainer.sources.model import Tensors
@@ -132,7 +138,8 @@ class RolloutHandoff:
 
     Raises:
         InvalidRequestError: `memory_fraction` is not above 0 and at most 1, an option of the update is unknown or has a
-            bad value, or an adapter is to be sent to engines that discard their base weights.
+            bad value, an adapter is to be sent to engines that discard their base weights, or a process group of a
+            `PausableMemory` sleeps while the weights are sent.
     """
 
     def __init__(
@@ -173,6 +180,7 @@ class RolloutHandoff:
         self._weights = [_movable(part, gradients=False) for part in weights]
         modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
         self._others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
+        require_awake_groups(self._weights, self._others, from_host=from_host)
         self._from_host = from_host
         self._sleep: dict[str, Any] = {"level": level, "mode": mode, **({} if keep is None else {"keep": keep})}
         if mode == PauseMode.FREEZE:

@@ -124,6 +124,11 @@ class PausableMemory(PausableTensors):
             chosen = [tag for tag in self._begin(tags) if not self._manager.is_resident(tag)]
             if chosen:
                 self._reserve(chosen)
+            try:
+                self._groups.require_memory()
+            except BaseException:
+                self._manager.abort_wake()
+                raise
             self._pending = Pending(self._commit_wake, self._manager.abort_wake, chosen, {})
 
     def begin(self) -> None:
@@ -258,7 +263,8 @@ class PausableMemory(PausableTensors):
         """Wake all tags, and free the host memory and all device memory without a tensor.
 
         Tensors stay as they are, and other memories and Offloaders may take them. This memory takes no more calls.
-        Capture no CUDA graph meanwhile, and leave all regions first.
+        Capture no CUDA graph meanwhile, and leave all regions first. While tags sleep, all ranks of the process groups
+        close together, because they wake together. While everything is awake, a rank closes by itself.
 
         Raises:
             DeviceMemoryError: as for `wake`.
@@ -266,7 +272,10 @@ class PausableMemory(PausableTensors):
         with self._lock:
             if self._closed:
                 return
-            self.wake()
+            if self._sleeping() or self._groups.sleeps():
+                self.wake()
+            self.wait()
+            self._groups.close()
             self.free_host_memory()
             for tag in self._manager.tags:
                 self._allocator.free_unused(tag)

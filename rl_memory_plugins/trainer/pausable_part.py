@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.records import Report, TagStatus
 from rl_memory_plugins.tags import TagState
 from rl_memory_plugins.trainer.offloading import Moved
@@ -28,6 +29,8 @@ class Pausable(Protocol):
     def abort(self) -> None: ...
     def device_memory(self) -> tuple[str, int]: ...
     def status(self) -> Mapping[str, TagStatus]: ...
+    @property
+    def process_groups(self) -> Sequence[Any]: ...
 
 
 class PausablePart:
@@ -62,6 +65,22 @@ def tags_of(parts: Iterable[object]) -> dict[Pausable, list[str]]:
         if isinstance(part, PausablePart):
             tags.setdefault(part.memory, []).extend(part.tags)
     return tags
+
+
+def require_awake_groups(weights: Iterable[object], others: Iterable[object], *, from_host: bool) -> None:
+    """Check that process groups which sleep with parts of a handoff are awake while it sends the weights.
+
+    Raises:
+        InvalidRequestError: a group would sleep, and the source may gather the weights by it.
+    """
+    sending = [group for memory in tags_of(weights) for group in memory.process_groups]
+    asleep = [group for memory in tags_of(others) for group in memory.process_groups if group not in sending]
+    if asleep or (sending and from_host):
+        raise InvalidRequestError(
+            "a process group of a PausableMemory sleeps while the weights are sent: give process_groups to the memory "
+            "whose tags are in `weights`, and leave out from_host; or leave out process_groups",
+            field="from_host" if from_host else "others",
+        )
 
 
 def commit_all(

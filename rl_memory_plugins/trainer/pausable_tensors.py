@@ -227,6 +227,11 @@ class PausableTensors:
         targets = self._targets.of(tag)
         return bool(targets) and tag not in self._regions and tag not in self._dropped and self._hooks.cover(targets)
 
+    @property
+    def process_groups(self) -> Sequence[Any]:
+        """The process groups of this rank that sleep with this memory."""
+        return self._groups.own
+
     def _keep_while_asleep(self) -> None:
         """Keep this memory alive while tensors sleep in it, and forget memories whose sleeping tensors are gone."""
         asleep.add(self)

@@ -48,13 +48,14 @@ def is_right(reduce):
     torch.cuda.synchronize()
     return bool((values == 3).all())
 
-def cycles(suspension, reduce, number):
+def cycles(communicators, reduce, number):
+    suspension = nccl.Suspension()
     seconds, freed, right = {"suspend": [], "resume": []}, [], is_right(reduce)
     for _ in range(number):
         before = free()
         dist.barrier(gloo)
         started = time.perf_counter()
-        suspension.suspend()
+        suspension.suspend(communicators())
         seconds["suspend"].append(time.perf_counter() - started)
         freed.append(free() - before)
         dist.barrier(gloo)
@@ -87,8 +88,7 @@ def of_both_ranks(code: str) -> list[dict]:
 def test_groups_of_torch_give_their_memory_back():
     code = f"""
 other = dist.new_group()  # its communicator does not exist yet
-suspension = nccl.Suspension(lambda: nccl.of_groups([dist.group.WORLD, other, gloo]))
-result = cycles(suspension, lambda: dist.all_reduce(values), {CYCLES})
+result = cycles(lambda: nccl.of_groups([dist.group.WORLD, other, gloo]), lambda: dist.all_reduce(values), {CYCLES})
 result["stats"] = dist.group.WORLD._get_backend(device).memory_stats()
 result["counted_mib"] = nccl.bytes_of_groups(rank) >> 20
 """
@@ -101,12 +101,11 @@ result["counted_mib"] = nccl.bytes_of_groups(rank) >> 20
 def test_a_captured_sum_is_right_after_the_memory_is_back():
     code = """
 dist.all_reduce(values)
-suspension = nccl.Suspension(lambda: nccl.of_groups([dist.group.WORLD]))
 graph = torch.cuda.CUDAGraph()
 torch.cuda.synchronize()
 with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
     dist.all_reduce(values)
-result = cycles(suspension, graph.replay, 5)
+result = cycles(lambda: nccl.of_groups([dist.group.WORLD]), graph.replay, 5)
 graph.reset()  # a communicator in a graph cannot be destroyed
 """
     assert all(result["right"] for result in of_both_ranks(code))
@@ -119,10 +118,10 @@ from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
 vmm = CudaVmmAllocator(rank)
 dist.all_reduce(values)
 torch.cuda.synchronize()
-suspension = nccl.Suspension(lambda: nccl.of_groups([dist.group.WORLD]))
+suspension = nccl.Suspension()
 awake = vmm.residual_memory()
 with residual.moved("nccl"):
-    suspension.suspend()
+    suspension.suspend(nccl.of_groups([dist.group.WORLD]))
 asleep = vmm.residual_memory()
 with residual.moved("nccl"):
     suspension.resume()
@@ -143,9 +142,8 @@ def test_communicators_of_sglang_give_their_memory_back():
 from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
 from rl_memory_plugins.engines.sglang.nccl_suspend import OwnCommunicator
 own = PyNcclCommunicator(gloo, device)
-suspension = nccl.Suspension(lambda: [OwnCommunicator(own)])
 with own.change_state(enable=True):
-    result = cycles(suspension, lambda: own.all_reduce(values), {CYCLES})
+    result = cycles(lambda: [OwnCommunicator(own)], lambda: own.all_reduce(values), {CYCLES})
 """
     for result in of_both_ranks(code):
         assert result["right"]

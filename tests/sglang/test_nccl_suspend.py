@@ -57,7 +57,9 @@ def log() -> list[tuple[Any, ...]]:
 def library(log: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library(log)
     backend = SimpleNamespace(
-        suspend=lambda: log.append(("suspend", "torch")), resume=lambda: log.append(("resume", "torch"))
+        suspend=lambda: log.append(("suspend", "torch")),
+        resume=lambda: log.append(("resume", "torch")),
+        memory_stats=dict,
     )
     groups = [
         Coordinator(SimpleNamespace(available=False)),  # of one rank

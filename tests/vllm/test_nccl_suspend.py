@@ -49,14 +49,19 @@ def test_a_vllm_without_the_calls_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls, of vLLM's functions and of torch's communicator of one group."""
     log: list[str] = []
-    backend = SimpleNamespace(suspend=lambda: log.append("suspend torch"), resume=lambda: log.append("resume torch"))
+    backend = SimpleNamespace(
+        suspend=lambda: log.append("suspend torch"), resume=lambda: log.append("resume torch"), memory_stats=dict
+    )
     group = SimpleNamespace(_get_backend=lambda device: backend, config="cuda:nccl")
     library = SimpleNamespace(lib=SimpleNamespace(), ncclGetVersion=lambda: "2.28.9")
-    own = SimpleNamespace(pynccl_comm=SimpleNamespace(available=True, nccl=library))
+    own = SimpleNamespace(
+        pynccl_comm=SimpleNamespace(available=True, nccl=library),
+        suspend=lambda: log.append("suspend"),
+        resume=lambda: log.append("resume"),
+    )
     coordinator = SimpleNamespace(device_group=group, device_communicator=own)
-    monkeypatch.setattr(parallel_state, "_groups", {"tp": lambda: coordinator})
-    monkeypatch.setattr(parallel_state, "suspend_device_comms", lambda: log.append("suspend"), raising=False)
-    monkeypatch.setattr(parallel_state, "resume_device_comms", lambda: log.append("resume"), raising=False)
+    alone = SimpleNamespace(device_group=SimpleNamespace(config="cpu:gloo"), device_communicator=None)
+    monkeypatch.setattr(parallel_state, "_groups", {"world": lambda: alone, "tp": lambda: coordinator})
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: group.config)
     monkeypatch.setattr(nccl_suspend.nccl, "why_not", lambda: "")
     return log
@@ -64,18 +69,22 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_vllm_s_communicators_and_torch_s_are_suspended(log: list[str]) -> None:
     calls = nccl_suspend.calls(RLMemoryConfig())
-    calls["suspend_communicators"]()
-    calls["resume_communicators"]()
-    assert log == ["suspend", "suspend torch", "resume torch", "resume"]
+    assert calls["suspend_communicators"]() == 2
+    calls["check_communicators"]()
+    assert calls["resume_communicators"]() == 0
+    assert log == ["suspend", "suspend torch", "resume", "resume torch"]
 
 
 def test_an_error_of_nccl_is_told(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
-    monkeypatch.setattr(parallel_state, "resume_device_comms", fail)
-    with pytest.raises(EngineFaultError, match="nothing was mapped: NCCL error"):
-        nccl_suspend.calls(RLMemoryConfig())["resume_communicators"]()
+    calls = nccl_suspend.calls(RLMemoryConfig())
+    calls["suspend_communicators"]()
+    monkeypatch.setattr(parallel_state._groups["tp"]().device_communicator, "resume", fail)
+    with pytest.raises(EngineFaultError, match="nothing was mapped: NCCL error") as caught:
+        calls["resume_communicators"]()
+    assert caught.value.details["suspended"] == 2
 
 
 def test_an_older_library_is_refused_if_the_option_is_set(log: list[str]) -> None:

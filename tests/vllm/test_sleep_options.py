@@ -65,7 +65,8 @@ def test_preserved_parameters_are_kept_at_level_2(llm: Child, model_folder: Path
 
 
 def suspend_and_resume(llm: Any) -> None:
-    """vLLM's own functions are collective calls of NCCL. Here they note the worker's tags, and fail once."""
+    """vLLM's communicators make collective calls of NCCL. Here they note the worker's tags, and fail once."""
+    from types import SimpleNamespace
     from unittest.mock import patch
 
     from vllm.distributed import parallel_state
@@ -83,24 +84,29 @@ def suspend_and_resume(llm: Any) -> None:
         return call
 
     first = generate(llm)
-    with (
-        patch.object(parallel_state, "suspend_device_comms", note("suspend")),
-        patch.object(parallel_state, "resume_device_comms", note("resume")),
-    ):
+    communicator = SimpleNamespace(suspend=note("suspend"), resume=note("resume"))
+    group = SimpleNamespace(device_communicator=communicator, device_group=None)
+    with patch.object(parallel_state, "_groups", {**parallel_state._groups, "added": lambda: group}):
         llm.sleep(level=1)
         llm.wake_up(tags=["weights"])
         llm.wake_up()
-        assert log == [("suspend", "preserved"), ("resume", "preserved"), ("resume", "resident")]
+        assert log == [("suspend", "preserved"), ("resume", "preserved")]
         assert generate(llm) == first
-        for call in (lambda: llm.sleep(level=1), llm.wake_up):
-            failures.append(RuntimeError("NCCL error: unhandled system error"))
-            with pytest.raises(EngineFaultError, match="NCCL error"):
-                call()
-            with pytest.raises(EngineAsleepError):
-                generate(llm)
+        failures.append(RuntimeError("NCCL error: unhandled system error"))
+        with pytest.raises(EngineFaultError, match="not suspended: NCCL error"):
+            llm.sleep(level=1)
+        with pytest.raises(EngineAsleepError):
+            generate(llm)
+        assert llm.wake_up()
+        llm.sleep(level=1)
+        failures.append(RuntimeError("NCCL error: unhandled system error"))
+        with pytest.raises(EngineFaultError, match="nothing was mapped: NCCL error"):
+            llm.wake_up()
+        with pytest.raises(EngineAsleepError):
+            generate(llm)
         assert llm.wake_up()
         assert generate(llm) == first
-    for level in (1, 0):  # vLLM's own functions, which find no communicator on a CPU
+    for level in (1, 0):  # no communicator on a CPU
         llm.sleep(level=level)
         llm.wake_up()
         assert generate(llm) == first

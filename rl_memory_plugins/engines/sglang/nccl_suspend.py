@@ -30,12 +30,15 @@ class OwnCommunicator:
     def resume(self) -> None:
         self._call("ncclCommResume")
 
+    def suspendable_bytes(self) -> int:
+        return nccl.counted_bytes(self.communicator, nccl.SUSPENDABLE) or 0
+
     def _call(self, name: str, *arguments: Any) -> None:
         library = self.communicator.nccl
         library.NCCL_CHECK(getattr(library.lib, name)(self.communicator.comm, *arguments))
 
 
-def calls(config: RLMemoryConfig) -> dict[str, Callable[[], None]]:
+def calls(config: RLMemoryConfig) -> dict[str, Callable[[], int | None]]:
     """The calls of a rank, see `calls_of`.
 
     Raises:
@@ -45,8 +48,7 @@ def calls(config: RLMemoryConfig) -> dict[str, Callable[[], None]]:
         from sglang.srt.distributed import parallel_state
 
         nccl_suspend.require_suspend(parallel_state)
-    communicators = nccl.Suspension(_communicators)
-    return nccl_suspend.calls_of(communicators.suspend, communicators.resume)
+    return nccl_suspend.calls_of(_communicators)
 
 
 def _communicators() -> Iterator[nccl.Communicator]:
@@ -56,4 +58,4 @@ def _communicators() -> Iterator[nccl.Communicator]:
         own = nccl_suspend.pynccl_of(coordinator)
         if own is not None:
             yield OwnCommunicator(own)
-    yield from nccl.of_groups(nccl_suspend.device_groups(parallel_state))
+    yield from nccl_suspend.of_torch(parallel_state)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers import FakeRank, LocalRanks, ScriptedReceiver
 from test_controller import Engine
 
@@ -19,31 +20,59 @@ from rl_memory_plugins.memory import nccl
 from rl_memory_plugins.rank import RankAgent
 
 
+class Communicator:
+    """The communicator of a rank. Notes each call, with the rank's mapped bytes."""
+
+    def __init__(self, world: World, rank: FakeRank) -> None:
+        self.world, self.rank = world, rank
+
+    def suspendable_bytes(self) -> int:
+        return 0
+
+    def suspend(self) -> None:
+        self._call("suspend")
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def _call(self, name: str) -> None:
+        number = self.rank.manager.rank
+        self.world.log.append((name, number, self.rank.mapped_bytes()))
+        if (name, number) in self.world.failures:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+
 class World:
-    """A controller over two ranks. `log` has each collective call of a rank, with the rank's mapped bytes."""
+    """A controller over two ranks, each with a communicator.
+
+    Attributes:
+        log: The collective calls.
+        failures: The calls that fail, by name and rank.
+    """
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int, int]] = []
-        self.failures: dict[tuple[str, int], Exception] = {}
+        self.failures: set[tuple[str, int]] = set()
         self.ranks = [FakeRank(number) for number in range(2)]
         agents = []
         for rank in self.ranks:
-            calls = {f"{name}_communicators": self.collective(name, rank) for name in ("suspend", "resume")}
+            communicator = Communicator(self, rank)
+            calls = nccl_suspend.calls_of(lambda one=communicator: [one])  # type: ignore[misc]
+            calls["check_communicators"] = lambda number=rank.manager.rank: self.check(number)  # type: ignore[misc]
             agents.append(RankAgent(rank.manager, ScriptedReceiver(rank.manager), rank.names, calls=calls))  # type: ignore[arg-type]
         self.awake = self.ranks[0].device.used
         self.controller = Controller(SuspendingRanks(LocalRanks(agents)), Engine(), None, update_timeout_s=1)
 
-    def collective(self, name: str, rank: FakeRank) -> Any:
-        def call() -> None:
-            self.log.append((name, rank.manager.rank, rank.mapped_bytes()))
-            failure = self.failures.pop((name, rank.manager.rank), None)
-            if failure is not None:
-                raise failure
-
-        return call
+    def check(self, rank: int) -> None:
+        if ("check", rank) in self.failures:
+            raise DeviceMemoryError("full")
 
     def run(self, command: commands.AnyCommand) -> Any:
+        before = len(self.log)
         reply = decode_reply(self.controller.execute(encode_command(command)).result(timeout=1))
+        calls = [(name, rank) for name, rank, _ in self.log[before:]]
+        for name in ("suspend", "resume"):  # a rank that is alone in a collective call waits without end
+            assert calls.count((name, 0)) == calls.count((name, 1)), calls
         if reply.error is not None:
             raise from_record(reply.error)
         return reply.result
@@ -91,20 +120,49 @@ def test_no_rank_resumes_if_one_has_no_memory() -> None:
     assert world.log == []
 
 
+def test_no_rank_resumes_if_one_has_no_memory_for_its_communicators() -> None:
+    world = World()
+    world.run(operations.sleep(1))
+    world.log.clear()
+    world.failures.add(("check", 1))
+    with pytest.raises(DeviceMemoryError):
+        world.run(operations.wake_up())
+    assert world.log == [] and [rank.device.used for rank in world.ranks] == [0, 0]
+    world.failures.clear()
+    world.run(operations.wake_up())
+    assert world.controller.refusal() is None
+
+
 @pytest.mark.parametrize("phase", ["suspend", "resume"])
-def test_a_failure_closes_the_engine_and_the_next_wake_works(phase: str) -> None:
+def test_a_failure_of_all_ranks_closes_the_engine_and_the_next_wake_works(phase: str) -> None:
     world = World()
     before = [rank.contents()["parameter"] for rank in world.ranks]
-    world.failures[phase, 1] = EngineFaultError("NCCL error: unhandled system error")
+    world.failures |= {(phase, 0), (phase, 1)}
     with pytest.raises(EngineFaultError, match="NCCL error"):
         world.run(operations.sleep(1))
         world.run(operations.wake_up())
     assert [rank.device.used for rank in world.ranks] == [0, 0]
     refusal = world.controller.refusal()
     assert refusal is not None and refusal.details["reason"] == "asleep"
+    world.failures.clear()
     world.run(operations.wake_up())
     assert world.controller.refusal() is None
     assert [rank.contents()["parameter"] for rank in world.ranks] == before
+
+
+@pytest.mark.parametrize("phase", ["suspend", "resume"])
+def test_after_a_failure_of_one_rank_no_rank_makes_a_collective_call_alone(phase: str) -> None:
+    world = World()
+    world.failures.add((phase, 1))
+    with pytest.raises(EngineFaultError, match=r"NCCL error.*start the engine again"):
+        world.run(operations.sleep(1))
+        world.run(operations.wake_up())
+    world.failures.clear()
+    world.log.clear()
+    for _ in range(2):
+        with pytest.raises(EngineFaultError, match="start the engine again"):
+            world.run(operations.wake_up())
+    assert world.log == [] and [rank.device.used for rank in world.ranks] == [0, 0]
 
 
 def library(version: str, **functions: Any) -> Any:
@@ -148,11 +206,30 @@ def test_an_engine_without_nccl_has_nothing_to_suspend(torch_cannot: None) -> No
 
 
 def test_the_errors_say_what_state_the_memory_is_in() -> None:
-    def fail() -> None:
-        raise RuntimeError("NCCL error: unhandled system error")
-
-    calls = nccl_suspend.calls_of(fail, fail)
-    with pytest.raises(EngineFaultError, match=r"is released, but .* NCCL error"):
+    world = World()
+    communicator = Communicator(world, world.ranks[0])
+    calls = nccl_suspend.calls_of(lambda: [communicator])
+    world.failures.add(("suspend", 0))
+    with pytest.raises(EngineFaultError, match=r"is released, but .* NCCL error") as caught:
         calls["suspend_communicators"]()
-    with pytest.raises(EngineFaultError, match=r"nothing was mapped: NCCL error"):
+    assert caught.value.details["suspended"] == 0
+    world.failures = {("resume", 0)}
+    assert calls["suspend_communicators"]() == 1
+    with pytest.raises(EngineFaultError, match=r"nothing was mapped: NCCL error") as caught:
         calls["resume_communicators"]()
+    assert caught.value.details["suspended"] == 1
+    world.failures.clear()
+    assert calls["resume_communicators"]() == 0
+
+
+def test_the_current_gpu_must_have_memory_for_the_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(nccl.Suspension, "require_memory", lambda self, device: asked.append(device))
+    check = nccl_suspend.calls_of(list)["check_communicators"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    check()
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    check()
+    assert asked == [torch.device("cuda", 1)]

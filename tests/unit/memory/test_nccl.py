@@ -9,15 +9,22 @@ import pytest
 import torch
 
 from rl_memory_plugins.engines.communicators import count_as_nccl
+from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory import nccl
+
+MiB = 1 << 20
 
 
 class Communicator:
     """A communicator that fails once, on request."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 0) -> None:
         self.calls: list[str] = []
         self.failure: Exception | None = None
+        self.nbytes = nbytes
+
+    def suspendable_bytes(self):
+        return self.nbytes
 
     def suspend(self) -> None:
         self._call("suspend")
@@ -61,40 +68,67 @@ def able(monkeypatch):
 
 def test_each_communicator_is_suspended_once_and_resumed_once():
     first, second = Communicator(), Communicator()
-    suspension = nccl.Suspension(lambda: [first, second, first])
+    suspension = nccl.Suspension()
     for _ in range(2):
-        suspension.suspend()
-        suspension.suspend()
+        suspension.suspend([first, second, first])
+        suspension.suspend([first, second])
+        assert suspension.count() == 2
         suspension.resume()
         suspension.resume()
+        assert suspension.count() == 0
     assert first.calls == second.calls == ["suspend", "resume"] * 2
 
 
-def test_only_suspended_communicators_are_resumed():
-    first, later = Communicator(), Communicator()
-    found = [first]
-    suspension = nccl.Suspension(lambda: found)
-    suspension.suspend()
-    found.append(later)
-    suspension.resume()
-    assert later.calls == []
-    suspension.suspend()
-    assert later.calls == ["suspend"]
+def test_only_suspended_communicators_are_resumed_and_only_those_asked_for():
+    first, second, later = Communicator(), Communicator(), Communicator()
+    suspension = nccl.Suspension()
+    suspension.suspend([first, second])
+    suspension.resume([second, later])
+    assert (first.calls, second.calls, later.calls) == (["suspend"], ["suspend", "resume"], [])
+    assert suspension.is_suspended(first) and not suspension.is_suspended(second)
 
 
 def test_a_call_that_failed_is_continued():
     first, second = Communicator(), Communicator()
-    suspension = nccl.Suspension(lambda: [first, second])
+    suspension = nccl.Suspension()
     second.failure = RuntimeError("NCCL error")
     with pytest.raises(RuntimeError, match="NCCL error"):
-        suspension.suspend()
-    suspension.suspend()
+        suspension.suspend([first, second])
+    assert suspension.count() == 1
+    suspension.suspend([first, second])
     assert first.calls == second.calls == ["suspend"]
     second.failure = RuntimeError("NCCL error")
     with pytest.raises(RuntimeError, match="NCCL error"):
         suspension.resume()
     suspension.resume()
     assert first.calls == second.calls == ["suspend", "resume"]
+
+
+def test_memory_for_suspended_communicators_is_required(monkeypatch):
+    """torch's cache is emptied before the rank gives up."""
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    free, cached = [0], [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
+
+    def empty_cache():
+        free[0] += cached[0]
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    first, second = Communicator(300 * MiB), Communicator(100 * MiB)
+    suspension = nccl.Suspension()
+    suspension.require_memory(gpu)  # nothing is suspended
+    suspension.suspend([first, second])
+    free[0] = 410 * MiB
+    with pytest.raises(DeviceMemoryError) as caught:
+        suspension.require_memory(gpu)
+    assert caught.value.details["needed_bytes"] == 400 * MiB
+    suspension.require_memory(gpu, [second])
+    suspension.require_memory(cpu)
+    cached[0] = 6 * MiB
+    suspension.require_memory(gpu)
+    suspension.resume([first])
+    free[0] = 116 * MiB
+    suspension.require_memory(gpu)
 
 
 def test_groups_of_nccl_that_have_a_communicator_are_found(able):
@@ -104,8 +138,8 @@ def test_groups_of_nccl_that_have_a_communicator_are_found(able):
     groups = [first, gloo, not_made, group_of(mixed, "cpu:gloo,cuda:nccl"), first]
     found = nccl.of_groups(groups)
     assert [one.backend for one in found] == [made, mixed, made]
-    suspension = nccl.Suspension(lambda: nccl.of_groups(groups))
-    suspension.suspend()
+    suspension = nccl.Suspension()
+    suspension.suspend(nccl.of_groups(groups))
     suspension.resume()
     assert made.calls == mixed.calls == ["suspend", "resume"]
 
@@ -146,9 +180,9 @@ class Own:
         self.nccl = SimpleNamespace(lib=SimpleNamespace(ncclCommMemStats=self.count))
 
     def count(self, comm, stat, value):
-        if comm is not self.comm or stat.value != 3 or self.nbytes is None:
+        if comm is not self.comm or stat.value not in (0, 3) or self.nbytes is None:
             return 4  # an invalid argument
-        value._obj.value = self.nbytes
+        value._obj.value = self.nbytes if stat.value == 3 else self.nbytes // 2
         return 0
 
 
@@ -163,3 +197,11 @@ def test_own_communicators_grow_after_they_were_made(monkeypatch):
     assert (nccl.growth_of_own(0), nccl.growth_of_own(1)) == (30, 1)
     first.nbytes = None  # destroyed
     assert nccl.growth_of_own(0) == 0
+
+
+def test_nccl_tells_what_a_suspension_releases():
+    group = nccl.GroupCommunicator(group_of(Backend(total=300)))
+    assert group.suspendable_bytes() == 299
+    assert nccl.counted_bytes(Own(100), nccl.SUSPENDABLE) == 50
+    assert nccl.counted_bytes(Own(None), nccl.SUSPENDABLE) is None
+    assert nccl.counted_bytes(SimpleNamespace(available=False), nccl.TOTAL) is None

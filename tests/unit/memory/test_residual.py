@@ -62,6 +62,9 @@ def test_communicators_that_are_suspended_have_given_memory_back(gpu, freed):
     gpu.reserved = 500  # of regions that sleep
     with residual.moved("nccl"):
         gpu.used -= freed
+        gpu.used -= 7  # of torch's cache, which is emptied in the background
+        gpu.reserved -= 7
+    gpu.used += 7
     left = {"nccl": 40 - freed} if freed < 40 else {}
     assert account({}, set(), 0) == {"context": 60, "other": 50, **left}
     with residual.moved("nccl"):

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl_memory_plugins.errors import EngineFaultError, InvalidRequestError, RLMemoryError, UnsupportedError
+from rl_memory_plugins.errors import (
+    DeviceMemoryError,
+    EngineFaultError,
+    InvalidRequestError,
+    RLMemoryError,
+    UnsupportedError,
+)
 from rl_memory_plugins.memory import nccl
-from rl_memory_plugins.trainer import HandoffReport, PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer import HandoffReport, PausableMemory, RolloutHandoff, process_groups
 
 LOG: list[str] = []  # the collective calls of this process
+FAILURES: set[str] = set()  # the calls that fail in this process
+BARRIER: list[Any] = []  # a group of Gloo for the stand-ins
 
 
 class Communicator:
-    """As that of a process group of NCCL. Notes how many tags of the memory sleep at each call."""
+    """As that of WORLD if it used NCCL: a rank that is alone in a call raises after some seconds."""
 
-    memory: PausableMemory
-    failure: Exception | None = None
+    def __init__(self, group):
+        self.group = group
+
+    def __eq__(self, other):
+        return other == nccl.GroupCommunicator(self.group)
+
+    __hash__ = None
+
+    def suspendable_bytes(self):
+        return 1
 
     def suspend(self):
         self._call("suspend")
@@ -29,27 +47,32 @@ class Communicator:
         self._call("resume")
 
     def _call(self, name):
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
-        asleep = [tag for tag, status in self.memory.status().items() if str(status.state) != "resident"]
-        LOG.append(f"{name} {len(asleep)}")
+        dist.monitored_barrier(BARRIER[0], timeout=timedelta(seconds=5))
+        if name in FAILURES:
+            raise RuntimeError("NCCL error: unhandled system error")
+        LOG.append(name)
+
+
+def memory_of(model, *groups, **options):
+    """A memory whose groups take part as if they used NCCL."""
+    LOG.clear()
+    FAILURES.clear()
+    if not BARRIER:
+        BARRIER.append(dist.new_group(backend="gloo"))
+    nccl.of_groups = lambda groups: [Communicator(group) for group in groups]
+    process_groups._suspension = nccl.Suspension()
+    return PausableMemory(model, process_groups=groups or [dist.group.WORLD], **options)
 
 
 def memory_with_groups():
-    """A memory over two ranks, its model and its communicator."""
-    LOG.clear()
-    communicator = Communicator()
+    """A memory over two ranks, and its model."""
     torch.manual_seed(0)
     model = nn.Linear(512, 512)
-    memory = PausableMemory(model, process_groups=[dist.group.WORLD])
-    memory._groups._suspension = nccl.Suspension(lambda: [communicator])
-    communicator.memory = memory
-    return memory, model, communicator
+    return memory_of(model), model
 
 
 def of_all_tags(rank):
-    memory, model, _ = memory_with_groups()
+    memory, model = memory_with_groups()
     before = model.weight.detach().clone()
     memory.sleep(["optimizer"])
     awake = list(LOG)
@@ -65,12 +88,12 @@ def of_all_tags(rank):
 
 
 def test_groups_sleep_once_all_tags_do_and_resume_before_the_first_wakes(pair):
-    expected = ([], ["suspend 3"], ["suspend 3", "resume 3"], (True, True, True), True)
+    expected = ([], ["suspend"], ["suspend", "resume"], (True, True, True), True)
     assert pair.run(of_all_tags) == [expected] * 2
 
 
 def where_memory_is_short(rank, step):
-    memory, model, communicator = memory_with_groups()
+    memory, model = memory_with_groups()
     before = model.weight.detach().clone()
     if step == "wake":
         memory.sleep()
@@ -94,17 +117,17 @@ def where_memory_is_short(rank, step):
 
 
 @pytest.mark.parametrize(
-    ("step", "error", "log"), [("sleep", "HostMemoryError", []), ("wake", "DeviceMemoryError", ["suspend 3"])]
+    ("step", "error", "log"), [("sleep", "HostMemoryError", []), ("wake", "DeviceMemoryError", ["suspend"])]
 )
 def test_all_ranks_sleep_or_wake_or_none_does(pair, step, error, log):
     first, second = pair.run(where_memory_is_short, step)
-    assert first == ((error, 1), True, log, ["suspend 3", "resume 3"], True)
-    assert second == ((error, None), True, log, ["suspend 3", "resume 3"], True)
+    assert first == ((error, 1), True, log, ["suspend", "resume"], True)
+    assert second == ((error, None), True, log, ["suspend", "resume"], True)
 
 
 def where_a_commit_fails(rank):
     """Rank 1 cannot commit what it has prepared."""
-    memory, _, _ = memory_with_groups()
+    memory, _ = memory_with_groups()
     memory.prepare_sleep()
 
     def fail(later):
@@ -132,7 +155,7 @@ def test_a_rank_that_fails_leaves_no_rank_waiting(pair):
 
 def handoff_where_a_commit_fails(rank):
     """Rank 1 cannot commit the sleep of a memory without groups. Another memory with groups comes after."""
-    memory, model, _ = memory_with_groups()
+    memory, model = memory_with_groups()
     before = model.weight.detach().clone()
     alone = PausableMemory(nn.Linear(512, 512))
     handoff = RolloutHandoff([], {}, weights=[alone.part("parameters"), memory.part(*memory.status())])
@@ -157,34 +180,167 @@ def handoff_where_a_commit_fails(rank):
 
 
 def test_in_a_handoff_a_memory_that_fails_leaves_no_rank_waiting_for_the_groups_of_another(pair):
-    assert pair.run(handoff_where_a_commit_fails) == [("no", ["suspend 3", "resume 3"], True)] * 2
+    assert pair.run(handoff_where_a_commit_fails) == [("no", ["suspend", "resume"], True)] * 2
 
 
-def where_nccl_fails(rank, step):
-    memory, model, communicator = memory_with_groups()
+def where_nccl_fails(rank, step, ranks):
+    """The call fails on these ranks. Returns the errors of it and of the next wake, and the states after each."""
+    memory, model = memory_with_groups()
     before = model.weight.detach().clone()
     if step == "resume":
         memory.sleep()
-    communicator.failure = RuntimeError("NCCL error: unhandled system error")
-    found = ""
-    try:
-        (memory.sleep if step == "suspend" else memory.wake)()
-    except EngineFaultError as error:
-        found = error.message
-    asleep = all(str(memory.status()[tag].state) != "resident" for tag in memory.status())
-    memory.wake()
-    memory.close()
-    return found, asleep, bool(torch.equal(model.weight, before))
+    if rank in ranks:
+        FAILURES.add(step)
+    found = []
+    for call in ((memory.sleep if step == "suspend" else memory.wake), memory.wake):
+        error = ""
+        try:
+            call()
+        except EngineFaultError as raised:
+            error = raised.message
+        FAILURES.clear()
+        found.append((error, str(memory.status()["parameters"].state)))
+    if found[-1][1] == "resident":
+        memory.close()
+        assert torch.equal(model.weight, before)
+    return found
 
 
 @pytest.mark.parametrize("step", ["suspend", "resume"])
 def test_a_failure_of_nccl_leaves_the_memory_asleep_and_the_next_wake_works(pair, step):
     message = f"{step} of the process groups: NCCL error: unhandled system error"
-    assert pair.run(where_nccl_fails, step) == [(message, True, True)] * 2
+    assert pair.run(where_nccl_fails, step, [0, 1]) == [[(message, "preserved"), ("", "resident")]] * 2
+
+
+@pytest.mark.parametrize("step", ["suspend", "resume"])
+def test_after_a_failure_of_one_rank_no_rank_waits_for_the_others(pair, step):
+    message = (
+        f"{step} of the process groups: NCCL error: unhandled system error. Only some ranks have failed: start the "
+        "trainer's processes again"
+    )
+    assert pair.run(where_nccl_fails, step, [1]) == [[(message, "preserved")] * 2] * 2
+
+
+def where_a_wake_cannot_be_committed(rank):
+    memory, model = memory_with_groups()
+    before = model.weight.detach().clone()
+    memory.sleep()
+    commit = memory._manager.commit_wake
+
+    def fail(later):
+        memory._manager.commit_wake = commit
+        memory._manager.abort_wake()
+        raise EngineFaultError("no")
+
+    if rank == 1:
+        memory._manager.commit_wake = fail
+    found = ""
+    try:
+        memory.wake()
+    except RLMemoryError as error:
+        found = error.message
+    state = str(memory.status()["parameters"].state)
+    memory.wake()
+    memory.close()
+    return found, state, list(LOG), bool(torch.equal(model.weight, before))
+
+
+def test_a_wake_that_fails_on_one_rank_is_an_error_on_all(pair):
+    first, second = pair.run(where_a_wake_cannot_be_committed)
+    assert first == ("no", "resident", ["suspend", "resume"], True)
+    assert second == ("no", "preserved", ["suspend", "resume"], True)
+
+
+def where_communicators_find_no_memory(rank):
+    memory, _ = memory_with_groups()
+    memory.sleep()
+    require = process_groups._suspension.require_memory
+
+    def none(device, among):
+        raise DeviceMemoryError("full")
+
+    if rank == 1:
+        process_groups._suspension.require_memory = none
+    found = ""
+    try:
+        memory.wake()
+    except RLMemoryError as error:
+        found = error.code
+    state = str(memory.status()["parameters"].state)
+    process_groups._suspension.require_memory = require
+    memory.wake()
+    memory.close()
+    return found, state, list(LOG)
+
+
+def test_no_rank_resumes_if_one_has_no_memory_for_its_communicators(pair):
+    expected = ("DeviceMemoryError", "preserved", ["suspend", "resume"])
+    assert pair.run(where_communicators_find_no_memory) == [expected] * 2
+
+
+def two_memories(rank):
+    """A group that two memories have is suspended while both sleep."""
+    policy = memory_of(nn.Linear(512, 512))
+    critic = PausableMemory(nn.Linear(512, 512), process_groups=[dist.group.WORLD])
+    log = []
+    for call in (critic.sleep, policy.sleep, policy.wake, policy.sleep, critic.wake, policy.wake, critic.sleep):
+        LOG.clear()
+        call()
+        log.append("".join(LOG))
+    critic.close()
+    LOG.clear()
+    policy.sleep()
+    log.append("".join(LOG))
+    policy.close()
+    return log
+
+
+def test_a_group_of_two_memories_sleeps_while_both_do(pair):
+    expected = ["", "suspend", "resume", "suspend", "resume", "", "", "suspend"]
+    assert pair.run(two_memories) == [expected] * 2
+
+
+def closed_by_itself(rank):
+    memory, _ = memory_with_groups()
+    if rank == 1:
+        memory.close()  # the other rank is not there
+    dist.barrier()
+    if rank == 0:
+        memory.close()
+    return list(LOG)
+
+
+def test_a_rank_closes_by_itself_while_everything_is_awake(pair):
+    assert pair.run(closed_by_itself) == [[], []]
+
+
+def handoffs(rank):
+    """The handoffs that are refused because a group would sleep while the weights are sent."""
+    weights, others = nn.Linear(512, 512), nn.Linear(512, 512)
+    alone = PausableMemory(others, process_groups=[dist.group.WORLD])
+    both = PausableMemory(weights, process_groups=[dist.group.WORLD])
+    tried = {
+        "others alone": {"weights": [weights], "others": [alone.part("parameters")]},
+        "both": {"weights": [both.part("parameters")], "others": [alone.part("parameters")]},
+        "from_host": {"weights": [both.part("parameters")], "from_host": True},
+    }
+    refused = []
+    for name, arguments in tried.items():
+        try:
+            RolloutHandoff([], {}, **arguments)
+        except InvalidRequestError:
+            refused.append(name)
+    alone.close()
+    both.close()
+    return refused
+
+
+def test_a_handoff_refuses_groups_that_sleep_while_it_sends(pair):
+    assert pair.run(handoffs) == [["others alone", "from_host"]] * 2
 
 
 def one_sleeps_one_wakes(rank):
-    memory, _, _ = memory_with_groups()
+    memory, _ = memory_with_groups()
     found = ""
     try:
         (memory.sleep if rank else memory.wake)()
@@ -202,6 +358,8 @@ def test_ranks_at_different_steps_do_neither(pair):
 def with_gloo(rank):
     """Groups of Gloo, whose members differ, and a group that this rank is not in."""
     one, other = dist.new_group([0]), dist.new_group([1])
+    process_groups._suspension = nccl.Suspension()
+    nccl.of_groups = lambda groups: []
     model = nn.Linear(512, 512)
     memory = PausableMemory(model, process_groups=[dist.group.WORLD, one, other])
     memory.sleep()
