@@ -131,7 +131,9 @@ class EngineClient:
         return self.call("GET", "/weights/checksums", timeout_s=timeout_s)
 
     def update_weights(self, tensors: Any, *, receivers: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
-        """Send weights from this process to every rank of the engine, which must be on the same host.
+        """Send weights from this process to every rank of the engine.
+
+        An engine on another host needs `advertise=`, this host's address; see docs/several-machines.md.
 
         Args:
             tensors: A module, a mapping of names to tensors, or a `trainer.TensorSource`.
@@ -149,7 +151,7 @@ class EngineClient:
     def update_adapter(
         self, name: str, tensors: Any, config: Any = None, *, receivers: Sequence[str] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Send a LoRA adapter from this process to every rank of the engine, which must be on the same host.
+        """Send a LoRA adapter from this process to every rank of the engine, as `update_weights` sends weights.
 
         The requests that come afterwards use it by this name. The base weights and their version stay as they are.
 

@@ -40,12 +40,13 @@ class UpdateWeights(Command, frozen=True):
     """Connect the receivers of all ranks to the sockets of a trainer, and take its weights.
 
     `endpoints` maps the name of a device (`RankStatus.device`) to the socket of the trainer process that serves the
-    device; `"*"` serves every device that has no entry. The default of `timeout_s` is the engine's option
+    device, or to several of which a receiver takes the first that answers; see `weights.addresses`. `"*"` serves every
+    device that has no entry. The default of `timeout_s` is the engine's option
     `update_timeout_s`.
     """
 
     name: ClassVar[str] = "update_weights"
-    endpoints: dict[str, str]
+    endpoints: dict[str, str | list[str]]
     token: str
     weight_version: str | None = None
     mode: PauseMode = PauseMode.KEEP
@@ -63,7 +64,7 @@ class UpdateAdapter(Command, frozen=True):
     name: ClassVar[str] = "update_adapter"
     adapter: str
     config: dict[str, Any]
-    endpoints: dict[str, str]
+    endpoints: dict[str, str | list[str]]
     token: str
     adapter_version: str | None = None
     timeout_s: float | None = None

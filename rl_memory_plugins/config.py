@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.timing import LONGEST_S
+from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
 with needs("server"):
-    from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+    from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
     from pydantic_settings import BaseSettings, SettingsConfigDict
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ def _parse_bytes(value: object) -> object:
     if isinstance(value, str):
         return int(_parse_byte_string(value.strip()))
     return value
+
+
+def _checked_hosts(networks: str) -> str:
+    UpdateHosts(networks)
+    return networks
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0)]
@@ -98,6 +104,10 @@ class RLMemoryConfig(BaseSettings):
 
     update_timeout_s: Seconds = 60.0
     """The longest silence of the trainer during a weight update. Then the update fails."""
+
+    update_hosts: Annotated[str, AfterValidator(_checked_hosts)] = ""
+    """Hosts besides the engine's own that a weight update may come from over TCP: addresses, and networks in CIDR
+    notation, with spaces between them."""
 
     drain_timeout_s: Seconds = 600.0
     """How long a transition waits for running requests. Then it fails, and admission opens again."""

@@ -17,6 +17,7 @@ from rl_memory_plugins.commands import AnyCommand, UpdateWeights, WakeUp
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply, Report
+from rl_memory_plugins.weights.addresses import Endpoints
 
 ANSWER_S = 0.25
 """How long a status request waits for an engine on another host. An idle engine answers in a millisecond."""
@@ -76,12 +77,12 @@ class EngineApi(ABC):
         """Take memory back as the engine's own route does. Overridden where that differs from `wake_up`."""
         return (yield from self.wake_up(tags))
 
-    def update_weights_from_ipc(self, endpoints: dict[str, str], token: str, **options: Any) -> Operation:
+    def update_weights_from_ipc(self, endpoints: Endpoints, token: str, **options: Any) -> Operation:
         """Take weights from a trainer's sockets. Ends when all ranks hold them. See `commands.UpdateWeights`."""
         return (yield from self.transition(operations.update_weights(endpoints, token, **options)))
 
     def update_adapter_from_ipc(
-        self, name: str, config: dict[str, Any], endpoints: dict[str, str], token: str, **options: Any
+        self, name: str, config: dict[str, Any], endpoints: Endpoints, token: str, **options: Any
     ) -> Operation:
         """Take a LoRA adapter from a trainer's sockets. Requests that come afterwards use it by its name.
 

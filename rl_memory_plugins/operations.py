@@ -27,6 +27,7 @@ from rl_memory_plugins.keep import parse_keep
 from rl_memory_plugins.records import LONGEST_ADAPTER, LONGEST_VERSION, EngineStatus, Reply, Report
 from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
+from rl_memory_plugins.weights import addresses
 
 _running: set[asyncio.Task[Any]] = set()  # strong references: the event loop holds its tasks only weakly
 
@@ -123,6 +124,7 @@ def _checked(given: dict[str, Any], kind: Any, what: str) -> Any:
         raise InvalidRequestError(f"bad {what}: {problem}") from None
     if not getattr(command, "endpoints", "none needed") or not getattr(command, "token", "none needed"):
         raise InvalidRequestError(f"bad {what}: endpoints and token must not be empty")
+    addresses.check(getattr(command, "endpoints", {}))
     timeout_s = getattr(command, "timeout_s", None)
     if timeout_s is not None and not 0 < timeout_s <= LONGEST_S:
         raise InvalidRequestError(

@@ -17,6 +17,7 @@ from rl_memory_plugins.records import Reply, WeightsStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
 
 if TYPE_CHECKING:
+    from rl_memory_plugins.weights.addresses import Endpoints
     from rl_memory_plugins.weights.names import NamedWeights
     from rl_memory_plugins.weights.receiver import WeightReceiver
 
@@ -114,7 +115,7 @@ class RankAgent:
         self._woken = set()
         return {"changes": changes, "seconds": self.manager.seconds()}
 
-    def receive_weights(self, endpoints: dict[str, str], token: str, timeout_s: float) -> dict[str, Any]:
+    def receive_weights(self, endpoints: Endpoints, token: str, timeout_s: float) -> dict[str, Any]:
         self.manager.require_writable()
         self._before_update()
         return self.receiver.receive(endpoints, token, timeout_s)

@@ -26,6 +26,7 @@ from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
 from rl_memory_plugins.weights.names import NamedWeights
 from rl_memory_plugins.weights.receiver import WeightReceiver
+from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +173,7 @@ def build_agent(
         )
         if own_draft is not None:
             manager.draft.found()
-    receiver = WeightReceiver(manager, loader, check_finite=config.check_finite)
+    receiver = WeightReceiver(manager, loader, check_finite=config.check_finite, hosts=UpdateHosts(config.update_hosts))
     if adapters is not None:
         calls = {**calls, **RankAdapters(receiver, adapters).calls}
     names = NamedWeights(model, draft.model if draft else lambda: None, unfilled)

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import psutil
-
 from rl_memory_plugins.errors import AuthenticationError, PermissionDeniedError
+from rl_memory_plugins.own_host import is_loopback, is_this_machine
 
 if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
@@ -90,31 +89,6 @@ def _check_local(request: HTTPConnection) -> None:
             f"no key is set, and this request is for {', '.join(hosts)}, which may be a web page's name for this "
             f"machine: use localhost or an IP address, or {hint}"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is an address of the loopback interface, IPv4-mapped ones included."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether `host` is an address of this machine. Addresses come and go, so they are looked up each time."""
-    if is_loopback(host):
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    address = getattr(address, "ipv4_mapped", None) or address
-    if address.is_unspecified:
-        return False
-    own = (one.address.partition("%")[0] for all_of in psutil.net_if_addrs().values() for one in all_of)
-    return str(address) in own
 
 
 def _is_loopback_origin(origin: str) -> bool:

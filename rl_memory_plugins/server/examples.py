@@ -44,7 +44,12 @@ UPDATE: Json = {
         "endpoints": {"*": "/tmp/rl-memory-x/weights.sock"},
         "token": "the token of the trainer",
         "weight_version": "step-41",
-    }
+    },
+    "a trainer on another host": {
+        "endpoints": {"*": [f"tls://192.0.2.1:5000#{'0' * 64}", f"tls://[2001:db8::1]:5000#{'0' * 64}"]},
+        "token": "the token of the trainer",
+        "weight_version": "step-41",
+    },
 }
 _SLEEP_REPORT = Report(
     changes=[

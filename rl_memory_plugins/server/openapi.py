@@ -82,12 +82,17 @@ _SLEEP: Json = {
     },
 }
 _WAKE: Json = {"tags": _TAGS_OF_BODY}
+_PLACE: Json = {
+    "type": "string",
+    "description": "The path of a Unix socket, `tcp://address:port`, or `tls://address:port#fingerprint`.",
+    "examples": ["/tmp/rl-memory-x/weights.sock", "tcp://192.0.2.1:5000"],
+}
 _UPDATE: Json = {
     "endpoints": {
         "type": "object",
-        "additionalProperties": {"type": "string"},
+        "additionalProperties": {"anyOf": [_PLACE, {"type": "array", "items": _PLACE, "minItems": 1}]},
         "minProperties": 1,
-        "description": "Device → path of the trainer's Unix socket; `*` for all others.",
+        "description": "Device → where the trainer listens, or a list of places to try in order; `*` for all others.",
     },
     "token": {"type": "string", "minLength": 1, "description": "The secret that the ranks present to the trainer."},
     "weight_version": {

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import secrets
-import socket
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +20,9 @@ from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificit
 from rl_memory_plugins.trainer.sources.drafted import with_draft
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.addresses import Endpoints, places_of
 from rl_memory_plugins.weights.answers import Findings, of_senders
+from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.manifest import manifest_error
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.source import TensorSource
@@ -102,7 +103,7 @@ def push_from_all(
     failure: Exception | None = None
     calls: list[EngineCall] = []
 
-    def listen() -> dict[str, str]:
+    def listen() -> Endpoints:
         nonlocal sender
         if not served:
             return {}
@@ -226,15 +227,15 @@ class _Begin:
         return of_senders([vote for vote in votes if vote is not None])
 
 
-def _fail_senders(endpoints: Sequence[tuple[str, str]], token: str, error: RLMemoryError) -> None:
+def _fail_senders(endpoints: Sequence[tuple[str, str | list[str]]], token: str, error: RLMemoryError) -> None:
     """Report a failed request to the senders of these devices and sockets, because no rank of the engine will connect.
 
     A sender refuses the report if the rank has connected.
     """
-    for device, path in endpoints:
-        with contextlib.suppress(OSError, RLMemoryError), socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(1.0)
-            sock.connect(path)
-            connection = wire.Connection(sock, "the trainer")
+    for device, places in endpoints:
+        with (
+            contextlib.suppress(RLMemoryError),
+            contextlib.closing(wire.Connection(dial(places_of(places), None, 1.0), "the trainer")) as connection,
+        ):
             connection.send(wire.Hello(wire.PROTOCOL, device, token, rank=-1), 1.0)
             connection.fail(error)

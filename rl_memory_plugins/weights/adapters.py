@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
 from rl_memory_plugins.timing import timed
+from rl_memory_plugins.weights.addresses import Endpoints
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.plan import LoadPlan
@@ -97,7 +98,7 @@ class RankAdapters:
         name: str,
         number: int,
         config: dict[str, Any],
-        endpoints: dict[str, str],
+        endpoints: Endpoints,
         token: str,
         timeout_s: float,
     ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The trainer's socket for one update: it authenticates receivers and collects their messages."""
+"""The trainer's end of one update: it authenticates receivers and collects their messages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import hmac
 import os
 import secrets
 import selectors
-import shutil
 import socket
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rl_memory_plugins.errors import AuthenticationError, InvalidRequestError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.errors import AuthenticationError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.addresses import Endpoints
+from rl_memory_plugins.weights.doors import Advertise, Doors
+from rl_memory_plugins.weights.greeter import Greeter
+from rl_memory_plugins.weights.tls import Tls
 
 
 class ConnectedRank:
@@ -33,10 +34,13 @@ class ConnectedRank:
 
 
 class Listener:
-    """A Unix socket in a new private directory. The arguments are those of `WeightSender`.
+    """The sockets of one update, and the ranks that have connected. The arguments are those of `WeightSender`.
+
+    Args:
+        local: Whether to listen on a Unix socket.
 
     Raises:
-        InvalidRequestError: no socket can be created in `directory`.
+        InvalidRequestError: a socket cannot be opened; see `Doors`.
     """
 
     def __init__(
@@ -45,6 +49,10 @@ class Listener:
         timeout_s: float,
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
+        *,
+        advertise: Advertise | None = None,
+        tls: Tls = False,
+        local: bool = True,
     ) -> None:
         self._count = receivers if isinstance(receivers, int) else len(receivers)
         self._missing = None if isinstance(receivers, int) else list(receivers)  # devices that have not connected
@@ -52,34 +60,24 @@ class Listener:
         self.token = token or secrets.token_urlsafe(32)
         self.ranks: list[ConnectedRank] = []
         self._cancelled: RLMemoryError | None = None
+        self._doors = Doors(self._count + 8, directory=directory, advertise=advertise, local=local, tls=tls)
+        self._greeter = Greeter(self._doors.prepare)
         self._cancel_sender, self._cancel_receiver = socket.socketpair()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._directory: str | None = None
-        try:
-            self._directory = tempfile.mkdtemp(prefix="rl-memory-", dir=directory)  # mode 0700
-            path = str(Path(self._directory) / "weights.sock")
-            self._listener.bind(path)
-            self._listener.listen(self._count + 8)
-            self._listener.setblocking(False)
-        except OSError as error:
-            self.close()
-            where = str(self._directory or directory or "the directory for temporary files")
-            raise InvalidRequestError(
-                f"cannot create a socket in {where}: {error}", field="directory", got=where
-            ) from None
-        self.endpoints: dict[str, str] = dict.fromkeys(["*"] if self._missing is None else self._missing, path)
+        places = self._doors.places
+        self.endpoints: Endpoints = dict.fromkeys(
+            ["*"] if self._missing is None else self._missing, places[0] if len(places) == 1 else places
+        )
 
     def close(self) -> None:
-        """Close all connections and remove the socket. May be called more than once."""
+        """Close all connections and sockets. May be called more than once."""
         for rank in self.ranks:
             rank.connection.close()
         self.ranks = []
-        self._listener.close()
+        self._doors.close()
+        self._greeter.close()
         self._cancel_sender.close()
         self._cancel_receiver.close()
         self._cancelled = None  # its traceback may refer to this object
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def cancel(self, error: RLMemoryError) -> None:
         """Make the current or next wait in another thread raise `error`."""
@@ -99,7 +97,7 @@ class Listener:
         newcomers: list[wire.Connection] = []
         try:
             while len(self.ranks) < self._count:
-                ready = self._select([self._listener, *newcomers], deadline.remaining())
+                ready = self._select([*self._doors.sockets, self._greeter, *newcomers], deadline.remaining())
                 if not ready:
                     absent = self._count - len(self.ranks)
                     raise WeightUpdateError(
@@ -113,17 +111,23 @@ class Listener:
                     if isinstance(one, wire.Connection):
                         newcomers.remove(one)
                         self._authenticate(one)
+                    elif isinstance(one, Greeter):
+                        for connection, hello in one.take():
+                            self._authenticate(connection, hello)
                     else:
-                        with contextlib.suppress(BlockingIOError):
-                            sock, _ = self._listener.accept()
-                            newcomers.append(wire.Connection(sock, "a connecting process"))
+                        with contextlib.suppress(BlockingIOError, ConnectionError):
+                            sock, _ = one.accept()
+                            if sock.family == socket.AF_UNIX:
+                                newcomers.append(wire.Connection(sock, "a connecting process"))
+                            else:
+                                self._greeter.greet(sock)
         finally:
             for newcomer in newcomers:
                 newcomer.close()
 
-    def _authenticate(self, connection: wire.Connection) -> None:
+    def _authenticate(self, connection: wire.Connection, hello: wire.Hello | None = None) -> None:
         try:
-            hello = connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
+            hello = hello or connection.receive(wire.Hello, timeout_s=1.0, limit=wire.MAX_HELLO_BYTES)
             if hello.protocol != wire.PROTOCOL:
                 raise WeightUpdateError(
                     f"the trainer uses protocol {wire.PROTOCOL} and the engine {hello.protocol}: install the "
@@ -176,6 +180,9 @@ class Listener:
         Raises:
             RLMemoryError: the error of `cancel`.
         """
+        decrypted = [one for one in waiting if isinstance(one, wire.Connection) and one.has_decrypted]
+        if decrypted:
+            return decrypted
         selector = selectors.PollSelector()  # select() cannot watch descriptors above 1023
         for one in (self._cancel_receiver, *waiting):
             selector.register(one, selectors.EVENT_READ)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import traceback
 from typing import Any
 
 from rl_memory_plugins.capabilities import Capabilities, fixed_by
-from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
+from rl_memory_plugins.weights.addresses import Endpoints, places_of
 from rl_memory_plugins.weights.cuda_ipc import Mappings
+from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.identity import identity
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.session import Session
+from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +32,25 @@ class WeightReceiver:
         manager: The manager of the rank. The receiver calls its `begin_writing` before the first byte is written.
         model: How the model loads tensors.
         check_finite: Refuse tensors that contain a NaN or an infinity.
+        hosts: Where the receiver may connect to over TCP; this host alone by default.
     """
 
-    def __init__(self, manager: MemoryManager, model: ModelLoader, *, check_finite: bool = False) -> None:
+    def __init__(
+        self,
+        manager: MemoryManager,
+        model: ModelLoader,
+        *,
+        check_finite: bool = False,
+        hosts: UpdateHosts | None = None,
+    ) -> None:
         self._manager = manager
         self._model = model
         self._check_finite = check_finite
+        self._hosts = hosts or UpdateHosts()
         self._mappings = Mappings()
 
     def receive(
-        self, endpoints: dict[str, str], token: str, timeout_s: float, loader: ModelLoader | None = None
+        self, endpoints: Endpoints, token: str, timeout_s: float, loader: ModelLoader | None = None
     ) -> dict[str, Any]:
         """Receive one update from the trainer.
 
@@ -47,7 +58,7 @@ class WeightReceiver:
         `updating` until the controller's `finish_update`.
 
         Args:
-            endpoints: The trainer's socket for each device; `"*"` stands for all devices.
+            endpoints: The trainer's sockets for each device; `"*"` stands for all devices.
             token: The token of the update.
             timeout_s: The longest wait for the trainer at any point, in seconds.
             loader: Takes the tensors; the model by default.
@@ -56,6 +67,7 @@ class WeightReceiver:
 
         Raises:
             InvalidRequestError: `endpoints` has no socket for this device.
+            PermissionDeniedError: the option `update_hosts` does not allow the trainer's address.
             ManifestError: the tensors do not fit the model; the details list every mismatch.
             StateConflictError: the weights are asleep, or the update is partial and the weights are not valid.
             WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
@@ -104,25 +116,18 @@ class WeightReceiver:
         """Close all memory of a trainer that is still open."""
         self._mappings.close()
 
-    def _connect(self, endpoints: dict[str, str], timeout_s: float) -> wire.Connection:
+    def _connect(self, endpoints: Endpoints, timeout_s: float) -> wire.Connection:
         device = self._manager.device.name
-        path = endpoints.get(device, endpoints.get("*"))
-        if path is None:
+        places = endpoints.get(device, endpoints.get("*"))
+        if not places:
             raise InvalidRequestError(
                 f"endpoints has no socket for device {device}", field="endpoints", device=device, got=sorted(endpoints)
             )
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(timeout_s)
-            sock.connect(path)
-        except OSError as error:
-            sock.close()
-            raise WeightUpdateError(
-                f"cannot connect to the trainer's socket {path}: {error}",
-                reason="unreachable",
-                endpoint=path,
-                rank=self._manager.rank,
-            ) from None
+            sock = dial(places_of(places), self._hosts, timeout_s)
+        except RLMemoryError as error:
+            error.details["rank"] = self._manager.rank
+            raise
         return wire.Connection(sock, "the trainer", rank=self._manager.rank)
 
     def checksums(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc
-from rl_memory_plugins.weights.buffers import CudaStaging, DirectExport, ShmStaging, StagingBuffer
+from rl_memory_plugins.weights.buffers import CudaStaging, DirectExport, ShmStaging, StagingBuffer, StreamedStaging
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, align
 
 if TYPE_CHECKING:
@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 HOST_BUCKET_BYTES = 128 << 20
 """The largest bucket in host memory. Larger ones cost more: page faults and page-locking take longer than the copy."""
 
+STREAMED_BUCKET_BYTES = 32 << 20
+"""The largest bucket that travels over a connection. With smaller ones packing, sending and loading overlap more."""
+
 DIRECT_BUCKET_BYTES = 1 << 30
 """The bucket size without staging. Such a bucket uses no memory: it is only the unit of announcement."""
+
+NEED_UNIX_SOCKET = ("cuda_direct", "shm_pinned", "shm")
+"""Transports with file descriptors, or with a lease that only the connection to a process of this host can hold."""
 
 MIN_STAGED_BUCKET_BYTES = 32 << 20
 """The smallest bucket on a GPU that lacks memory for larger ones. Below this size host memory is as fast."""
@@ -64,7 +70,9 @@ class Routes:
         self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
         self._routes: dict[tuple[str, str], Route] = {}
         for rank in ranks:
-            rank.candidate_transports = candidate_transports(transport, rank.device, gpus, self._source_gpu)
+            rank.candidate_transports = candidate_transports(
+                transport, rank.device, gpus, self._source_gpu, local=rank.connection.is_local
+            )
 
     def assign(self, rank: ConnectedRank) -> Route:
         """Assign the rank to the route of its best remaining transport. Creates the route if needed.
@@ -78,6 +86,8 @@ class Routes:
             transport = rank.candidate_transports[0]
             key = (transport, rank.device if transport.startswith("cuda") else "")
             try:
+                if transport in NEED_UNIX_SOCKET and not rank.connection.is_local:
+                    raise UnsupportedError("it needs a Unix socket, and this rank has connected over TCP")
                 if key not in self._routes:
                     self._routes[key] = Route(transport, self._buffer(transport, rank.device))
                 route = self._routes[key]
@@ -106,6 +116,9 @@ class Routes:
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if transport == "cuda_ipc":
             return self._staging(device, stable)
+        if transport == "tcp":
+            smaller = _with_buckets(self._manifest, STREAMED_BUCKET_BYTES)
+            return StreamedStaging(smaller.slot_bytes(), smaller.slots, stable=stable)
         smaller = _with_buckets(self._manifest, HOST_BUCKET_BYTES)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
@@ -150,8 +163,10 @@ class Routes:
         if transports == {"cuda_direct"}:
             nbytes = max(self._manifest.bucket_bytes, DIRECT_BUCKET_BYTES)
             return msgspec.structs.replace(self._manifest, bucket_bytes=nbytes).buckets(split=False)
-        roomy = transports <= {"cuda_direct", "cuda_ipc"}
-        return (self._manifest if roomy else _with_buckets(self._manifest, HOST_BUCKET_BYTES)).buckets()
+        if transports <= {"cuda_direct", "cuda_ipc"}:
+            return self._manifest.buckets()
+        nbytes = STREAMED_BUCKET_BYTES if "tcp" in transports else HOST_BUCKET_BYTES
+        return _with_buckets(self._manifest, nbytes).buckets()
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # close each buffer even if another one raises
@@ -159,21 +174,26 @@ class Routes:
                 closing.callback(route.buffer.close)
 
 
-def candidate_transports(wanted: str, device: str, local: Collection[str], source_gpu: str | None) -> list[str]:
+def candidate_transports(
+    wanted: str, device: str, gpus: Collection[str], source_gpu: str | None, *, local: bool = True
+) -> list[str]:
     """The transports to try for a rank, the best first.
 
     Args:
         wanted: A transport, or `auto`.
         device: The rank's device.
-        local: The GPUs that this process can use.
+        gpus: The GPUs that this process can use.
         source_gpu: The GPU that holds all tensors; `None` if they are spread or on the host.
+        local: Whether the rank has connected over a Unix socket.
     """
     if wanted != "auto":
         return [wanted]
+    if not local:
+        return [*(["cuda_ipc"] if device in gpus else []), "tcp"]
     if not device.startswith(("GPU-", "MIG-")):
         return ["shm"]
     found = ["cuda_direct"] if device == source_gpu else []
-    found += ["cuda_ipc"] if device in local else []
+    found += ["cuda_ipc"] if device in gpus else []
     return [*found, "shm_pinned", "shm"]
 
 

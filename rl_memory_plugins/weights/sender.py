@@ -14,11 +14,13 @@ from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightU
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.answers import Alone, Senders, of_ranks
-from rl_memory_plugins.weights.buffers import TRANSPORTS
+from rl_memory_plugins.weights.buffers import TRANSPORTS, StreamedStaging
+from rl_memory_plugins.weights.doors import Advertise
 from rl_memory_plugins.weights.listener import ConnectedRank, Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec, manifest_error
 from rl_memory_plugins.weights.routes import Route, Routes
 from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource, name_of
+from rl_memory_plugins.weights.tls import Tls
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +31,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class WeightSender:
-    """Serves one update to the ranks of an engine on this host.
+    """Serves one update to the ranks of an engine on this host; with `advertise`, also to engines on other hosts.
 
     Create a sender, post its `endpoints` and `token` to the engine (`POST /update_weights_from_ipc`) from another
     thread, and call `send`. `push_weights` does all of this.
@@ -48,14 +50,19 @@ class WeightSender:
         token: The secret that receivers must show; by default a new one. Several senders of one update share it.
         senders: The senders of this update, by default this one alone.
         transport: One of `buffers.TRANSPORTS`; or `auto`: for each receiver, the first transport that works. `auto`
-            tries CUDA only if this process uses CUDA already.
+            tries CUDA only if this process uses CUDA already. With `tcp` there is no Unix socket.
         keep_mapped: Receivers leave the tensors' memory open until the next update or `cuda_ipc.release_mapped`, as
             opening takes longer than copying. Call `release_mapped` before the tensors are freed, moved or paused:
             otherwise their memory stays in use.
+        advertise: Listen on TCP too: IP addresses or names of interfaces of this host, each with a port or without. A
+            receiver that does not find the Unix socket takes the first of these addresses that answers. `None`: no
+            TCP; with `transport="tcp"`, the loopback address.
+        tls: Use TLS on TCP. `True` makes a certificate for this update, and needs the package `cryptography`; or give
+            the files of a certificate and of its key. The control route carries the certificate's fingerprint.
 
     Raises:
-        InvalidRequestError: an argument is out of range, `transport` is unknown, or no socket can be created in
-            `directory`.
+        InvalidRequestError: an argument is out of range, `transport` is unknown, a socket cannot be opened in
+            `directory` or at an address of `advertise`, or `tls` is unusable.
     """
 
     def __init__(
@@ -70,6 +77,8 @@ class WeightSender:
         senders: Senders | None = None,
         transport: str = "auto",
         keep_mapped: bool = False,
+        advertise: Advertise | None = None,
+        tls: Tls = False,
     ) -> None:
         if transport not in ("auto", *TRANSPORTS):
             allowed = ["auto", *TRANSPORTS]
@@ -91,7 +100,10 @@ class WeightSender:
         self._senders = senders or Alone()
         self._current: Any = None  # the tensor that is packed in parts
         self._seconds: dict[str, float] = {}  # by step
-        self._listener = Listener(receivers, timeout_s, directory, token)
+        local = transport != "tcp"
+        if advertise is None and not local:
+            advertise = "127.0.0.1"
+        self._listener = Listener(receivers, timeout_s, directory, token, advertise=advertise, tls=tls, local=local)
         self.endpoints = self._listener.endpoints
         self.token = self._listener.token
 
@@ -259,6 +271,9 @@ class WeightSender:
                 for rank in route.ranks:
                     rank.unacknowledged.append(slot)
                     rank.connection.send(wire.Bucket(slot, places), self._timeout_s)
+                    if isinstance(route.buffer, StreamedStaging):
+                        with timed(self._seconds, "send"):
+                            route.buffer.send(rank.connection, slot, places, self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(self._seconds, "wait"):

@@ -16,7 +16,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, attach, typed
+from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, StreamedAttached, attach, typed
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
 from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
@@ -170,6 +170,9 @@ class Session:
                 raise WeightUpdateError(
                     f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
+            if isinstance(buffer, StreamedAttached):  # it arrives whole before the first byte is written
+                with timed(self.seconds, "wait"):
+                    buffer.receive(connection, bucket.entries, self.timeout_s)
             if self.model.writes_weights and self._next_tensor == 0 and self._received_bytes == 0:
                 is_undefined = self.manager.content is not Content.VALID
                 self.manager.begin_writing(plan.draft_share)

@@ -1,7 +1,8 @@
 """The messages between a trainer and a receiver, and the connection that carries them.
 
-The connection is a Unix stream socket. A message is a 4-byte big-endian length and that many bytes of tagged msgpack.
-File descriptors travel with the first byte of a message. Every wait has a deadline.
+The connection is a Unix or TCP stream socket, the latter also with TLS. A message is a 4-byte big-endian length and
+that many bytes of tagged msgpack. File descriptors travel with the first byte of a message, over Unix sockets only.
+Over TCP the bytes of a bucket may follow its message (`buffers/streamed.py`). Every wait has a deadline.
 
     receiver                              trainer
     Hello(protocol, device, token)   →
@@ -24,6 +25,7 @@ import array
 import contextlib
 import os
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
@@ -38,6 +40,10 @@ PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
+
+PART_BYTES = 4 << 20
+"""The bytes of a bucket that must pass within one timeout. A deadline for the whole would be too short on a slow link,
+and one for each byte would let a peer hold up the engine forever."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -136,18 +142,28 @@ class Connection:
     """One end of a session.
 
     Args:
-        sock: A connected Unix stream socket; the connection owns it.
+        sock: A connected Unix or TCP stream socket, with TLS or without; the connection owns it.
         peer: The name of the other side in errors, e.g. `"the trainer"`.
         **details: Fields that identify the peer in the details of errors (`rank`, `device`).
+
+    Attributes:
+        is_local: Whether the socket is a Unix socket, which carries file descriptors.
     """
 
     def __init__(self, sock: socket.socket, peer: str, **details: Any) -> None:
         self._sock = sock
         self.peer = peer
         self.details = details
+        self.is_local = sock.family == socket.AF_UNIX
+        self._is_cut = False  # a part of something was sent, and its rest never will be
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    @property
+    def has_decrypted(self) -> bool:
+        """Whether bytes wait in this process, where no selector sees them."""
+        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
 
     def send(self, message: Message, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Send one message, with file descriptors.
@@ -159,8 +175,20 @@ class Connection:
         payload = _encode(message)
         if len(payload) > MAX_MESSAGE_BYTES:
             raise WeightUpdateError(f"a {type(message).__name__} message of {len(payload)} bytes is too large to send")
-        data = memoryview(_LENGTH.pack(len(payload)) + payload)
+        self._send(memoryview(_LENGTH.pack(len(payload)) + payload), type(message).__name__, timeout_s, fds)
+
+    def send_bytes(self, data: memoryview, timeout_s: float) -> None:
+        """Send the bytes that a message has announced. Every `PART_BYTES` must pass within `timeout_s`.
+
+        Raises:
+            WeightUpdateError, RLMemoryError: as for `send`.
+        """
+        for start in range(0, len(data), PART_BYTES):
+            self._send(data[start : start + PART_BYTES], "the bytes of a bucket", timeout_s)
+
+    def _send(self, data: memoryview, what: str, timeout_s: float, fds: Sequence[int] = ()) -> None:
         deadline = Deadline(timeout_s)
+        self._is_cut = True
         try:
             if fds:
                 deadline.limit(self._sock)
@@ -169,10 +197,11 @@ class Connection:
                 deadline.limit(self._sock)
                 data = data[self._sock.send(data) :]
         except TimeoutError:
-            raise self.stalled(f"did not read {type(message).__name__}", timeout_s) from None
+            raise self.stalled(f"did not read {what}", timeout_s) from None
         except OSError:
             while True:  # until `receive` raises the peer's own error, or the loss of the connection
                 self.receive(Message, timeout_s=1.0)
+        self._is_cut = False
 
     def receive(self, *types: type[M], timeout_s: float, limit: int = MAX_MESSAGE_BYTES) -> M:
         """`receive_with_fds` for a message without file descriptors."""
@@ -207,7 +236,7 @@ class Connection:
         except TimeoutError:
             raise self.stalled(f"did not send {wanted}", timeout_s) from None
         except OSError as error:
-            raise self._error(f"closed the connection during an update ({error.args[-1]})", reason="lost") from None
+            raise self._lost(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._error(f"sent an invalid message: {error}") from None
         finally:
@@ -217,7 +246,10 @@ class Connection:
         header = b""
         while len(header) < _LENGTH.size:
             deadline.limit(self._sock)
-            part, received, flags = _receive_fds(self._sock, _LENGTH.size - len(header))
+            if self.is_local:
+                part, received, flags = _receive_fds(self._sock, _LENGTH.size - len(header))
+            else:
+                part, received, flags = self._sock.recv(_LENGTH.size - len(header)), [], 0
             fds += received
             if flags & socket.MSG_CTRUNC:
                 raise self._error("sent file descriptors that were lost: this process cannot open more files")
@@ -228,17 +260,36 @@ class Connection:
         if length > limit:
             raise self._error(f"announced a message of {length} bytes; the limit is {limit} bytes")
         payload = bytearray(length)
-        view = memoryview(payload)
-        while view:
+        self._fill(memoryview(payload), deadline)
+        return _decode(payload)
+
+    def receive_bytes(self, memory: memoryview, timeout_s: float) -> None:
+        """Fill `memory` with the bytes that a message has announced. Every `PART_BYTES` must come within `timeout_s`.
+
+        Raises:
+            WeightUpdateError: the peer stalled or disconnected.
+        """
+        try:
+            for start in range(0, len(memory), PART_BYTES):
+                self._fill(memory[start : start + PART_BYTES], Deadline(timeout_s))
+        except TimeoutError:
+            raise self.stalled("did not send the bytes of a bucket", timeout_s) from None
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _fill(self, memory: memoryview, deadline: Deadline) -> None:
+        while memory:
             deadline.limit(self._sock)
-            count = self._sock.recv_into(view)
+            count = self._sock.recv_into(memory)
             if not count:
                 raise ConnectionResetError("end of stream")
-            view = view[count:]
-        return _decode(payload)
+            memory = memory[count:]
 
     def _error(self, problem: str, **details: Any) -> WeightUpdateError:
         return WeightUpdateError(f"{self.peer} {problem}", **details, **self.details)
+
+    def _lost(self, error: OSError) -> WeightUpdateError:
+        return self._error(f"closed the connection during an update ({error.args[-1]})", reason="lost")
 
     def stalled(self, problem: str, timeout_s: float) -> WeightUpdateError:
         return self._error(f"stalled: it {problem} within {timeout_s:g} s", reason="stalled", timeout_s=timeout_s)
@@ -252,6 +303,8 @@ class Connection:
 
     def fail(self, error: RLMemoryError, timeout_s: float = 1.0) -> None:
         """Try to send the peer the error that ends the update on this side."""
+        if self._is_cut:  # the peer would take the message for the rest of what was cut
+            return
         with contextlib.suppress(Exception):
             self.send(Failure(error.to_record()), timeout_s)
 

@@ -35,7 +35,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
         timeout_s: The longest silence, in seconds.
     """
 
-    endpoints: dict[str, str] = field(default_factory=dict)
+    endpoints: dict[str, str | list[str]] = field(default_factory=dict)
     token: str = ""
     timeout_s: float = 300.0
 

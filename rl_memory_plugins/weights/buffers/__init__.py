@@ -6,6 +6,7 @@
   does too if it sends from a GPU. A file descriptor carries it over the session's socket. The memory has no name: it
   vanishes with the processes, and works between containers that share only the socket and deny CUDA IPC.
 - `shm` (`host.py`): the same without page-locking, for CPU engines.
+- `tcp` (`streamed.py`): slots on the trainer's host, for engines on other hosts. Their bytes follow the messages.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rl_memory_plugins.weights.buffers.direct import DirectAttached, DirectExpor
 from rl_memory_plugins.weights.buffers.host import ShmAttached, ShmStaging
 from rl_memory_plugins.weights.buffers.protocols import TRANSPORTS, AttachedBuffer, StagingBuffer, typed
 from rl_memory_plugins.weights.buffers.staged import CudaAttached, CudaStaging
+from rl_memory_plugins.weights.buffers.streamed import StreamedAttached, StreamedStaging
 from rl_memory_plugins.weights.cuda_ipc import Mappings
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "DirectExport",
     "ShmStaging",
     "StagingBuffer",
+    "StreamedAttached",
+    "StreamedStaging",
     "attach",
     "typed",
 ]
@@ -49,12 +53,15 @@ def attach(
 
     Raises:
         UnsupportedError: the kind of buffer is unknown, or this process cannot open it.
+        HostMemoryError: there is no memory for the slot of a buffer that it does not share.
         WeightUpdateError: the buffer is on another device, or does not match its description.
     """
     kind = description.get("kind")
     try:
         if kind in ("shm", "shm_pinned"):
             return ShmAttached(description, fds, device)
+        if kind == "tcp":
+            return StreamedAttached(description)
         if kind == "cuda_ipc":
             return CudaAttached(description, device)
         if kind == "cuda_direct":

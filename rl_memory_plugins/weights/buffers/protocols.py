@@ -9,8 +9,8 @@ import torch
 
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 
-TRANSPORTS = ("cuda_direct", "cuda_ipc", "shm_pinned", "shm")
-"""All transports, the fastest first. The last one always works."""
+TRANSPORTS = ("cuda_direct", "cuda_ipc", "shm_pinned", "shm", "tcp")
+"""All transports, the fastest first. `shm` always works over a Unix socket, and `tcp` over a TCP socket."""
 
 
 class StagingBuffer(Protocol):

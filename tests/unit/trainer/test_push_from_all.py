@@ -290,6 +290,25 @@ def test_senders_agree_on_which_names_nobody_uses(pair):
     assert pair.run(stages_share_names) == [["ignored.weight"]] * 2
 
 
+@pytest.mark.parametrize("tls", [False, True])
+def test_one_trainer_updates_several_engines_over_tcp(tls):
+    engines, tensors = [ToyEngine(2), ToyEngine(1, first_device=2)], checkpoint(3)
+    report = push_from_all(engines, tensors, transport="tcp", advertise=["127.0.0.2", "::1"], tls=tls, **OPTIONS)
+    assert_loaded(engines, tensors)
+    assert {received["transport"] for received in report["receivers"]} == {"tcp"}
+
+
+def test_an_engine_that_refuses_is_named_at_once_over_tcp():
+    """The refusal reaches the sender over the same socket as the ranks of the engine would."""
+    engines = [ToyEngine(), ToyEngine(first_device=1)]
+    engines[1].fail["post_update"] = StateConflictError("asleep")
+    start = time.monotonic()
+    with pytest.raises(StateConflictError, match="asleep"):
+        push_from_all(engines, checkpoint(), transport="tcp", tls=True, **OPTIONS)
+    assert time.monotonic() - start < 20 < OPTIONS["timeout_s"]
+    assert engines[0].ranks[0].manager.content is Content.VALID
+
+
 def test_one_process_alone_needs_no_process_group():
     engine, tensors = ToyEngine(tp=2), checkpoint(9)
     report = push_from_all([engine], tensors, **OPTIONS)

@@ -6,6 +6,7 @@ from toys import Receiving
 
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc, routes
+from rl_memory_plugins.weights.tls import _own_certificate
 
 
 @pytest.fixture
@@ -31,3 +32,12 @@ def gpus(monkeypatch):
     monkeypatch.setattr(routes, "_source_gpu", lambda resident, local: "GPU-0" if resident else None)
     yield found
     cuda_ipc.release_mapped()
+
+
+@pytest.fixture
+def certificate_files(tmp_path):
+    """The files of a certificate and its key."""
+    paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    for path, content in zip(paths, _own_certificate(), strict=True):
+        path.write_bytes(content)
+    return paths

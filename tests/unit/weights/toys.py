@@ -119,9 +119,9 @@ class Rank:
         device = FakeDevice(f"fake:{rank}")
         self.manager = MemoryManager(rank, FakeAllocator(device), PagedArena(), list)
         options.setdefault("ignorable", lambda name: name == "lm_head.weight")
-        check_finite = options.pop("check_finite", False)
+        check_finite, hosts = options.pop("check_finite", False), options.pop("hosts", None)
         self.loader = ModelLoader(self.model.load_weights, lambda: dict(self.model.named_parameters()), **options)
-        self.receiver = WeightReceiver(self.manager, self.loader, check_finite=check_finite)
+        self.receiver = WeightReceiver(self.manager, self.loader, check_finite=check_finite, hosts=hosts)
 
 
 class Receiving(threading.Thread):

@@ -1,0 +1,68 @@
+"""Connecting to a trainer."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from rl_memory_plugins.errors import PermissionDeniedError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.weights import addresses, tls, wire
+from rl_memory_plugins.weights.update_hosts import UpdateHosts
+
+
+def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> socket.socket:
+    """Connect to the first of the places that answers.
+
+    Args:
+        places: Places as in `addresses.Endpoints`, at least one.
+        hosts: The hosts that may be connected to; `None` for all.
+        timeout_s: The time for all attempts, in seconds. An attempt leaves the later ones their shares.
+
+    Raises:
+        PermissionDeniedError: a place is not allowed, and no other one answers.
+        WeightUpdateError: no place answers, or the certificate of one is not the trainer's.
+    """
+    deadline = wire.Deadline(timeout_s)
+    problems: list[str] = []
+    refused: PermissionDeniedError | None = None
+    for number, place in enumerate(places):
+        try:
+            return _connect(place, hosts, deadline.remaining() / (len(places) - number))
+        except PermissionDeniedError as error:
+            refused = error
+        except (OSError, UnicodeError, ValueError) as error:  # `ValueError`: a path with a null character
+            problems.append(f"{place}: {error}")
+    if refused is not None:
+        try:
+            raise refused
+        finally:
+            del refused  # breaks the reference cycle between the error and this frame
+    remedy = "" if any(map(addresses.parse, places)) else "; for an engine on another host the trainer needs advertise="
+    raise WeightUpdateError(
+        f"cannot connect to the trainer's socket {'; '.join(problems)}{remedy}",
+        reason="unreachable",
+        endpoint=places[0],
+        endpoints=list(places),
+    )
+
+
+def _connect(place: str, hosts: UpdateHosts | None, timeout_s: float) -> socket.socket:
+    address = addresses.parse(place)
+    if address is not None and hosts is not None:
+        hosts.require(address.host)
+    if address is None:
+        family, target = socket.AF_UNIX, place
+    else:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        target = (address.host, address.port)  # type: ignore[assignment]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(timeout_s, 0.001))  # 0 would mean not to wait
+        sock.connect(target)
+        if address is None:
+            return sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock if address.fingerprint is None else tls.connect(sock, address.fingerprint)
+    except (OSError, RLMemoryError, UnicodeError, ValueError):
+        sock.close()
+        raise
