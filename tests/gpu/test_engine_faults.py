@@ -232,7 +232,7 @@ def test_two_engines_take_turns(server, servers, weights):
 # -- trainers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["cuda_direct", "cuda_ipc", "shm_pinned", "shm"])
+@pytest.mark.parametrize("transport", ["cuda_direct", "cuda_ipc", "shm_pinned", "shm", "tcp"])
 def test_every_transport_reaches_the_engine(server, weights, transport):
     for model in (weights.other, weights.first):
         server.control.sleep(2)

@@ -1,19 +1,12 @@
-"""What lies between a trainer and an engine: a network that is cut or stalls, or two hosts in namespaces."""
+"""What lies between a trainer and an engine: a network that is cut or stalls."""
 
 import contextlib
-import ctypes
-import os
 import select
-import shutil
 import socket
-import subprocess
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 from rl_memory_plugins.weights import addresses
-
-CLONE_NEWNET = 0x40000000
 
 
 class Link:
@@ -65,65 +58,3 @@ class Link:
 def through(sender, place, token=None):
     """The arguments of `Receiving` for a sender that is reached at another place."""
     return SimpleNamespace(endpoints=dict.fromkeys(sender.endpoints, place), token=token or sender.token)
-
-
-def _ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
-
-
-class TwoHosts:
-    """A network namespace for the engine, joined to this one by a pair of virtual interfaces.
-
-    Attributes:
-        interface, addresses: Those of the trainer.
-    """
-
-    def __init__(self):
-        self._name = f"rlm{os.getpid()}"
-        self.interface = f"{self._name}t"
-        self.addresses = ["10.213.97.1", "fd97:213::1"]
-
-    def __enter__(self):
-        try:
-            _ip("netns", "add", self._name)
-            _ip("link", "add", self.interface, "type", "veth", "peer", "name", "eth0", "netns", self._name)
-            for side in ((), ("-n", self._name)):
-                host = "2" if side else "1"
-                device = "eth0" if side else self.interface
-                _ip(*side, "addr", "add", f"10.213.97.{host}/24", "dev", device)
-                _ip(*side, "addr", "add", f"fd97:213::{host}/64", "dev", device, "nodad")
-                _ip(*side, "link", "set", device, "up")
-            _ip("-n", self._name, "link", "set", "lo", "up")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_):
-        for command in (("link", "del", self.interface), ("netns", "del", self._name)):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip(*command)
-
-    def cut(self):
-        _ip("link", "set", self.interface, "down")
-
-    def mend(self):
-        _ip("link", "set", self.interface, "up")
-        _ip("addr", "replace", "fd97:213::1/64", "dev", self.interface, "nodad")  # the cut took it away
-
-    def enter(self):
-        """Move this thread to the engine's host."""
-        with Path("/run/netns", self._name).open() as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-
-
-def namespaces_work():
-    """Whether this process may make network namespaces."""
-    if shutil.which("ip") is None:
-        return False
-    try:
-        with TwoHosts():
-            return True
-    except (OSError, subprocess.SubprocessError):
-        return False

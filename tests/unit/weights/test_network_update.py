@@ -324,6 +324,32 @@ def test_a_rank_that_fails_in_the_middle_says_why(security):
     assert_next_update_right(rank, **security)
 
 
+class Large(torch.nn.Module):
+    """Its buckets are far larger than what a socket holds."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, torch.nn.Parameter(torch.zeros(4 << 20), requires_grad=False))
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            getattr(self, name).data.copy_(weight)
+
+
+def test_the_reason_of_a_rank_reaches_a_trainer_that_is_busy_sending(security):
+    rank = Rank(Large(), check_finite=True)
+    tensors = {name: torch.ones(4 << 20) for name in "abcd"}
+    tensors["a"][5] = float("nan")
+    for _ in range(5):
+        outcome, (thread,) = update([rank], tensors, bucket_bytes=16 << 20, **security)
+        assert thread.error.details["name"] == "a"
+        assert outcome.details.get("name") == "a", outcome
+    tensors["a"][5] = 1.0
+    assert not isinstance(update([rank], tensors, bucket_bytes=16 << 20, **security)[0], Exception)
+    assert all(torch.equal(parameter, tensors[name]) for name, parameter in rank.model.named_parameters())
+
+
 def test_a_source_that_fails_in_the_middle_says_why(security):
     class Failing:
         def specs(self):

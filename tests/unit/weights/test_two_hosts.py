@@ -8,9 +8,9 @@ import threading
 import warnings
 
 import pytest
-from links import TwoHosts, namespaces_work
 from toys import Rank, Receiving, checkpoint, loaded
 
+from integration.two_hosts import TwoHosts, namespaces_work
 from rl_memory_plugins.errors import PermissionDeniedError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer.sources.model import as_source
@@ -23,6 +23,7 @@ class OneHost:
 
     addresses = ["127.0.0.2", "::1"]
     interface = "lo"
+    networks = ""
 
     def enter(self):
         """The engine stays on this host."""
@@ -70,7 +71,7 @@ def test_the_weights_reach_the_other_host(hosts, which, tls):
         "both": hosts.addresses,
         "interface": hosts.interface,
     }[which]
-    rank, tensors = Rank(hosts=UpdateHosts("10.213.97.0/24 fd97:213::/64")), checkpoint(4)
+    rank, tensors = Rank(hosts=UpdateHosts(hosts.networks)), checkpoint(4)
     report, thread = update(hosts, rank, tensors, advertise=advertise, tls=tls, transport="tcp")
     assert thread.error is None, report
     rank.model.assert_unchanged(loaded(tensors))
@@ -88,7 +89,9 @@ def test_the_other_host_must_be_allowed(two_hosts):
     rank = Rank()
     with WeightSender(1, timeout_s=1, transport="tcp", advertise=two_hosts.addresses) as sender:
         thread = Elsewhere(two_hosts, rank, sender).join()
-    assert isinstance(thread.error, PermissionDeniedError) and "update_hosts=fd97:213::1" in str(thread.error)
+    assert isinstance(thread.error, PermissionDeniedError) and f"update_hosts={two_hosts.addresses[1]}" in str(
+        thread.error
+    )
     assert rank.manager.content is Content.VALID
 
 
@@ -100,7 +103,7 @@ def test_the_loopback_address_of_the_trainer_is_not_that_of_the_engine(two_hosts
 
 def test_an_interface_that_is_down_is_passed_over(two_hosts):
     rank, tensors = Rank(hosts=UpdateHosts("0.0.0.0/0 ::/0")), checkpoint(5)
-    places = ["tcp://10.213.98.1:5000", "tcp://[fd97:214::1]:5000"]  # there is no way there
+    places = ["tcp://203.0.113.1:5000", "tcp://[2001:db8::1]:5000"]  # there is no way there
     with WeightSender(1, timeout_s=10, transport="tcp", advertise=two_hosts.addresses[0]) as sender:
         sender.endpoints["*"] = [*places, sender.endpoints["*"]]
         thread = Elsewhere(two_hosts, rank, sender)
@@ -112,7 +115,7 @@ def test_an_interface_that_is_down_is_passed_over(two_hosts):
 @pytest.mark.parametrize("tls", [False, True])
 def test_a_cable_that_is_pulled_in_the_middle_fails_both_sides_in_time(two_hosts, tls):
     """Nobody is told: no packet says that the connection is over."""
-    rank = Rank(hosts=UpdateHosts("10.213.97.0/24"))
+    rank = Rank(hosts=UpdateHosts(two_hosts.networks))
     pulled = threading.Event()
 
     class Pulling:

@@ -1,0 +1,87 @@
+"""Two hosts on one machine: this network namespace for the trainer, and another one for the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+CLONE_NEWNET = 0x40000000
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+class TwoHosts:
+    """A network namespace for the engine, joined to this one by a pair of virtual interfaces.
+
+    Attributes:
+        interface, addresses: Those of the trainer.
+        engine: The address of the engine's host.
+        networks: Those of the trainer, for the engine's option `update_hosts`.
+    """
+
+    def __init__(self) -> None:
+        number = os.getpid()  # tests that run side by side must not meet
+        self._name = f"rlm{number}"
+        self.interface = f"{self._name}t"
+        self._prefixes = f"198.18.{number % 256}.", f"fd97:213:{number % 65536:x}::"
+        self.addresses = [f"{prefix}1" for prefix in self._prefixes]
+        self.engine = f"{self._prefixes[0]}2"
+        self.networks = f"{self._prefixes[0]}0/24 {self._prefixes[1]}/64"
+
+    def __enter__(self) -> TwoHosts:
+        try:
+            _ip("netns", "add", self._name)
+            _ip("link", "add", self.interface, "type", "veth", "peer", "name", "eth0", "netns", self._name)
+            for side in ((), ("-n", self._name)):
+                host = "2" if side else "1"
+                device = "eth0" if side else self.interface
+                _ip(*side, "addr", "add", f"{self._prefixes[0]}{host}/24", "dev", device)
+                _ip(*side, "addr", "add", f"{self._prefixes[1]}{host}/64", "dev", device, "nodad")
+                _ip(*side, "link", "set", device, "up")
+            _ip("-n", self._name, "link", "set", "lo", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for command in (("link", "del", self.interface), ("netns", "del", self._name)):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip(*command)
+
+    def command(self, command: Sequence[str], hidden: Path) -> list[str]:
+        """The command that runs `command` on the engine's host, where the folder `hidden` of this host is not seen."""
+        script = 'mount -t tmpfs none "$0" && exec "$@"'
+        return ["ip", "netns", "exec", self._name, "sh", "-c", script, str(hidden), *command]
+
+    def cut(self) -> None:
+        """Pull the cable: no packet says that it is gone."""
+        _ip("link", "set", self.interface, "down")
+
+    def mend(self) -> None:
+        _ip("link", "set", self.interface, "up")
+        _ip("addr", "replace", f"{self.addresses[1]}/64", "dev", self.interface, "nodad")  # the cut took it away
+
+    def enter(self) -> None:
+        """Move this thread to the engine's host."""
+        with Path("/run/netns", self._name).open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+
+
+def namespaces_work() -> bool:
+    """Whether this process may make network namespaces."""
+    if shutil.which("ip") is None:
+        return False
+    try:
+        with TwoHosts():
+            return True
+    except (OSError, subprocess.SubprocessError):
+        return False
