@@ -320,10 +320,24 @@ class SglangSubject(Subject):
 
         weight = torch.full((self._hidden,), 1.0 + 0.125 * (self._touched % 2), dtype=torch.bfloat16)
         self._touched += 1
-        self.engine.update_weights_from_tensor([(self.PROBE, weight)])
+        session = hasattr(self.engine, "begin_weight_update")  # new in 0.5.21, and needed since
+        if session:
+            _require(self.engine.begin_weight_update())
+        _require(self.engine.update_weights_from_tensor([(self.PROBE, weight)]))
+        if session:
+            _require(self.engine.end_weight_update())
 
     def close(self) -> None:
         self.engine.shutdown()
+
+
+def _require(answer: tuple[bool, str]) -> None:
+    """
+    Raises:
+        RuntimeError: SGLang's answer says that the call has failed.
+    """
+    if not answer[0]:
+        raise RuntimeError(answer[1])
 
 
 def _negate_one_element(model: Any) -> None:

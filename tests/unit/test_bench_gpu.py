@@ -82,3 +82,47 @@ def test_without_level_1_no_sleep_keeps_the_weights(tmp_path: Path) -> None:
     assert subject.sleeps == [2, 2]
     assert "sleep_l1_first_s" not in found
     assert found["request_s"]["n"] == found["request_start_s"]["n"] == bench_gpu.REQUESTS
+
+
+class Sessions:
+    """SGLang's calls, which refuse an update outside a session."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin_weight_update(self) -> tuple[bool, str]:
+        self.calls.append("begin")
+        return True, ""
+
+    def update_weights_from_tensor(self, named: list[Any]) -> tuple[bool, str]:
+        self.calls.append("update")
+        return self.calls[-2:] == ["begin", "update"], "must run in a session"
+
+    def end_weight_update(self) -> tuple[bool, str]:
+        self.calls.append("end")
+        return True, ""
+
+
+class Refusing:
+    """SGLang's calls, without sessions."""
+
+    def update_weights_from_tensor(self, named: list[Any]) -> tuple[bool, str]:
+        return False, "no such tensor"
+
+
+def sglang(engine: Any) -> bench_gpu.SglangSubject:
+    subject = bench_gpu.SglangSubject.__new__(bench_gpu.SglangSubject)
+    subject.engine, subject._hidden, subject._touched = engine, 8, 0
+    return subject
+
+
+def test_sglang_s_weights_change_in_a_session_where_there_are_sessions() -> None:
+    sessions = Sessions()
+    sglang(sessions).touch()
+    assert sessions.calls == ["begin", "update", "end"]
+
+
+def test_weights_that_do_not_change_are_an_error() -> None:
+    """A sleep after such a touch would count as a sleep with changed weights."""
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        sglang(Refusing()).touch()
