@@ -6,18 +6,13 @@ it, and updates write it there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import ranks
 import torch
 
-from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
-from rl_memory_plugins.memory.backup import PagedArena
-from rl_memory_plugins.memory.host import HostAllocator
-from rl_memory_plugins.rank import RankAgent
-from rl_memory_plugins.tags import Content, Level, Tag
-from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
-from rl_memory_plugins.weights.engine_updates import EngineUpdates
-from rl_memory_plugins.weights.names import parameter_blocks
+from rl_memory_plugins.tags import Content, Level
 
 NUMEL = 4 << 10
 
@@ -41,35 +36,13 @@ class Scaled(Model):
         self.scale = torch.nn.Parameter(torch.full((NUMEL,), 5.0), requires_grad=False)
 
 
-class Rank:
-    def __init__(self, model: type[Model] = Model, unfilled: tuple[str, ...] = ()) -> None:
-        allocator = HostAllocator()
-        with allocator.region(Tag.WEIGHTS):
-            self.model = model()
-        self.model.offloaded.data = self.model.offloaded.data.clone()  # outside of the region
-        config = RLMemoryConfig(poison=True)
-        self.manager = build_manager(
-            config, 0, (allocator, PagedArena(1 << 20)), lambda tag: parameter_blocks(self.model)
-        )
-        self.agent: RankAgent = build_agent(
-            config,
-            self.manager,
-            lambda: self.model,
-            load_weights=self.model.load_weights,
-            reload=lambda: None,
-            model_config=lambda: None,
-            checkpoint=EngineCheckpoint(lambda: ("a model that no host has", None)),
-            unfilled=lambda: unfilled,
-        )
-        self.updates = EngineUpdates(self.manager, self.model.named_parameters)
+class Rank(ranks.Rank[Any]):
+    def __init__(self, made: type[Model] = Model, unfilled: tuple[str, ...] = ()) -> None:
+        super().__init__(made, self._offload, "a model that no host has", unfilled=lambda: unfilled)
 
-    def sleep(self, level: Level) -> None:
-        self.agent.prepare_sleep(int(level), ["weights"])
-        self.agent.commit_sleep()
-
-    def wake(self) -> None:
-        self.agent.prepare_wake(["weights"])
-        self.agent.commit_wake()
+    @staticmethod
+    def _offload(model: Model) -> None:
+        model.offloaded.data = model.offloaded.data.clone()  # outside of the region
 
     def load(self, name: str, value: float) -> None:
         with self.updates.watch():

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import ranks
 import torch
 from safetensors.torch import save_file
 
-from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
-from rl_memory_plugins.memory.backup import PagedArena
-from rl_memory_plugins.memory.host import HostAllocator
-from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Content, Level, Tag
-from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
-from rl_memory_plugins.weights.engine_updates import EngineUpdates
 from rl_memory_plugins.weights.manifest import Manifest
-from rl_memory_plugins.weights.names import parameter_blocks
 from rl_memory_plugins.weights.source import spec_of
 
 WIDTH = 4 << 10
@@ -47,40 +40,16 @@ def checkpoint(value: float) -> dict[str, torch.Tensor]:
     return {"norm": torch.full((WIDTH,), value), "score.weight": torch.full((WIDTH, 4), value)}
 
 
-class Rank:
-    def __init__(
-        self,
-        folder: Path,
-        made: type[Reward] = Reward,
-        reset: Callable[[Set[str]], Iterable[str]] = lambda kept: (),
-        **options: Any,
-    ) -> None:
+class Rank(ranks.Rank[Any]):
+    """It has loaded `checkpoint(0.0)` from its folder."""
+
+    def __init__(self, folder: Path, made: type[Reward] = Reward, **options: Any) -> None:
         save_file({**checkpoint(0.0), **made.more}, folder / "model.safetensors")
-        allocator = HostAllocator()
-        with allocator.region(Tag.WEIGHTS):
-            self.model = made()
-        self.model.load_weights(checkpoint(0.0).items())
-        config = RLMemoryConfig(poison=True)
-        self.manager = build_manager(
-            config, 0, (allocator, PagedArena(1 << 20)), lambda tag: parameter_blocks(self.model)
-        )
-        self.agent: RankAgent = build_agent(
-            config,
-            self.manager,
-            lambda: self.model,
-            load_weights=self.model.load_weights,
-            reload=lambda: None,
-            model_config=lambda: None,
-            checkpoint=EngineCheckpoint(lambda: (str(folder), None)),
-            **options,
-        )
-        self.updates = EngineUpdates(self.manager, self.model.named_parameters, reset=reset)
+        super().__init__(made, lambda model: model.load_weights(checkpoint(0.0).items()), folder, **options)
 
     def discard(self) -> None:
-        self.agent.prepare_sleep(int(Level.DISCARD), ["weights"])
-        self.agent.commit_sleep()
-        self.agent.prepare_wake(["weights"])
-        self.agent.commit_wake()
+        self.sleep(Level.DISCARD)
+        self.wake()
 
     def load(self, value: float, names: Iterable[str] = ("norm", "score.weight")) -> None:
         """By the engine's own route."""
@@ -151,7 +120,7 @@ def test_a_load_without_a_scale_leaves_it_or_gives_it_its_first_value(tmp_path: 
             rank.model.score.bias.fill_(1)
         return {"score.bias"} - kept
 
-    rank = Rank(tmp_path, Scaled, reset, unfilled=lambda: ["score.bias"], dummy=lambda model: dummy)
+    rank = Rank(tmp_path, Scaled, reset=reset, unfilled=lambda: ["score.bias"], dummy=lambda model: dummy)
     rank.manager.learn_unfilled()
     rank.manager.mark_failed()
     assert rank.manager.kept == (set() if dummy else {"score.bias"})
