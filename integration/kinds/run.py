@@ -20,8 +20,9 @@ from tests.vllm.child import Child
 SEED, OTHER_SEED = 1, 2
 REASON_LENGTH = 300
 LINES_SHOWN = 40
-#: vLLM's error of a core that did not start names no cause.
-REFERENCE = "See root cause above"
+WRONG = "wrong"  # an answer that is not a fresh engine's
+#: vLLM's errors of processes that did not start name no cause.
+REFERENCE = re.compile(r"[Ss]ee (?:root cause above|stack trace for root cause)")
 START_TIMEOUT_S = 600.0
 #: An error in a log, after the prefixes of processes and loggers.
 LOGGED_ERROR = re.compile(
@@ -92,6 +93,7 @@ class Starter:
         self._engine, self._kind, self._folder = engine, kind, folder
         self._start_timeout_s = start_timeout_s
         self._subject: Child | None = None
+        self._repeats: bool | None = None  # whether a second fresh engine answers as the first did
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / "none.log"  # of the engine that has started last
@@ -103,16 +105,20 @@ class Starter:
     def ask(self) -> None:
         """Start an engine on each checkpoint; that on the first stays."""
         first, other = self._checkpoints
-        fresh = self.start(other.folder)
-        try:
-            answers = fresh(answer_of)
-        finally:
-            fresh.stop()
+        answers = self._fresh_answer(other)
         self._subject = self.start(first.folder)
-        own = self._subject(answer_of)
+        own = self._subject(steady_answer)
         if own == answers:
             raise WrongAnswerError("fresh engines of both checkpoints answer the same")
         self._checkpoints = [first._replace(answer=own), other._replace(answer=answers)]
+
+    def _fresh_answer(self, checkpoint: Checkpoint) -> Answer:
+        engine = self.start(checkpoint.folder)
+        try:
+            answer: Answer = engine(steady_answer)
+        finally:
+            engine.stop()
+        return answer
 
     def start(self, folder: Path, *, plugin: bool = True) -> Child:
         """An engine on a checkpoint.
@@ -138,13 +144,26 @@ class Starter:
             outcome, reason = self._subject(try_way, way, self._kind, self._checkpoints)
         except Exception as error:  # the engine is gone
             outcome, reason = "failed", self.reason(error)
-        if outcome == "failed":
+        if outcome in ("failed", WRONG):
             self.show_log()
         if outcome != "passed":
             self.stop()
-        if outcome != "passed" and way == ways.OWN:
+        if outcome == WRONG:
+            outcome, reason = self._verdict_of_fresh_engines(reason)
+        if outcome in ("failed", "refused") and way == ways.OWN:
             outcome = self.verdict_without_package(outcome)
         return Outcome(way, outcome, self.cleaned(reason))
+
+    def _verdict_of_fresh_engines(self, reason: str) -> tuple[str, str]:
+        """`engine_cannot` if a further fresh engine answers otherwise too, such as from memory that nothing fills."""
+        if self._repeats is None:
+            other = self._checkpoints[1]
+            try:
+                self._repeats = self._fresh_answer(other) == other.answer
+            except Exception as error:
+                print("  a further fresh engine:", self.reason(error), flush=True)
+                return "failed", reason
+        return ("failed", reason) if self._repeats else ("engine_cannot", "fresh engines of the same files differ")
 
     def verdict_without_package(self, found: Any, *, start: bool = False) -> str:
         """`engine_cannot` if the engine fails too when the package is not enabled.
@@ -158,7 +177,7 @@ class Starter:
             engine = self.start(first.folder, plugin=False)
             try:
                 if start:
-                    engine(answer_of)
+                    engine(steady_answer)
                 else:
                     engine(load_without_package, other)
             finally:
@@ -171,9 +190,9 @@ class Starter:
     def reason(self, error: Exception) -> str:
         """What an error says; of an engine that has ended or that refers to its log, the last error in that log."""
         said = str(error) or type(error).__name__
-        if not isinstance(error, EOFError) and REFERENCE not in said:
+        if not isinstance(error, EOFError) and not REFERENCE.search(said):
             return self.cleaned(said)
-        errors = [line for line in LOGGED_ERROR.findall(self._text()) if REFERENCE not in line]
+        errors = [line for line in LOGGED_ERROR.findall(self._text()) if not REFERENCE.search(line)]
         if errors:
             return self.cleaned(errors[-1])
         if isinstance(error, EOFError):
@@ -207,8 +226,17 @@ def _write(name: str, folder: Path, checkpoints: list[Checkpoint]) -> None:
         write_adapter(folder / "adapter", checkpoints[0].folder)
 
 
-def answer_of(subject: Subject) -> Answer:
-    return subject.answer()
+def steady_answer(subject: Subject) -> Answer:
+    """The answer of an engine that has answered before: at its first request an engine may still compile.
+
+    Raises:
+        WrongAnswerError: the next answer is another one.
+    """
+    subject.answer()
+    answer = subject.answer()
+    if subject.answer() != answer:
+        raise WrongAnswerError("the engine answers the same prompts differently each time")
+    return answer
 
 
 def load_without_package(subject: Subject, other: Checkpoint) -> None:
@@ -218,7 +246,7 @@ def load_without_package(subject: Subject, other: Checkpoint) -> None:
 
 
 def try_way(subject: Subject, way: str, name: str, checkpoints: list[Checkpoint]) -> tuple[str, str]:
-    """An outcome and its reason. The engine has the first checkpoint's weights, before and after."""
+    """An outcome, or `WRONG`, and its reason. The engine has the first checkpoint's weights, before and after."""
     (first, other), kind = checkpoints, table.KINDS[name]
     load = {
         ways.STREAM: push,
@@ -226,23 +254,26 @@ def try_way(subject: Subject, way: str, name: str, checkpoints: list[Checkpoint]
         ways.RECOVERY: break_off_and_push,
         ways.OWN: lambda subject, kind, checkpoint: subject.load(checkpoint.folder),
     }[way]
+    when = "after a load"
     try:
         for checkpoint in (other, first):
             load(subject, kind, checkpoint)
             expect(subject, checkpoint)
+        when = "after a level-2 sleep"
         for checkpoint in (other, first) if way != ways.PARTIAL else ():
             subject.sleep(2)
             subject.wake_up(["weights"])
             load(subject, kind, checkpoint)
             subject.wake_up()
             expect(subject, checkpoint)
+        when = "after a level-1 sleep"
         subject.sleep(1)
         subject.wake_up()
         expect(subject, first)
     except (ManifestError, UnsupportedError) as error:
         return ("refused" if _unchanged(subject, first) else "failed"), f"{type(error).__name__}: {_short(error)}"
     except WrongAnswerError as error:
-        return "failed", str(error)
+        return WRONG, f"{when} {error}"
     except Exception as error:
         return "failed", f"{type(error).__name__}: {_short(error)}"
     return "passed", ""
@@ -350,7 +381,8 @@ def start(engine: str, name: str, folder: Path, log: Path, adapter: Path, *, plu
         log,
         Start(engine, folder, options, kind.task, plugin, str(adapter) if kind.adapter else ""),
         environment=environment(engine, folder, kind),
-        forked=engine == "vllm",  # SGLang's modules use the GPU when they are imported
+        # SGLang's modules use the GPU when they are imported; vLLM's core does if it has several ranks.
+        forked=engine == "vllm" and not (ON_GPU and kind.tp > 1),
         wait=False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +120,40 @@ def test_an_engine_that_is_slow_is_not_called_unable(monkeypatch: pytest.MonkeyP
     found = outcomes(monkeypatch, tmp_path, "", TimeoutError("no answer within 1 s"))
     assert {(one.outcome, one.reason) for one in found} == {("failed", "no answer within 1 s")}
     assert len(list((tmp_path / "logs").glob("*.log"))) == 1, "no second start"
+
+
+class Answering:
+    """A subject that gives these answers, one after the other, and the last one for good."""
+
+    def __init__(self, *answers: str) -> None:
+        self._answers = list(answers)
+
+    def answer(self) -> str:
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def test_an_engine_is_asked_until_it_repeats_itself() -> None:
+    first: Any = Answering("while it compiles", "steady")
+    assert run.steady_answer(first) == "steady"
+    never: Any = Answering("one", "two", "three")
+    with pytest.raises(run.WrongAnswerError, match="differently each time"):
+        run.steady_answer(never)
+
+
+@pytest.mark.parametrize(("again", "outcome"), [("other", "failed"), ("chance", "engine_cannot")])
+def test_a_wrong_answer_counts_only_if_fresh_engines_agree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: str, outcome: str
+) -> None:
+    """Such as of a model with memory that nothing fills."""
+    answers = iter(["other", "first", again])
+
+    class Child:
+        def __call__(self, function: Any, *_: Any) -> Any:
+            return (run.WRONG, "differs") if function is run.try_way else next(answers)
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(run.Starter, "write", lambda _: None)
+    monkeypatch.setattr(run.Starter, "start", lambda *_, **__: Child())
+    found = list(run.run("vllm", "dense", tmp_path, WAYS[:1]))
+    assert [one.outcome for one in found] == [outcome]
