@@ -6,7 +6,7 @@ import hashlib
 import logging
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Device
@@ -72,12 +72,10 @@ class SharedBackup(Backup):
 
     def _write(self, device: Device, address: int, fingerprint: int, go_on: Callable[[], bool]) -> bool:
         """Copy the sources to the host in steps. Returns whether they did not change meanwhile."""
-        for source, copy in copies_of(self._sources, address):
-            for start in range(0, source.nbytes, STEP_BYTES):
-                if not go_on():
-                    raise AllocationCancelled
-                step = Block(source.address + start, min(STEP_BYTES, source.nbytes - start))
-                device.begin_copy_to_host([(step, copy + start)])()
+        for step in _steps(copies_of(self._sources, address)):
+            if not go_on():
+                raise AllocationCancelled
+            device.begin_copy_to_host(step)()
         self._written = _nbytes(self._sources)
         return self._identity(device) == fingerprint
 
@@ -174,19 +172,43 @@ def fingerprint_of(device: Device, sources: Sequence[Block]) -> int | None:
         return None
 
 
-def _parts(parts: Sequence[Block], copies: Sequence[tuple[Block, int]]) -> list[tuple[Block, int]]:
-    """The parts, each with the address of its copy. A part lies inside one source, or spans sources that touch."""
+def _parts(parts: Iterable[Block], copies: Sequence[tuple[Block, int]]) -> Iterator[tuple[Block, int]]:
+    """The parts, each with the address of its copy. A part ends where its copy does not go on with the next source.
+
+    Args:
+        parts: Parts of the sources. A part may span sources that touch.
+        copies: The sources, each with the address of its copy.
+    """
     copies = sorted(copies)
     starts = [source.address for source, _ in copies]
-    found = []
     for part in parts:
         at = bisect_right(starts, part.address) - 1
         while part.nbytes:
             source, copy = copies[at]
-            piece = Block(part.address, min(part.end, source.end) - part.address)
-            found.append((piece, copy + piece.address - source.address))
+            copy += part.address - source.address
+            end = source.end
+            while end < part.end and copies[at + 1][1] - copy == end - part.address:
+                at, end = at + 1, copies[at + 1][0].end
+            piece = Block(part.address, min(part.end, end) - part.address)
+            yield piece, copy
             part, at = Block(piece.end, part.end - piece.end), at + 1
-    return found
+
+
+def _steps(copies: Iterable[tuple[Block, int]]) -> Iterator[list[tuple[Block, int]]]:
+    """The copies in groups of at most `STEP_BYTES`."""
+    step: list[tuple[Block, int]] = []
+    room = STEP_BYTES
+    for block, copy in copies:
+        start = 0
+        while start < block.nbytes:
+            nbytes = min(room, block.nbytes - start)
+            step.append((Block(block.address + start, nbytes), copy + start))
+            start, room = start + nbytes, room - nbytes
+            if not room:
+                yield step
+                step, room = [], STEP_BYTES
+    if step:
+        yield step
 
 
 def _nbytes(blocks: Iterable[Block]) -> int:

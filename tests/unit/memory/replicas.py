@@ -14,9 +14,10 @@ from typing import Any
 from helpers import FakeRank, sleep, wake
 
 from rl_memory_plugins.errors import RLMemoryError, from_record
-from rl_memory_plugins.memory import shared_buffers
+from rl_memory_plugins.memory import pinned, shared_buffers
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.memory.shared_buffer import SharedBuffer
 from rl_memory_plugins.memory.shared_buffers import SharedBuffers
 from rl_memory_plugins.tags import Level, Tag
@@ -27,16 +28,29 @@ SIZE = 6 << 20
 PHASES = ("map", "copy", "check", "share", "after")
 
 
+class UnlockedArena(PinnedArena):
+    """The arena of a GPU host, without page-locking."""
+
+    def _register(self, address: int, nbytes: int) -> int:
+        return 0
+
+    def _unregister(self, address: int) -> int:
+        return 0
+
+
 class ReplicaRank(FakeRank):
     """A rank with two large parameters and a buffer of its own.
 
     Args:
         seed: Of the parameters' bytes.
         own: The value of every byte that is no parameter, and the order of the allocations if it is odd.
+        on_gpu: Host memory is made as on a GPU host, but not page-locked.
     """
 
-    def __init__(self, seed: int, own: int = 0, **options: Any) -> None:
+    def __init__(self, seed: int, own: int = 0, on_gpu: bool = False, **options: Any) -> None:
         super().__init__(0, capacity=64 << 20, **options)
+        if on_gpu:
+            self.arena = self.manager.arena = UnlockedArena(0, threads=2)
         self.arena.shared = SharedBuffers(self.arena)
         sizes = [SIZE // 3, SIZE - SIZE // 3]
         order = [1, 0] if own % 2 else [0, 1]
@@ -75,6 +89,13 @@ class Actions:
     def commit(self) -> int:
         [change] = self.rank.manager.commit_sleep()
         return change.bytes_copied
+
+    def warm_up(self) -> None:
+        self.rank.manager.warm_up()
+
+    def await_preparation(self) -> None:
+        for preparation in self.rank.arena._running():
+            preparation.join(ANSWER_S)
 
     def abort(self) -> None:
         self.rank.manager.abort_sleep()
@@ -146,7 +167,9 @@ class Actions:
 
             return stopped
 
-        if phase == "map":
+        if phase == "pages":
+            pinned.populate = stop(pinned.populate)
+        elif phase == "map":
             PagedArena.map_file = stop(PagedArena.map_file)
         elif phase == "copy":
             device.begin_copy_to_host = stop(device.begin_copy_to_host)
@@ -232,6 +255,7 @@ class Replica:
 
 
 def _serve(pipe: Any, reached: Any, seed: int, own: int, options: dict[str, Any]) -> None:
+    pinned.numa_node = lambda index: None
     actions = Actions(ReplicaRank(seed, own, **options), reached)
     pipe.send(("result", None))
     while True:

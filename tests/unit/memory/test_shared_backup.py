@@ -15,7 +15,12 @@ import pytest
 from replicas import PHASES, SIZE, Replica, ReplicaRank
 
 from rl_memory_plugins.errors import EngineFaultError, HostMemoryError, StateConflictError
+from rl_memory_plugins.memory import shared_backup
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.backup import copies_of
+from rl_memory_plugins.memory.fake import FakeAllocator
 from rl_memory_plugins.memory.open_buffers import others
+from rl_memory_plugins.memory.shared_backup import _parts, _steps, sources
 
 V1, V2 = 1, 2  # seeds of the weights' bytes
 SLACK = 1 << 16  # what is no parameter
@@ -367,3 +372,59 @@ def test_random_orders_of_calls_bring_back_each_ones_own_bytes(replica):
         else:
             replicas[at].call("sleep")
             state[at] = (version, own, True)
+
+
+def test_replicas_prepare_one_buffer(replica):
+    """In the background, from the start on."""
+    pair = [replica(on_gpu=True) for _ in range(2)]
+    for each in pair:
+        each.call("warm_up")
+    for each in pair:
+        each.call("await_preparation")
+    [one], [other] = names(*pair)
+    assert one == other
+    assert sum(each.copy_pss() for each in pair) <= 0.55 * 2 * SIZE
+    assert all(each.call("status")["own"] <= SLACK for each in pair)
+    copied = [pair[1].call("sleep"), pair[0].call("sleep")]
+    assert [nbytes <= SLACK for nbytes in copied] == [False, True]
+    assert names(*pair) == [[one], [one]]
+    assert [each.call("wake") for each in pair] == [expected(V1, 0), expected(V1, 1)]
+
+
+def test_the_buffer_of_a_replica_that_dies_while_it_prepares(replica):
+    first, second = replica(on_gpu=True), replica(on_gpu=True)
+    first.call("stop_at", "pages")
+    first.call("warm_up")
+    first.wait_until_stopped()
+    second.begin("sleep")
+    assert not second.has_answered(SOON_S)
+    first.kill()
+    assert second.end() >= SIZE
+    assert second.call("wake") == expected(V1, 1)
+
+
+def test_sources_that_touch_on_both_sides_are_one_copy():
+    sources = [Block(100, 10), Block(110, 5), Block(200, 7), Block(115, 3)]  # the model's order
+    copies = copies_of(sources, 1000)
+    parts = [Block(104, 14), Block(200, 7)]
+    assert list(_parts(parts, copies)) == [(Block(104, 11), 1004), (Block(115, 3), 1022), (Block(200, 7), 1015)]
+
+
+def test_copies_go_in_steps_of_a_bounded_size(monkeypatch):
+    monkeypatch.setattr(shared_backup, "STEP_BYTES", 8)
+    steps = list(_steps([(Block(100, 3), 0), (Block(200, 20), 3), (Block(300, 1), 23)]))
+    assert steps == [
+        [(Block(100, 3), 0), (Block(200, 5), 3)],
+        [(Block(205, 8), 8)],
+        [(Block(213, 7), 16), (Block(300, 1), 23)],
+    ]
+
+
+def test_parameters_that_overlap_are_copied_once():
+    allocator = FakeAllocator()
+    with allocator.region("weights"):
+        block = allocator.allocate(100)
+    half = Block(block.address, 50)
+    outside = Block(block.end + 5, 10)
+    assert sources(allocator, "weights", [half, outside, half]) == [half]
+    assert sources(allocator, "weights", [half, Block(block.address + 40, 60)]) == [block]
