@@ -85,10 +85,11 @@ class EagerBackup(threading.Thread):
             if not self._go_on():
                 return
             device = self._allocator.device
-            parameters = sources(self._allocator, Tag.WEIGHTS, self._identified)
-            self._backup = share(self._arena, device, blocks, parameters, self._epoch, self._go_on)
-            if self._backup is not None:
-                return
+            if self._arena.shared is not None:
+                parameters = sources(self._allocator, Tag.WEIGHTS, self._identified)
+                self._backup = share(self._arena, device, blocks, parameters, self._epoch, self._go_on)
+                if self._backup is not None:
+                    return
             backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on)
             try:
                 if backup.save_in_steps(device, self._epoch, self._go_on):

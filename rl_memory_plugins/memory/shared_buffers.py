@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from rl_memory_plugins.memory.open_buffers import Entry, others, turn
 from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, AllocationCancelled, Preparation, always
-from rl_memory_plugins.memory.shared_buffer import NOTHING, Header, SharedBuffer
+from rl_memory_plugins.memory.shared_buffer import Header, SharedBuffer
 
 #: How long a process waits for another that writes equal bytes: 10 s, and 1 s per GB for memory and the copy.
 WAIT_S = 10.0
@@ -227,19 +227,17 @@ def _choose(found: Sequence[SharedBuffer], key: bytes) -> tuple[SharedBuffer | N
 
 def _written(buffer: SharedBuffer, key: bytes, write: Callable[[int], bool]) -> bool:
     """Write to the exclusively locked buffer. Returns whether the buffer is complete, and its lock shared."""
-    exclusive, complete = True, False
+    complete = False
     try:
         buffer.allow_writes(True)
         if write(buffer.address):
             buffer.allow_writes(False)
-            buffer.header, exclusive = Header(complete=True, key=key), False
+            buffer.header = Header(complete=True, key=key)
             with turn():
                 complete = buffer.share_lock() and buffer.header == Header(complete=True, key=key)
     finally:
-        if exclusive:
-            buffer.header = NOTHING
+        if not complete:
             with suppress(OSError):
                 buffer.allow_writes(False)
-        if not complete:
             buffer.unlock()
     return complete

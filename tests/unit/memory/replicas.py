@@ -141,6 +141,14 @@ class Actions:
     def patience(self, seconds: float) -> None:
         shared_buffers.WAIT_S = seconds
 
+    def deny(self) -> None:
+        """The kernel shows no files of other processes, as a hardened host does."""
+
+        def denied(path: Path) -> Path:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        Path.readlink = denied
+
     def scribble(self) -> None:
         """Write to the mapped copy, which no code of the package does while the copy is in use."""
         faulthandler.disable()  # the test expects the fault

@@ -293,6 +293,14 @@ def test_a_private_directory_of_another_kind_means_copies_of_ones_own(replica, t
     assert (first.call("wake"), second.call("wake")) == (expected(V1, 0), expected(V1, 1))
 
 
+def test_a_host_that_shows_no_files_of_other_processes_means_copies_of_ones_own(replica):
+    first, second = replica(), replica()
+    first.call("sleep")
+    second.call("deny")
+    assert second.call("sleep") >= SIZE
+    assert (first.call("wake"), second.call("wake")) == (expected(V1, 0), expected(V1, 1))
+
+
 def test_a_write_of_the_own_process_to_a_copy_in_use_is_a_fault(replica):
     first, second = replica(), replica()
     first.call("sleep")

@@ -68,6 +68,16 @@ def test_locks_say_who_relies_on_the_bytes(buffer):
     assert buffer.lock(exclusive=True)
 
 
+def test_a_closed_file_is_unlocked_although_a_forked_process_has_it_open():
+    buffer = SharedBuffer.create(MiB)
+    buffer.lock(exclusive=True)
+    other, forked = SharedBuffer.open(os.getpid(), buffer.fd), os.dup(buffer.fd)
+    buffer.close()
+    assert other.lock(exclusive=True)
+    other.close()
+    os.close(forked)
+
+
 def test_other_files_are_left_alone(tmp_path):
     """A number that another process has reused for something else, with a name that looks right, or without seals."""
     plain = os.open(tmp_path / "memfd:rl-memory-copy", os.O_RDWR | os.O_CREAT)
