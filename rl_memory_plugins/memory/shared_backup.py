@@ -134,6 +134,7 @@ def share(
         note = f"copies in host memory are not shared with other processes: {error}"
         logger.warning(note)
         arena.notes.append(note)
+        arena.shared.free_idle()
         arena.shared = None
         return None
 

@@ -293,6 +293,20 @@ def test_a_private_directory_of_another_kind_means_copies_of_ones_own(replica, t
     assert (first.call("wake"), second.call("wake")) == (expected(V1, 0), expected(V1, 1))
 
 
+def test_a_process_that_can_no_longer_share_lets_go_of_the_memory(replica, tmp_path):
+    first, second = replica(), replica()
+    first.call("sleep")
+    second.call("sleep")
+    second.call("wake")
+    second.call("update", V2)
+    folder = Path(tmp_path, f"rl-memory-{os.getuid()}")
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path)
+    assert second.call("sleep") >= SIZE
+    assert second.open_copies() == 0
+    assert (first.call("wake"), second.call("wake")) == (expected(V1, 0), expected(V2, 1))
+
+
 def test_a_host_that_shows_no_files_of_other_processes_means_copies_of_ones_own(replica):
     first, second = replica(), replica()
     first.call("sleep")
