@@ -76,15 +76,14 @@ class LayerTemplate:
         self.optional = frozenset(
             name
             for name, parameter in layer._parameters.items()
-            if parameter is not None and (_is_still(parameter, self._first.get(name)) or self.has_default)
+            if parameter is not None and (_is_still(parameter, self._first.get(name)) or self._has_default())
         )
         owners = [owner for _, _, owner in walk(layer) if owner is not None and hasattr(owner, "__dict__")]
         self._before = [(owner, dict(vars(owner))) for owner in (layer, *owners)]
         self._changed = [set() for _ in self._before]
 
-    @property
-    def has_default(self) -> bool:
-        """Whether an update may leave the parameters out, although the first load wrote random numbers into them."""
+    def _has_default(self) -> bool:
+        """Whether an update may leave the parameters out, although the first load wrote them."""
         method = type(getattr(self._layer, "quant_method", None))
         return self._dummy and any(one.__name__ == _KV_SCALES for one in method.__mro__)
 

@@ -119,7 +119,7 @@ class PostLoad:
 
         Raises:
             WeightUpdateError: a step ran fewer operators, or did not run. A step of attention's `quant_method` need not
-                run: the scales stay unless the update has new ones. After a start with random scales it may run others.
+                run: the scales stay unless the update has new ones.
         """
         self.watch()
         self._this_load = {}
@@ -130,10 +130,7 @@ class PostLoad:
                 if own:  # a layer's own step finds the layout of its last run, and may write in place
                     first = first - {NEW_LAYOUT}
                 optional = partial or (hasattr(type(layer), STEP) and not own)
-                template = self.templates.get(layer)
                 if (now is None and optional) or (now is not None and first <= now):
-                    continue
-                if now is not None and template is not None and template.has_default:
                     continue
                 name, method = next(iter(self._described([layer]).items()))
                 skipped = sorted(first - (now or set()))

@@ -70,8 +70,7 @@ PRELUDE = """
     def load(folder, **options):
         arguments = EngineArgs(model=folder, dtype="bfloat16", max_model_len=256, enforce_eager=True, **options)
         config = arguments.create_engine_config()
-        dummy = options.get("load_format") == "dummy"
-        with set_current_vllm_config(config), first_load.enabled_load(dummy=dummy):
+        with set_current_vllm_config(config), first_load.enabled_load():
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"file://{sys.argv[3]}", 0, backend="gloo")
                 ensure_model_parallel_initialized(1, 1)
@@ -96,7 +95,6 @@ PRELUDE = """
                 lambda: dict(model.named_parameters()),
                 reload=lambda: made,
                 checkpoint=lambda: specs,
-                dummy=lambda: post_load.has_dummy_weights(model),
             )
             plan = loader.plan(Manifest(list(specs.values())), loader.drop_outdated())
             for name in specs.keys() - plan.opaque.keys():
@@ -260,8 +258,8 @@ FP8 = (
         module.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
 
     options = json.loads(sys.argv[4])
-    _, fresh = load(sys.argv[2], **options, kv_cache_dtype="fp8")
-    config, model = load(sys.argv[1], **options, load_format=sys.argv[5], kv_cache_dtype="fp8")
+    _, fresh = load(sys.argv[2], **options)
+    config, model = load(sys.argv[1], **options)
     before = tensors(model)
     watch = post_load.of(model)
     layers = reload.transformed_layers(watch)
@@ -271,8 +269,7 @@ FP8 = (
         "chosen": type(chosen).__name__,
         "different before": checksums(before) != checksums(tensors(fresh)),
     }
-    ways = [("ours", chosen)] if sys.argv[5] == "dummy" else reloads(watch, layers, config, model)
-    for kind, made in ways:
+    for kind, made in reloads(watch, layers, config, model):
         for other in (sys.argv[1], sys.argv[2]):
             update(model, config, made, other)
         after = tensors(model)
@@ -285,14 +282,13 @@ FP8 = (
 )
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("FP8")])
-def test_fp8(forked_python: Callable[..., str], tmp_path: Path, kind: str, load_format: str) -> None:
+def test_fp8(forked_python: Callable[..., str], tmp_path: Path, kind: str) -> None:
     """Of checkpoints, and where vLLM quantises: the parameters begin on the meta device, with vLLM's collecting loader
     around their own. In blocks: the step replaces parameters by ones of another class, with the same values."""
     first, other = (KINDS[kind].write(tmp_path / str(seed), seed, "bfloat16") for seed in (SEED, OTHER_SEED))
     options = json.dumps(dict(KINDS[kind].vllm))
-    output = forked_python(FP8, str(first), str(other), str(tmp_path / "store"), options, load_format)
+    output = forked_python(FP8, str(first), str(other), str(tmp_path / "store"), options)
     found = json.loads(output.splitlines()[-1])
     assert found.pop("chosen") == "LayerReload"
     assert found.pop("layers") >= 6

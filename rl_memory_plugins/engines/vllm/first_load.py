@@ -89,18 +89,13 @@ def of(model: torch.nn.Module) -> FirstLoad | None:
 
 
 _loading: list[FirstLoad] | None = None  # a list while an enabled engine makes its models in this process
-_dummy = False  # they get random numbers for weights
 
 
 @contextlib.contextmanager
-def enabled_load(*, dummy: bool) -> Iterator[None]:
-    """The body makes the models of an enabled engine.
-
-    Args:
-        dummy: Their first weights are random numbers.
-    """
-    global _loading, _dummy
-    _loading, _dummy = [], dummy
+def enabled_load() -> Iterator[None]:
+    """The body makes the models of an enabled engine."""
+    global _loading
+    _loading = []
     try:
         yield
     finally:
@@ -115,7 +110,7 @@ def _watch(original: Callable[..., None]) -> Callable[..., None]:
     def record_metadata_for_reloading(model: Any) -> None:
         original(model)
         if _loading is not None:
-            post_load.attach(model, templates=True, dummy=_dummy)
+            post_load.attach(model, templates=True)
             for parameter in post_load.template_parameters(model):
                 restore_own_loader(parameter)
             first_load = FirstLoad(model)

@@ -148,14 +148,10 @@ class VllmWorker:
             return self._load_weights_region()
         return self.manager.allocator.region(ours)
 
-    @property
-    def _has_dummy_weights(self) -> bool:
-        return bool(self._worker.vllm_config.load_config.load_format == "dummy")
-
     @contextlib.contextmanager
     def _load_weights_region(self) -> Iterator[None]:
         self._capture_graphs_in_a_region()
-        with self.manager.allocator.region(Tag.WEIGHTS), enabled_load(dummy=self._has_dummy_weights):
+        with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
         self._watched_loads = WatchedLoads(
             self.manager, self.model, self._restore_layers, lambda: self.agent.receiver.padding()
@@ -221,7 +217,7 @@ class VllmWorker:
                 before_update=self._session.abandon,
                 resident_graphs=self._resident_graphs,
                 filled=self._filled,
-                dummy=lambda model: self._has_dummy_weights,
+                dummy=lambda model: self._worker.vllm_config.load_config.load_format == "dummy",
                 calls=nccl_suspend.calls(self._config),
             )
         return self._agent

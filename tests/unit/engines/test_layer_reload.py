@@ -385,8 +385,8 @@ class BaseKVCacheMethod:
     """As the class of this name in both engines."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        scale = float(layer.k_scale.double() if layer.k_scale > 0 else 1.0)  # other operators for scales that came
-        layer.k_scale.data.fill_(scale)
+        scale = float(layer.k_scale)
+        layer.k_scale.data.fill_(scale if scale > 0 else 1.0)
 
 
 class Fp8KVCacheMethod(BaseKVCacheMethod):
