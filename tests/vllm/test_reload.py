@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-from integration.kinds.table import KINDS
 from integration.models import SHAPES, write_model
 from tests.vllm.conftest import OTHER_SEED, SEED
+from tests.weight_kinds import write_dense
 
 
 def write_latent_attention(folder: Path, seed: int) -> Path:
@@ -230,42 +229,24 @@ def test_the_padding_of_experts_is_that_of_a_first_load(forked_python: Callable[
     assert found == dict.fromkeys(found, True)
 
 
-FP8 = (
+ONLINE = (
     PRELUDE
     + """
     from vllm import _custom_ops
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-    from vllm.model_executor.layers.quantization import fp8
-    from vllm.model_executor.layers.quantization.online import fp8 as online
 
-    # vLLM's build for the CPU has no kernels for FP8. These models are loaded, and never run.
-    def scaled_fp8_quant(weight, scale=None, **_):
+    def scaled_fp8_quant(weight, scale=None, **_):  # vLLM's build for the CPU has no kernel for it
         scale = weight.abs().max().float().reshape(1) / 448 if scale is None else scale
         return (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
-    choose = linear.choose_scaled_mm_linear_kernel
-
-    def choose_scaled_mm_linear_kernel(*arguments, **options):
-        blocks = "block" in options["quantization"]
-        return TritonFp8BlockScaledMMKernel if blocks else choose(*arguments, **options)
-
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
-    linear.choose_scaled_mm_linear_kernel = choose_scaled_mm_linear_kernel
-    for module in (fp8, online):
-        module.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
-
-    options = json.loads(sys.argv[4])
-    _, fresh = load(sys.argv[2], **options)
-    config, model = load(sys.argv[1], **options)
+    _, fresh = load(sys.argv[2], quantization="fp8")
+    config, model = load(sys.argv[1], quantization="fp8")
     before = tensors(model)
     watch = post_load.of(model)
     layers = reload.transformed_layers(watch)
     chosen = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
     found = {
-        "layers": len(layers),
+        "layers": layers,
         "chosen": type(chosen).__name__,
         "different before": checksums(before) != checksums(tensors(fresh)),
     }
@@ -282,14 +263,12 @@ FP8 = (
 )
 
 
-@pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("FP8")])
-def test_fp8(forked_python: Callable[..., str], tmp_path: Path, kind: str) -> None:
-    """Of checkpoints, and where vLLM quantises: the parameters begin on the meta device, with vLLM's collecting loader
-    around their own. In blocks: the step replaces parameters by ones of another class, with the same values."""
-    first, other = (KINDS[kind].write(tmp_path / str(seed), seed, "bfloat16") for seed in (SEED, OTHER_SEED))
-    options = json.dumps(dict(KINDS[kind].vllm))
-    output = forked_python(FP8, str(first), str(other), str(tmp_path / "store"), options)
-    found = json.loads(output.splitlines()[-1])
+def test_weights_that_vllm_quantises_when_it_loads_them(forked_python: Callable[..., str], tmp_path: Path) -> None:
+    """Their parameters begin on the meta device, with vLLM's collecting loader around their own."""
+    first, other = (
+        write_dense(tmp_path / name, seed, "bfloat16") for name, seed in (("first", SEED), ("other", OTHER_SEED))
+    )
+    found = json.loads(forked_python(ONLINE, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
+    assert set(found.pop("layers").values()) == {"Fp8PerTensorOnlineLinearMethod"}
     assert found.pop("chosen") == "LayerReload"
-    assert found.pop("layers") >= 6
     assert found == dict.fromkeys(found, True)

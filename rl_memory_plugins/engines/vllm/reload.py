@@ -255,17 +255,14 @@ def restore_layers(model: torch.nn.Module) -> None:
 
 
 def transformed_layers(post_load: PostLoad) -> dict[str, str]:
-    """The layers with an observed transformation, and those whose parameters differ from vLLM's record of them.
-
-    A parameter of another class may hold the same values, but its loader does not take it any more.
-    """
+    """The layers with an observed transformation, and those whose parameters differ from vLLM's record of them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     found = post_load.transformed()
     for name, layer in post_load.model.named_modules():
         for key, recorded in get_layerwise_info(layer).restore_metadata[0].items():
             now = layer._parameters.get(key)
-            if now is None or (now.shape, now.dtype, type(now)) != (recorded.shape, recorded.dtype, type(recorded)):
+            if now is None or (now.shape, now.dtype) != (recorded.shape, recorded.dtype):
                 found.setdefault(name, method_of(layer))
     return found
 
