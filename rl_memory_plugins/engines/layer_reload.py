@@ -6,7 +6,7 @@ into the old memory, where CUDA graphs read it. The temporary memory is that of 
 arrive layer by layer.
 
 SGLang itself can load such a layer again for few quantisation methods only, and then at new addresses. vLLM's own
-reload takes the whole model apart, and loses weights that a model copies into its parameters by itself.
+reload loses weights that a model copies into its parameters by itself.
 
 A tensor is written by the copies that the trace of the model's loader recorded. A tensor of which the loader computes
 something goes to the loader; the layers that it may write keep their temporary memory until the loader returns.
