@@ -81,16 +81,6 @@ class LayerReload:
             why = "they keep tensors that CUDA graphs use and that a reload would replace: disable CUDA graphs"
             raise unsupported(hidden, why)
         self._templates = {name: templates[layer] for name, layer in self._layers.items()}
-        plain = {
-            id(parameter)
-            for name, module in modules.items()
-            if name not in self._layers
-            for parameter in module._parameters.values()
-            if parameter is not None
-        }
-        for name, template in self._templates.items():
-            table = self._layers[name]._parameters
-            template.shared = frozenset(key for key in template.parameters if id(table.get(key)) in plain)
         self._known: MutableMapping[LoadPlan, dict[str, list[tuple[str, str, Step]]]] = WeakKeyDictionary()
         self._places = {  # by the address of a blank parameter
             _address(blank): (name, key)

@@ -201,36 +201,6 @@ def test_a_partial_update_has_the_layers_that_the_loader_reads() -> None:
     assert_equal(state(model), state(loaded({**weights(1), **changed}, absorbs=True)))
 
 
-class Gate(torch.nn.Module):
-    def __init__(self, bias: torch.nn.Parameter) -> None:
-        super().__init__()
-        self.bias = bias
-
-
-class Routed(Model):
-    """A layer that is transformed has a parameter of one that is not, as experts have the bias of their gate."""
-
-    def __init__(self) -> None:
-        bias = torch.nn.Parameter(torch.empty(SIZE).fill_(9), requires_grad=False)
-        super().__init__()
-        self.gate = Gate(bias)
-        self.two.bias = bias
-        self._modules = {"gate": self._modules.pop("gate"), **self._modules}
-
-
-def test_a_parameter_of_a_plain_layer_stays_where_it_is() -> None:
-    def routed(seed: int) -> dict[str, torch.Tensor]:
-        return {**weights(seed), "gate.bias": torch.randn(SIZE)}
-
-    model, new = loaded(routed(1), Routed), routed(2)
-    loader, before = loader_of(model), addresses(model)
-    update(loader, new)
-    assert_equal(state(model), state(loaded(new, Routed)))
-    assert addresses(model) == before and model.two.bias is model.gate.bias
-    update(loader, {"two.weight": routed(1)["two.weight"]}, partial=True)
-    assert torch.equal(model.two.bias, new["gate.bias"])
-
-
 def test_what_the_first_load_left_as_it_was_is_known() -> None:
     watch: Any = post_load.of(loaded(weights(1)))
     assert watch.unfilled() == ["one.multiplier", "two.multiplier"]
