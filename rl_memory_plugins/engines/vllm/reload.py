@@ -53,13 +53,15 @@ def reload_of(
     region: Callable[[], AbstractContextManager[None]],
     shared: Collection[torch.nn.Module] = (),
 ) -> Reload | None:
-    """This package's reload of a model; or vLLM's own, see `LayerwiseReload`, where a layer has a step of its own.
+    """vLLM's own reload of a model; or this package's, where vLLM's would lose weights. See `LayerwiseReload`.
 
     Returns: `None` if vLLM has transformed no layer of the model.
 
     Raises:
         UnsupportedError: neither can transform a layer again, or the load format hides which layers are transformed.
     """
+    from vllm.config import set_current_vllm_config
+
     watch = post_load.of(model)
     if watch is None:
         load_format = vllm_config.load_config.load_format
@@ -71,26 +73,9 @@ def reload_of(
     if not layers:
         return None
     graphs = not vllm_config.model_config.enforce_eager
-    try:
-        return _own(watch, layers, vllm_config, load_weights, graphs)
-    except UnsupportedError as error:
-        refused = error
-    found = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
-    if found.loses_weights():
-        raise refused
-    return found
-
-
-def _own(
-    watch: PostLoad, layers: Mapping[str, str], vllm_config: Any, load_weights: Loader, graphs: bool
-) -> LayerReload:
-    """This package's reload, which loads and transforms only the layers that vLLM has transformed.
-
-    Raises:
-        UnsupportedError: it cannot transform a layer again.
-    """
-    from vllm.config import set_current_vllm_config
-
+    own = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
+    if not own.loses_weights():
+        return own
     steps = watch.own_steps()
     if steps:
         why = "the model's load_weights copies into parameters by itself, where vLLM's reload sees no weights"
