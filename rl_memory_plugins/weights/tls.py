@@ -34,7 +34,7 @@ class ServerTls:
 
     def __init__(self, tls: Tls) -> None:
         self._context = _context(ssl.PROTOCOL_TLS_SERVER)
-        self._context.num_tickets = 0  # else a connection is readable without a message
+        self._context.num_tickets = 0  # a side that leaves them unread would reset the connection as it closes
         try:
             if isinstance(tls, bool):
                 self.fingerprint = self._load_own()
