@@ -2,10 +2,9 @@
 
 On GPUs the kernel of `hash_kernel.py` is ten times as fast, if it compiles.
 
-The hash takes a range as rows of `WIDTH` 4-byte words. It mixes the 8-byte sum of each column with the column's
-position, and adds up the results. Any changed word changes the hash. So do two exchanged words, unless their distance
-is a multiple of `WIDTH`; `WIDTH` is prime, so an exchange of two slices of a tensor shows. The hash finds accidents,
-and no attacks: with chosen bytes, two ranges can collide.
+The hash takes a range as rows of `WIDTH` 4-byte words. It mixes the 8-byte sum of each column and of each row with its
+position, and adds up the results. Any changed word changes the hash, and so do two exchanged words. The hash finds
+accidents, and no attacks: with chosen bytes, two ranges can collide.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def fingerprint(views: Iterable[Any]) -> int:
     The hash depends on the bytes, their positions and the lengths of the tensors, and not on addresses.
     """
     views = list(views)
-    sums = [_column_sums(view) for view in views if view.numel()] or [torch.empty(0, dtype=torch.int64)]
+    sums = [_sums(view) for view in views if view.numel()] or [torch.empty(0, dtype=torch.int64)]
     return combine([view.numel() for view in views], torch.cat(sums))
 
 
@@ -47,21 +46,25 @@ def combine(lengths: Iterable[int], sums: Any) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _column_sums(view: Any) -> Any:
+def _sums(view: Any) -> Any:
     whole = view.numel() // _ROW_BYTES * _ROW_BYTES
     step = _CHUNK_ROWS.get(view.device.type, _CHUNK_ROWS["cuda"]) * _ROW_BYTES
     column_sums = torch.zeros(WIDTH, dtype=torch.int64, device=view.device)
+    rows = torch.zeros(1, dtype=torch.int64, device=view.device)  # the sums of columns alone ignore exchanged rows
     for start in range(0, whole, step):
         chunk = view[start : min(start + step, whole)]
         if chunk.data_ptr() % 4:
             chunk = chunk.clone()  # GPUs read words from aligned addresses only
         words = chunk.view(torch.int32).view(-1, WIDTH)
         column_sums += words.sum(0, dtype=torch.int64)
+        first = start // _ROW_BYTES + 1
+        positions = torch.arange(first, first + len(words), dtype=torch.int64, device=view.device)
+        rows += finalise(words.sum(1, dtype=torch.int64) + positions * signed(GOLDEN)).sum()
     if whole < view.numel():
         last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=view.device)
         last[: view.numel() - whole] = view[whole:]
         column_sums += last.view(torch.int32)
-    return column_sums
+    return torch.cat([column_sums, rows])
 
 
 def memory_view(address: int, nbytes: int, device: str = "cpu") -> Any:

@@ -59,4 +59,8 @@ def _memory(device: str) -> str:
 
 def lacks_memory(error: RLMemoryError) -> bool:
     """Whether an engine or the trainer has run out of memory. Errors of updates carry torch's type as a detail."""
-    return isinstance(error, OutOfMemoryError) or error.details.get("type") == "OutOfMemoryError"
+    if isinstance(error, OutOfMemoryError) or error.details.get("type") == "OutOfMemoryError":
+        return True
+    # CUDA and NCCL allocate memory outside torch's allocator, and their errors have no type of their own.
+    by_driver = error.details.get("type") in ("AcceleratorError", "DistBackendError", "RuntimeError")
+    return by_driver and "out of memory" in error.message

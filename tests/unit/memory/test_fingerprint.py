@@ -36,7 +36,16 @@ def test_single_bits_of_large_ranges(nbytes, where):
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [(0, 1), (0, WIDTH - 1), (5, 3 * WIDTH + 6), (7, 2 * WIDTH + 9), (1, 5 * WIDTH + 3)]
+    ("left", "right"),
+    [
+        (0, 1),
+        (0, WIDTH - 1),
+        (5, 3 * WIDTH + 6),
+        (7, 2 * WIDTH + 9),
+        (1, 5 * WIDTH + 3),
+        (3, WIDTH + 3),
+        (2, 5 * WIDTH + 2),
+    ],
 )
 def test_swapped_words_change_it(left, right):
     words = torch.arange(5 * WIDTH + 10) * 0x0101_0101_0101

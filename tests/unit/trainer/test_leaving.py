@@ -246,6 +246,9 @@ def test_all_engines_must_fit_on_their_devices(rooms, expected):
 def test_errors_that_tell_of_scarce_memory():
     assert lacks_memory(SHORT) and lacks_memory(UNTYPED)
     assert not lacks_memory(WeightUpdateError("TypeError: no", type="TypeError"))
+    assert lacks_memory(
+        WeightUpdateError("DistBackendError: NCCL: Cuda failure 'out of memory'", type="DistBackendError")
+    )
     assert not lacks_memory(InvalidRequestError("no"))
 
 
