@@ -169,10 +169,14 @@ class Ranks:
     def _all(self, name: str, **arguments: Any) -> list[Any]:
         """Call all ranks at the same time. Returns: their answers, by rank. If one fails, all processes end."""
         answers = [self._pool.submit(child.call, name, **arguments) for child in self._children]
+        failures = []
         for answer in as_completed(answers):
             if answer.exception() is not None:
+                failures.append(answer.exception())
                 for child in self._children:
                     child.process.kill()
+        if failures:
+            raise failures[0]  # the others have ended because of it
         return [answer.result() for answer in answers]
 
 

@@ -379,9 +379,9 @@ class MemoryManager(Transitions):
                         self._backups[tag].finish()
                     del self._unrestored[tag], self._unfinished[tag]
             except BaseException:
-                unfinished, self._unfinished = self._unfinished, {}
-                for tag, state in unfinished.items():
+                for tag, state in self._unfinished.items():
                     self._unmap_tag(tag, state)
+                self._unfinished = {}
                 self._reclaim_later()
                 raise
 

@@ -257,6 +257,7 @@ class PausableMemory(PausableTensors):
     def free_host_memory(self) -> None:
         """Free all host memory that no sleeping tag needs. Later sleeps obtain it again, and take longer."""
         with self._lock:
+            self.wait()
             self._manager.free_host_memory()
 
     def close(self) -> None:
@@ -279,5 +280,6 @@ class PausableMemory(PausableTensors):
             self.free_host_memory()
             for tag in self._manager.tags:
                 self._allocator.free_unused(tag)
+            self._hooks.remove()
             self._closed = True
             sleepers.discard(self)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
@@ -76,7 +76,7 @@ class PausableTensors:
             self._manager.add_tag(tag)
         self._targets = Targets(gradients=GRADIENTS not in self._dropped)
         self._first_steps = FirstSteps(weakref.WeakMethod(self._adopt_state))
-        self._hooks = StateHooks(weakref.WeakMethod(self.wait))
+        self._hooks = StateHooks(weakref.WeakMethod(self._before_use))
         self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
         self._regions: Counter[str] = Counter()  # the open regions by tag
         self._pending: Pending | None = None
@@ -204,7 +204,7 @@ class PausableTensors:
         Everything else that this memory does to tensors waits by itself, except `status`.
 
         Raises:
-            RLMemoryError: a copy failed. Its tag sleeps again, with its content in host memory.
+            RLMemoryError: a copy failed. Its tag, and those behind it, sleep again with their content in host memory.
             StateConflictError: a CUDA graph is being captured; wait before the capture.
         """
         if not self._manager.unfinished:
@@ -214,18 +214,36 @@ class PausableTensors:
                 raise StateConflictError("a CUDA graph is captured while a wake is unfinished: call wait() before")
             try:
                 self._manager.finish_wake()
+            except RLMemoryError as error:
+                tags = ", ".join(error.details["changed"])
+                message = f"{error.message}. {tags} sleep again with their content: call wake before the next step"
+                raise type(error)(message, **error.details) from error
             finally:
                 self._keep_while_asleep()
 
     def waits_before_use(self, tag: str) -> bool:
         """Whether the users of a tag wait for its content by themselves.
 
-        They do if the tag holds the states of optimisers and nothing else: `step`, `state_dict` and `load_state_dict`
-        wait. They do not if the optimiser is a wrapper, if a step was captured in a CUDA graph, or if a region of the
-        tag was opened.
+        They do if the tag holds the states of optimisers of `torch.optim` and nothing else: `step`, `state_dict` and
+        `load_state_dict` wait. They do not if a step was captured in a CUDA graph, if hooks of all optimisers are
+        registered, or if a region of the tag was opened.
         """
         targets = self._targets.of(tag)
-        return bool(targets) and tag not in self._regions and tag not in self._dropped and self._hooks.cover(targets)
+        mixed = tag == GRADIENTS or tag in self._regions or tag in self._dropped
+        return bool(targets) and not mixed and self._hooks.cover(targets)
+
+    def _before_use(self, optimizer: torch.optim.Optimizer, reads: bool) -> None:
+        """Called before an optimiser uses its state.
+
+        Raises:
+            StateConflictError: it reads its state, which is asleep. Also as for `wait`.
+        """
+        self.wait()
+        if not reads or not optimizer.state:
+            return
+        for tag in self._targets.tags_of(optimizer):
+            if not self._manager.is_resident(tag) and self._allocator.blocks(tag):
+                raise StateConflictError(f"the state of the optimiser is asleep: wake([{tag!r}]) first", tag=tag)
 
     @property
     def process_groups(self) -> Sequence[Any]:

@@ -8,51 +8,71 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer  # torch.optim has no such attribute
 
 
 class StateHooks:
     """Hooks before `step`, `state_dict` and `load_state_dict` of optimisers.
 
     Args:
-        wait: A weak reference to the function that waits. It is weak because optimisers must not keep its owner.
+        before_use: A weak reference to the function that waits. It gets the optimiser, and whether the state will be
+            read. The reference is weak because optimisers must not keep the function's owner.
 
     Attributes:
         captured: A CUDA graph has a step of such an optimiser. Replays of the graph run no hook.
     """
 
-    def __init__(self, wait: weakref.ReferenceType[Callable[[], object]]) -> None:
-        self._wait = wait
-        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    def __init__(self, before_use: weakref.ReferenceType[Callable[[torch.optim.Optimizer, bool], object]]) -> None:
+        self._before_use = before_use
+        self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self.captured = False
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Add the optimisers that support hooks. A known optimiser is added once."""
         for optimizer in optimizers:
             steps = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-            if steps is None or optimizer in self._watched:  # None: a wrapper
+            if steps is None or optimizer in self._handles:  # None: a wrapper
                 continue
-            hook = partial(_before_use, weakref.ref(self))
-            first = optimizer.register_step_pre_hook(hook)
-            steps.move_to_end(first.id, last=False)  # earlier hooks may read the state
-            optimizer.register_state_dict_pre_hook(hook, prepend=True)
-            optimizer.register_load_state_dict_pre_hook(hook, prepend=True)
-            self._watched.add(optimizer)
+            reading, loading = (partial(_before_use, weakref.ref(self), reads) for reads in (True, False))
+            step = optimizer.register_step_pre_hook(reading)
+            steps.move_to_end(step.id, last=False)  # earlier hooks may read the state
+            self._handles[optimizer] = [
+                step,
+                optimizer.register_state_dict_pre_hook(reading, prepend=True),
+                optimizer.register_load_state_dict_pre_hook(loading, prepend=True),
+            ]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        while self._handles:
+            for handle in self._handles.popitem()[1]:
+                handle.remove()
 
     def cover(self, targets: Iterable[Any]) -> bool:
-        """Whether all uses of these targets' tensors wait. It holds for optimisers whose steps are in no CUDA graph."""
-        return not self.captured and all(
-            isinstance(target, torch.optim.Optimizer) and target in self._watched for target in targets
-        )
+        """Whether all uses of these targets' tensors wait.
 
-    def before_use(self) -> None:
+        It holds for the optimisers of `torch.optim`. Others may read their state elsewhere, as schedule-free ones do in
+        `train` and `eval`. It does not hold if a step is in a CUDA graph, or if hooks for all optimisers, which run
+        before those of one, may read the state.
+        """
+        hooks_of_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", True)
+        return not self.captured and not hooks_of_all and all(map(self._covers, targets))
+
+    def _covers(self, target: Any) -> bool:
+        known = isinstance(target, torch.optim.Optimizer) and target in self._handles
+        return known and type(target).__module__.startswith("torch.optim.")
+
+    def before_use(self, reads: bool, optimizer: torch.optim.Optimizer) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.captured = True
-        wait = self._wait()
-        if wait is not None:
-            wait()
+        before_use = self._before_use()
+        if before_use is not None:
+            before_use(optimizer, reads)
 
 
-def _before_use(hooks: weakref.ReferenceType[StateHooks], *_: Any) -> None:
+def _before_use(
+    hooks: weakref.ReferenceType[StateHooks], reads: bool, optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
     found = hooks()
     if found is not None:
-        found.before_use()
+        found.before_use(reads, optimizer)

@@ -48,7 +48,8 @@ def _bytes_per_element(
     parameter = torch.nn.Parameter(torch.zeros(SHAPE, device=device, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     twin: Any = type(optimizer)([{**group, "params": [parameter]}], lr=group["lr"])
-    twin.step()
+    step = type(twin).step
+    getattr(step, "__wrapped__", step)(twin)  # without the hooks that are registered for all optimisers
     state = twin.state[parameter].values()
     parts = [part for value in state if isinstance(value, torch.Tensor) for part in plain_parts(value)]
     nbytes: int = sum(part.nbytes for part in parts if part.device == device and part.numel() > 1)

@@ -46,6 +46,10 @@ class Targets:
         """The targets whose tensors belong to a tag."""
         return [target for target, own in self._tags if (own or default_tag(target)) == tag]
 
+    def tags_of(self, target: Target) -> list[str]:
+        """The tags that have adopted a target."""
+        return [own or default_tag(target) for other, own in self._tags if other is target]
+
     def without_tag(
         self,
         device: torch.device,

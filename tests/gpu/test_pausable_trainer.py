@@ -127,14 +127,16 @@ def test_a_step_waits_for_a_slow_copy(close, monkeypatch):
     twin = layers()
     twin_optimizer = adamw(twin)
     assert train(model, optimizer, 2) == train(twin, twin_optimizer, 2)
+    state = optimizer.state[model[-1].weight]["exp_avg"]
+    expected = twin_optimizer.state[twin[-1].weight]["exp_avg"]
+    assert torch.equal(state, expected)  # also loads the kernel: CUDA would wait for the slow copy to do so
     memory.sleep()
     memory.wake(["parameters", "gradients"])
     slow_down(monkeypatch, memory, "begin_copy_from_host")
     memory.wake(wait=False)
-    state = optimizer.state[model[-1].weight]["exp_avg"]
-    assert not torch.equal(state, twin_optimizer.state[twin[-1].weight]["exp_avg"])  # the copy is under way
+    assert not torch.equal(state, expected)  # the copy is under way
     assert train(model, optimizer, 2) == train(twin, twin_optimizer, 2)
-    assert torch.equal(state, twin_optimizer.state[twin[-1].weight]["exp_avg"])
+    assert torch.equal(state, expected)
 
 
 def test_a_sleep_waits_for_a_slow_copy(close, monkeypatch):
@@ -148,7 +150,9 @@ def test_a_sleep_waits_for_a_slow_copy(close, monkeypatch):
     memory.wake(["parameters", "gradients"])
     slow_down(monkeypatch, memory, "begin_copy_from_host")
     memory.wake(wait=False)
-    memory.sleep()
+    memory.prepare_sleep()
+    assert memory._manager.unfinished == []
+    memory.commit()
     memory.wake()
     assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
 
@@ -163,11 +167,13 @@ def test_the_gpu_works_while_a_sleep_copies(close, monkeypatch, end):
     expected = [tensor.clone().cpu() for tensor in tensors_in(model, optimizer)]
     memory.sleep()  # allocates the host memory
     memory.wake()
+    batch = torch.ones(8, WIDTH, device="cuda")
+    assert model(batch).isfinite().all()  # loads the kernels: CUDA would wait for the slow copy to do so
     slow_down(monkeypatch, memory, "begin_copy_to_host")
     start = time.perf_counter()
     memory.prepare_sleep(["optimizer"])
     memory.begin()
-    assert model(torch.ones(8, WIDTH, device="cuda")).isfinite().all()
+    assert model(batch).isfinite().all()
     assert time.perf_counter() - start < 0.5 and memory.status()["optimizer"].state == "resident"
     getattr(memory, end)()
     assert time.perf_counter() - start > 0.7  # it waited for the copies

@@ -1,5 +1,6 @@
 """Content that comes while the trainer computes: who waits for it, what a failure leaves, what may not come late."""
 
+import copy
 import gc
 import weakref
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from models import Tied, same, whole
 from test_pausable import WIDTH, Paged, adamw, learn, starve, states, tensors_in, train
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from toy_engine import ToyEngine
 
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, StateConflictError
 from rl_memory_plugins.trainer import ModelSource, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import host_view
+from rl_memory_plugins.trainer.pausable_tensors import asleep
 
 
 class LateCopies:
@@ -86,6 +89,7 @@ USES = {
     "region": lambda setup: setup.memory.region("mine").__enter__(),
     "adopt": lambda setup: setup.memory.adopt([torch.ones(8)], tag="mine"),
     "free_host_memory": lambda setup: setup.memory.free_host_memory(),
+    "begin": lambda setup: (setup.memory.prepare_sleep(["parameters"]), setup.memory.begin()),
     "close": lambda setup: setup.memory.close(),
     "host_view": lambda setup: host_view(setup.state[0]),
 }
@@ -95,6 +99,7 @@ USES = {
 def test_every_use_of_the_memory_waits(setup, use):
     setup.wake_late()
     USES[use](setup)
+    assert setup.memory not in asleep
     assert setup.state_is_there() and setup.memory._manager.unfinished == []
 
 
@@ -130,8 +135,11 @@ def test_a_hook_of_others_sees_the_whole_state(monkeypatch):
 def test_a_copy_that_fails_stops_the_step_and_loses_nothing(setup):
     setup.wake_late()
     setup.copies.failure = RuntimeError("an uncorrectable error")
-    with pytest.raises(EngineFaultError, match="an uncorrectable error"):
+    with pytest.raises(EngineFaultError, match=r"an uncorrectable error\. optimizer sleep again with their content"):
         train(setup.model, setup.optimizer)
+    for use in (setup.optimizer.step, setup.optimizer.state_dict):
+        with pytest.raises(StateConflictError, match=r"is asleep: wake\(\['optimizer'\]\) first"):
+            use()
     same(whole(setup.model), whole(setup.twin))
     assert states(setup.memory)["optimizer"] == "preserved"
     setup.optimizer.zero_grad(set_to_none=True)
@@ -191,12 +199,39 @@ def captured(memory, model, optimizer):
         train(model, optimizer)
 
 
+def of_another_class(memory, model, optimizer):
+    """As schedule-free optimisers, it may read its state outside `step`."""
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    optimizer.__class__ = Own
+    memory.adopt(optimizer)
+
+
+def in_the_tag_of_gradients(memory, model, optimizer):
+    memory._dropped = frozenset()
+    memory.adopt(optimizer, tag="gradients")
+
+
 def dropped(memory, model, optimizer):
     memory._dropped |= {"optimizer"}
     memory.adopt(optimizer)
 
 
-@pytest.mark.parametrize("adopt", [with_masters, with_a_region, wrapped, beside_a_module, captured, dropped])
+ADOPT = (
+    with_masters,
+    with_a_region,
+    wrapped,
+    beside_a_module,
+    captured,
+    of_another_class,
+    in_the_tag_of_gradients,
+    dropped,
+)
+
+
+@pytest.mark.parametrize("adopt", ADOPT)
 def test_what_would_be_used_without_a_wait_comes_at_once(monkeypatch, adopt):
     model = Tied(width=WIDTH)
     optimizer = adamw(model)
@@ -206,7 +241,49 @@ def test_what_would_be_used_without_a_wait_comes_at_once(monkeypatch, adopt):
     memory.sleep()
     LateCopies(monkeypatch, memory)
     memory.wake(wait=False)
-    assert memory._manager.unfinished == [] and not memory.waits_before_use("optimizer")
+    assert memory._manager.unfinished == [] and not any(map(memory.waits_before_use, states(memory)))
+
+
+def test_hooks_of_all_optimisers_may_read_the_state_so_it_comes_at_once(setup):
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        setup.memory.wake(wait=False)
+        assert setup.state_is_there() and setup.memory._manager.unfinished == []
+    finally:
+        handle.remove()
+    setup.memory.sleep()
+    setup.wake_late()
+
+
+def test_state_may_be_loaded_while_it_sleeps(setup):
+    setup.optimizer.load_state_dict(copy.deepcopy(setup.twin_optimizer.state_dict()))
+    setup.memory.wake()
+    setup.train()
+
+
+def test_an_optimiser_without_state_may_step_while_its_tag_sleeps():
+    model = Tied(width=WIDTH)
+    optimizer, other = adamw(model), adamw(Tied(width=WIDTH))
+    train(model, optimizer)
+    memory = PausableMemory(optimizer, other)
+    memory.sleep()
+    other.step()
+    with pytest.raises(StateConflictError):
+        optimizer.step()
+
+
+def hooks_of(optimizer):
+    names = ("step_pre", "state_dict_pre", "load_state_dict_pre")
+    return [len(getattr(optimizer, f"_optimizer_{name}_hooks")) for name in names]
+
+
+def test_a_closed_memory_leaves_no_hooks():
+    optimizer = adamw(Tied(width=WIDTH))
+    before = hooks_of(optimizer)
+    memory = PausableMemory(optimizer)
+    assert hooks_of(optimizer) == [1 + number for number in before]
+    memory.close()
+    assert hooks_of(optimizer) == before
 
 
 def test_a_capture_does_not_begin_before_the_content_is_there(setup):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rl_memory_plugins.trainer import PausableMemory
 from rl_memory_plugins.trainer.state_size import ROUNDING, expected_state_bytes
@@ -45,6 +46,23 @@ def test_a_step_makes_the_expected_state(make, options):
     optimizer.step()
     assert expected == int(ROUNDING * state_bytes(optimizer))
     assert expected_state_bytes(optimizer, CPU) == 0
+
+
+def test_the_twin_runs_no_hooks_of_all_optimisers():
+    seen = []
+    handles = [
+        register(lambda *_: seen.append(1))
+        for register in (
+            register_optimizer_step_pre_hook,
+            register_optimizer_step_post_hook,
+        )
+    ]
+    try:
+        assert expected_state_bytes(torch.optim.AdamW(model().parameters()), CPU) > 0
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == []
 
 
 def test_a_state_in_host_memory_needs_no_copy():
