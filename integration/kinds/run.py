@@ -233,7 +233,9 @@ def steady_answer(subject: Subject) -> Answer:
         WrongAnswerError: the next answer is another one.
     """
     subject.answer()
+    subject.forget()
     answer = subject.answer()
+    subject.forget()
     if subject.answer() != answer:
         raise WrongAnswerError("the engine answers the same prompts differently each time")
     return answer
@@ -288,6 +290,7 @@ def _short(error: Exception) -> str:
 
 def _unchanged(subject: Subject, first: Checkpoint) -> bool:
     try:
+        subject.forget()
         return subject.content() == "valid" and subject.answer() == first.answer
     except Exception:
         return False

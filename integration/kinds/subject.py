@@ -53,6 +53,10 @@ class Subject(ABC):
         16 bits."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """Forget the prompts: a prefix that the engine has computed before is rounded otherwise."""
+
+    @abstractmethod
     def load(self, folder: Path) -> None:
         """By the engine's own route from disk.
 
@@ -133,6 +137,9 @@ class Vllm(Subject):
         values = [[at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)] for one in found]
         return Answer([list(one.token_ids) for one in found], values)
 
+    def forget(self) -> None:
+        self.engine.reset_prefix_cache()
+
     def load(self, folder: Path) -> None:
         self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         self.engine.reset_prefix_cache()
@@ -186,6 +193,13 @@ class Sglang(Subject):
         tokenizer = self.engine.tokenizer_manager
         request = tokenizer.generate_request(EmbeddingReqInput(input_ids=prompt), None)
         return self.engine.loop.run_until_complete(anext(request))
+
+    def forget(self) -> None:
+        for _ in range(BUSY_TRIES):
+            if self.engine.flush_cache().success:
+                return
+            time.sleep(0.1)
+        raise RuntimeError("SGLang did not flush its cache")
 
     def load(self, folder: Path) -> None:
         for _ in range(BUSY_TRIES):  # a request that is answered already may still be in SGLang's batch

@@ -131,6 +131,8 @@ class Answering:
     def answer(self) -> str:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
+    def forget(self) -> None: ...
+
 
 def test_an_engine_is_asked_until_it_repeats_itself() -> None:
     first: Any = Answering("while it compiles", "steady")
