@@ -7,6 +7,7 @@ them reads a value on the host: on the meta device they give the shapes and dtyp
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,12 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
 
+logger = logging.getLogger(__name__)
+
 FP8 = torch.float8_e4m3fn
+
+_kernel_errors: list[str] = []
+"""Why the kernel does not work in this process, if it has failed. It is not tried again."""
 
 Quantise = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
@@ -113,16 +119,47 @@ def by_row(weight: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tenso
 def fp8_by_block(
     weight: torch.Tensor, *, block: tuple[int, int], power_of_two: bool, scale: str
 ) -> dict[str, torch.Tensor]:
-    """FP8 with a scale for each block, as DeepSeek publishes it. Blocks at the edges may be smaller."""
+    """FP8 with a scale for each block, as DeepSeek publishes it. Blocks at the edges may be smaller.
+
+    Args:
+        power_of_two: Round each scale up to a power of two that is a normal float32.
+        scale: The name of the scales, float32 of shape (blocks down, blocks across).
+    """
+    made = _by_kernel(weight, block, power_of_two) if weight.is_cuda else None
+    values, scales = made or _by_operators(weight, block, power_of_two)
+    return {"weight": values, scale: scales}
+
+
+def _by_operators(
+    weight: torch.Tensor, block: tuple[int, int], power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     edges = (0, -columns % block[1], 0, -rows % block[0])
     padded = torch.nn.functional.pad(weight, edges) if any(edges) else weight  # padding by nothing copies too
     blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
     scales = _scale(_largest(blocks, (1, 3)), _most(FP8))
-    if power_of_two:
-        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    if power_of_two:  # by the bits of the exponent, as a logarithm is not exact
+        scales = ((scales.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
     values = _rounded(blocks, scales[:, None, :, None], FP8).view(padded.shape)
-    return {"weight": values[:rows, :columns].contiguous(), scale: scales}
+    return values[:rows, :columns].contiguous(), scales
+
+
+def _by_kernel(
+    weight: torch.Tensor, block: tuple[int, int], power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The same bytes as `_by_operators`, by a kernel that reads the weight once; None where the kernel cannot."""
+    if _kernel_errors:
+        return None
+    try:
+        from rl_memory_plugins.trainer.sources.fp8_kernel import round_blocks
+
+        return round_blocks(weight, block, power_of_two=power_of_two)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no Triton, no C compiler, no support for this GPU, …: torch's operators need neither
+        _kernel_errors.append(str(error))
+        logger.warning("weights are rounded to FP8 by torch's operators, which takes longer: %s", error)
+        return None
 
 
 def packed(weight: torch.Tensor, *, bits: int, group: int, symmetric: bool) -> dict[str, torch.Tensor]:
@@ -194,7 +231,8 @@ def _pack(values: torch.Tensor, bits: int, dimension: int, order: tuple[int, ...
 
 def _scale(range_: torch.Tensor, most: float) -> torch.Tensor:
     """The scales that map `range_` to `most`; 1 where all values are 0."""
-    return torch.where(range_ > 0, range_ / most, 1.0)
+    quotient = range_ / torch.full_like(range_, most)  # CUDA multiplies by the inverse of a number, which is not exact
+    return torch.where(range_ > 0, quotient, 1.0)
 
 
 def _largest(weight: torch.Tensor, dims: tuple[int, ...] | None = None, *, keepdim: bool = False) -> torch.Tensor:

@@ -1,0 +1,118 @@
+"""The compiled kernel that rounds weights to FP8; the interpreter runs it in tests/unit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from integration.models import FP8_BLOCKS, SHAPES, checkpoint_shapes, fp8_checkpoint_names
+from rl_memory_plugins.trainer import QuantisedSource
+from rl_memory_plugins.trainer.sources import formats, fp8_kernel
+
+BLOCK = (128, 128)
+LAYER_7B = {  # the quantised weights of one layer: 0.23 G values
+    name: shape
+    for name, shape in checkpoint_shapes(SHAPES["7b"]).items()
+    if name.startswith("model.layers.0.") and name.endswith("_proj.weight")
+}
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+DTYPES = pytest.mark.parametrize("dtype", list(BITS), ids=str)
+
+
+def same_as_torch(weight: torch.Tensor, block: tuple[int, int] = BLOCK, *, power_of_two: bool = False) -> None:
+    values, scales = fp8_kernel.round_blocks(weight, block, power_of_two=power_of_two)
+    expected, expected_scales = formats._by_operators(weight, block, power_of_two)
+    assert torch.equal(scales.view(torch.int32), expected_scales.view(torch.int32))
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda:0") -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).mul_(0.02).to(dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", [*dict.fromkeys(LAYER_7B.values()), (1, 1), (129, 127), (4097, 1000), (100, 18945)])
+def test_it_gives_the_bytes_that_torch_gives(shape, dtype, power_of_two):
+    same_as_torch(normal(*shape, dtype=dtype), power_of_two=power_of_two)
+
+
+@DTYPES
+@pytest.mark.parametrize("block", [BLOCK, (16, 48), (1, 128), (128, 1), (7, 11)])
+@pytest.mark.parametrize("finite", [False, True])
+def test_any_bits(dtype, block, finite):
+    """Also subnormal values, infinities and NaNs."""
+    size = torch.iinfo(BITS[dtype])
+    weight = torch.randint(size.min, size.max, (700, 1000), dtype=BITS[dtype], device="cuda:0").view(dtype)
+    if finite:
+        weight[~weight.isfinite()] = 1
+    same_as_torch(weight, block)
+    same_as_torch(weight, block, power_of_two=True)
+    tiny = weight.abs() < torch.finfo(dtype).smallest_normal * 8
+    same_as_torch(torch.where(tiny, weight, 0), block)
+
+
+def test_parts_of_a_matrix():
+    whole = normal(1000, 1003)
+    for part in (whole[:, 1:], whole[3:900, 5:777], whole[::3], whole[7:8]):
+        same_as_torch(part)
+
+
+def test_a_weight_beyond_32_bits_of_offsets():
+    weight = torch.empty(70_000, 32_768, dtype=torch.bfloat16, device="cuda:0").normal_()
+    values, scales = fp8_kernel.round_blocks(weight, BLOCK, power_of_two=False)
+    for first in (0, 65_536, 69_888):  # rows at the start, beyond 2**31 values, and at the edge
+        expected, expected_scales = formats._by_operators(weight[first : first + 256], BLOCK, False)
+        assert torch.equal(values[first : first + 256].view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scales[first // 128 :][: len(expected_scales)], expected_scales)
+
+
+@DTYPES
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_trainer_in_host_memory_sends_the_same(dtype, power_of_two):
+    weight = normal(513, 700, dtype=dtype)
+    made = fp8_kernel.round_blocks(weight, BLOCK, power_of_two=power_of_two)
+    for one, other in zip(made, formats._by_operators(weight.cpu(), BLOCK, power_of_two), strict=True):
+        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+
+
+def test_it_is_what_a_source_uses():
+    names = fp8_checkpoint_names(SHAPES["7b"])
+    tensors = {name: normal(*shape) for name, shape in LAYER_7B.items()}
+    source = QuantisedSource(tensors, FP8_BLOCKS, names)
+    dict(source.tensors())  # compiles the kernel
+    torch.cuda.reset_peak_memory_stats(0)
+    before, largest = torch.cuda.memory_allocated(0), max(tensor.numel() for tensor in tensors.values())
+    for _ in source.tensors():
+        pass
+    # At most two weights in FP8, the last one and the next. By torch's operators there is a copy in float32 too.
+    assert torch.cuda.max_memory_allocated(0) - before < 2.1 * largest
+    assert not formats._kernel_errors
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU that is not the current one")
+def test_another_gpu_than_the_current_one():
+    same_as_torch(normal(300, 500, device="cuda:1"))
+
+
+def test_it_reads_and_writes_faster_than_torch():
+    """Prints gigabytes per second, for a layer of the 7B shape: two bytes in and one byte out for each value."""
+    weights = [normal(*shape) for shape in LAYER_7B.values()]
+    nbytes = 3 * sum(weight.numel() for weight in weights)
+    ways = {"kernel": fp8_kernel.round_blocks, "torch": lambda *args, power_of_two: formats._by_operators(*args, False)}
+    figures: dict[str, object] = {"device": torch.cuda.get_device_name(0), "bytes": nbytes}
+    for name, way in ways.items():
+        seconds = []
+        for _ in range(12):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for weight in weights:
+                way(weight, BLOCK, power_of_two=False)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        figures[f"{name}_GBps"] = round(nbytes / sorted(seconds[2:])[5] / 1e9, 1)
+    print(json.dumps(figures))
+    assert figures["kernel_GBps"] > 2 * figures["torch_GBps"]

@@ -1,0 +1,195 @@
+"""The kernel that rounds weights to FP8, run by Triton's interpreter (see conftest.py); tests/gpu runs it compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_memory_plugins.trainer.sources import formats
+
+kernel = pytest.importorskip("rl_memory_plugins.trainer.sources.fp8_kernel", exc_type=ModuleNotFoundError)
+
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+BLOCK = (128, 128)
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled there, for memory on the GPU alone"),
+    pytest.mark.filterwarnings("ignore:.*encountered in divide:RuntimeWarning"),  # the interpreter divides by numpy
+]
+
+
+def same_as_torch(weight: torch.Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> None:
+    values, scales = kernel.round_blocks(weight, block, power_of_two=power_of_two)
+    expected, expected_scales = formats._by_operators(weight, block, power_of_two)
+    assert (values.dtype, scales.dtype) == (expected.dtype, expected_scales.dtype)
+    assert torch.equal(scales.view(torch.int32), expected_scales.view(torch.int32))
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+def any_bits(dtype: torch.dtype, shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """Every value of the dtype is equally likely: also subnormal ones, infinities and NaNs."""
+    size = torch.iinfo(BITS[dtype])
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(size.min, size.max, shape, generator=generator, dtype=BITS[dtype]).view(dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    dtype=st.sampled_from(list(BITS)),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 70),
+    more=st.integers(0, 5),
+    block=st.sampled_from([BLOCK, (16, 48), (1, 32), (7, 11)]),
+    power_of_two=st.booleans(),
+    kind=st.sampled_from(["normal", "bits", "finite bits", "tiny", "zeros"]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_it_gives_the_bytes_that_torch_gives(dtype, rows, columns, more, block, power_of_two, kind, seed):
+    shape = (rows, columns + more)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    if "bits" in kind:
+        weight = any_bits(dtype, shape, seed)
+    if kind == "finite bits":
+        weight[~weight.isfinite()] = 1
+    if kind == "tiny" and dtype is not torch.bfloat16:  # see below
+        weight *= 1e-42
+    if kind == "zeros":
+        weight[weight.abs() < 1.5] = 0
+    same_as_torch(weight[:, more:], block, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_of_16_bits(dtype, power_of_two):
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
+    if dtype is torch.bfloat16:  # the interpreter reads its subnormal values wrongly; a GPU shifts their bits
+        every = torch.where(every.abs() < torch.finfo(dtype).smallest_normal, 0, every)
+    same_as_torch(every, BLOCK, power_of_two=power_of_two)
+    same_as_torch(every, (8, 32), power_of_two=power_of_two)
+    same_as_torch(every.t().contiguous(), (8, 32), power_of_two=power_of_two)
+
+
+def test_halfway_values_are_rounded_to_even():
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(formats.FP8).float()
+    halfway = (codes[1:] + codes[:-1]) / 2  # exact in float32
+    near = [halfway, torch.nextafter(halfway, torch.tensor(0.0)), torch.nextafter(halfway, torch.tensor(1e3))]
+    weight = torch.stack([*near, -halfway])
+    weight[:, 0] = 448  # every scale is 1
+    same_as_torch(weight, (4, 128))
+
+
+def test_a_weight_beyond_32_bits_of_offsets():
+    memory = torch.empty((1 << 31) + 64, dtype=torch.bfloat16)  # only the pages below are ever used
+    weight = memory.as_strided((5, 64), (1 << 29, 1))
+    weight.copy_(torch.randn(5, 64, generator=torch.Generator().manual_seed(1)))
+    same_as_torch(weight, (2, 32))
+
+
+@pytest.mark.parametrize(
+    ("weight", "block"),
+    [
+        (torch.ones(8, 8, dtype=torch.float64), BLOCK),
+        (torch.ones(8, 8).t()[:, :4][:, ::2], BLOCK),
+        (torch.ones(0, 8), BLOCK),
+        (torch.ones(8, 8), (512, 512)),
+    ],
+    ids=["float64", "columns apart", "no value", "block too large for registers"],
+)
+def test_what_it_does_not_take(weight, block):
+    assert kernel.round_blocks(weight, block, power_of_two=False) is None
+
+
+class OnGpu(torch.Tensor):
+    """A tensor in host memory that says it is on a GPU, as only `fp8_by_block` must believe."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def weight(monkeypatch):
+    monkeypatch.setattr(formats, "_kernel_errors", [])
+    return torch.randn(40, 70, generator=torch.Generator().manual_seed(1)).bfloat16().as_subclass(OnGpu)
+
+
+def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return formats.fp8_by_block(weight, block=(16, 48), power_of_two=False, scale="weight_scale_inv")
+
+
+def test_weights_on_gpus_take_it(weight, monkeypatch):
+    expected = quantised(weight.as_subclass(torch.Tensor))
+    monkeypatch.setattr(formats, "_by_operators", None)  # cannot be called
+    made = quantised(weight)
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name].float(), expected[name].float()) for name in expected)
+
+
+def test_after_one_failure_torch_s_operators_do_the_work(weight, monkeypatch, caplog):
+    tried = []
+
+    def fails(*arguments, **options):
+        tried.append(arguments)
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernel, "round_blocks", fails)
+    expected = quantised(weight.as_subclass(torch.Tensor))
+    for _ in range(3):
+        made = quantised(weight)
+        assert all(torch.equal(made[name].float(), expected[name].float()) for name in expected)
+    assert len(tried) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "C compiler" in caplog.text
+
+
+def test_without_triton_torch_s_operators_do_the_work(weight, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, kernel.__name__, None)
+    assert quantised(weight).keys() == {"weight", "weight_scale_inv"}
+    assert "torch's operators" in caplog.text
+
+
+def test_too_little_memory_is_no_reason_to_give_it_up(weight, monkeypatch):
+    def fails(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernel, "round_blocks", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        quantised(weight)
+    assert not formats._kernel_errors
+
+
+def test_a_scale_just_above_a_power_of_two_becomes_the_next_power():
+    largest = torch.nextafter(torch.tensor(448 * 16.0), torch.tensor(1e9))
+    made = formats.fp8_by_block(largest.reshape(1, 1), block=BLOCK, power_of_two=True, scale="scale")
+    assert made["scale"].item() == 32
+    made = formats.fp8_by_block(torch.tensor([[448 * 16.0]]), block=BLOCK, power_of_two=True, scale="scale")
+    assert made["scale"].item() == 16
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from rl_memory_plugins.trainer.sources.fp8_kernel import _round_blocks
+
+tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "TILE_ROWS": 128, "TILE_COLUMNS": 128, "POWER_OF_TWO": True}
+for dtype, stride in (("bf16", "i32"), ("fp16", "i32"), ("fp32", "i64")):
+    signature = {"weight": f"*{dtype}", "codes": "*u8", "scales": "*fp32"}
+    signature |= {"rows": "i32", "columns": "i32", "row_stride": stride} | dict.fromkeys(tile, "constexpr")
+    source = ASTSource(fn=_round_blocks, signature=signature, constexprs=tile)
+    for capability in (80, 90, 100):
+        made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
+        assert made.asm["cubin"]
+        assert "div.rn.f32" in made.asm["ptx"] and "ftz" not in made.asm["ptx"]
+"""
+
+
+def test_it_compiles_for_gpus_and_divides_as_ieee_says():
+    """The interpreter takes more of Python than the compiler does, which needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, stderr=subprocess.PIPE, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
