@@ -13,6 +13,7 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fingerprint import combine, fingerprint, memory_view
+from rl_memory_plugins.memory.segments import DEFAULT_POOL, Segments, cached_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class CudaDevice:
         self.name = gpu_name(index)
         self._stream = torch.cuda.Stream(device=index, priority=0)
         self._hashing = torch.cuda.Stream(device=index, priority=0)  # hashes while a copy runs
-        self._stays = 0  # bytes that the latest emptying of torch's cache left in it
+        self._segments = Segments(index)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
@@ -43,16 +44,15 @@ class CudaDevice:
         return int(free), int(total)
 
     def trim(self, min_bytes: int = 0) -> None:
-        # torch counts the temporaries of CUDA graphs and the unused parts of pools as cached, and frees none of them.
-        cached = self._cached_bytes()
-        self._stays = min(self._stays, cached)
-        if cached - self._stays >= min_bytes:
+        # torch counts unused parts of pools as cached too, e.g. the temporaries of CUDA graphs, and frees none of them.
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        if cached >= min_bytes and (not min_bytes or self._freeable_bytes() >= min_bytes):
             with torch.cuda.device(self.index):
                 torch.cuda.empty_cache()
-            self._stays = self._cached_bytes()
 
-    def _cached_bytes(self) -> int:
-        return int(torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index))
+    def _freeable_bytes(self) -> int:
+        """The bytes of torch's cache that an emptying frees. Takes milliseconds."""
+        return cached_bytes(self._segments.by_pool().get(DEFAULT_POOL, ()))
 
     def allocations(self) -> int:
         return int(torch.cuda.memory_stats(self.index).get("allocation.all.allocated", 0))

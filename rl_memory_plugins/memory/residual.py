@@ -17,10 +17,7 @@ import torch
 
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.memory.nccl import bytes_of_groups, growth_of_own
-from rl_memory_plugins.memory.segments import Segment
-
-#: torch's pool for allocations outside all private pools.
-DEFAULT_POOL = (0, 0)
+from rl_memory_plugins.memory.segments import DEFAULT_POOL, Segment, cached_bytes
 
 _grown: dict[tuple[int, str], int] = {}  # (GPU, cause) → bytes
 
@@ -122,7 +119,7 @@ class ResidualMemory:
         """
         others = {pool: segments for pool, segments in by_pool.items() if pool not in own}
         outside = others.pop(DEFAULT_POOL, ())
-        cached = sum(segment.nbytes for segment in outside if not segment.active_bytes)
+        cached = cached_bytes(outside)
         named = {
             "workspace": sum(segment.nbytes for segment in outside) - cached,
             "graphs": sum(segment.nbytes for segments in others.values() for segment in segments),

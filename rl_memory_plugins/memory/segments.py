@@ -11,6 +11,9 @@ import torch
 
 from rl_memory_plugins.memory.allocator import Block
 
+#: torch's pool for allocations outside all private pools.
+DEFAULT_POOL = (0, 0)
+
 
 class Segment(NamedTuple):
     """One allocation that torch made for a pool.
@@ -72,3 +75,8 @@ def pool_key(pool: Any) -> tuple[int, int]:
     """The identifier of a `torch.cuda.MemPool`, as used by snapshots and `torch.cuda.graph(pool=…)`."""
     first, second = pool.id
     return int(first), int(second)
+
+
+def cached_bytes(segments: Iterable[Segment]) -> int:
+    """The bytes of the segments that no tensor uses."""
+    return sum(segment.nbytes for segment in segments if not segment.active_bytes)

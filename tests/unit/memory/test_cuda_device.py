@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -11,24 +12,49 @@ from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.manager import TRIM_THRESHOLD_BYTES
 
 GRAPHS = 2 << 30  # temporaries of captured graphs: torch counts them as cached, and frees none of them
+USED = 1 << 20
 
 
 class Cache:
-    """torch's cache: some bytes stay in it, the others leave it when it is emptied."""
+    """torch's memory: a pool of graphs, and beside it a segment in use, one in partial use and a free one."""
 
     def __init__(self) -> None:
-        self.stays, self.free, self.emptied = GRAPHS, 0, 0
+        self.free, self.partly = 0, 0
+        self.emptied = self.snapshots = 0
+
+    def reserved(self, index: int) -> int:
+        return GRAPHS + USED + self.partly + self.free
 
     def empty(self) -> None:
         self.free = 0
         self.emptied += 1
 
+    def snapshot(self) -> dict[str, Any]:
+        self.snapshots += 1
+        sizes = [((0, 3), GRAPHS, 0), ((0, 0), USED + self.partly, USED), ((0, 0), self.free, 0)]
+        return {
+            "segments": [
+                {
+                    "device": 0,
+                    "address": 1 << (40 + number),
+                    "total_size": nbytes,
+                    "active_size": active,
+                    "segment_pool_id": pool,
+                    "blocks": [],
+                }
+                for number, (pool, nbytes, active) in enumerate(sizes)
+                if nbytes
+            ]
+        }
+
 
 @pytest.fixture
 def cache(monkeypatch):
     cache = Cache()
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 7 + cache.stays + cache.free)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", cache.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: USED)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: {"reserved_bytes.all.current": cache.reserved(index)})
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", cache.snapshot)
     monkeypatch.setattr(torch.cuda, "empty_cache", cache.empty)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda **_: None)
@@ -36,28 +62,23 @@ def cache(monkeypatch):
     return cache
 
 
-def test_what_an_emptying_leaves_is_no_reason_to_empty_again(cache):
+def test_memory_that_an_emptying_does_not_free_is_no_reason_to_empty(cache):
     """Emptying takes 25 ms, and a sleep at TP=2 did it each time for the temporaries of its graphs."""
     device = CudaDevice(0)
+    cache.partly, cache.free = 1 << 30, TRIM_THRESHOLD_BYTES - 1
     for _ in range(3):
         device.trim(TRIM_THRESHOLD_BYTES)
-    assert cache.emptied == 1
-    cache.free = TRIM_THRESHOLD_BYTES - 1
-    device.trim(TRIM_THRESHOLD_BYTES)
-    assert cache.emptied == 1
-    cache.free = TRIM_THRESHOLD_BYTES
-    device.trim(TRIM_THRESHOLD_BYTES)
-    assert (cache.emptied, cache.free) == (2, 0)
+    assert cache.emptied == 0
+    assert cache.snapshots == 1  # again only after torch has allocated or freed
 
 
-def test_what_has_left_the_cache_by_itself_counts_when_it_comes_back(cache):
+def test_memory_that_has_become_free_is_a_reason(cache):
     device = CudaDevice(0)
+    cache.partly = TRIM_THRESHOLD_BYTES
     device.trim(TRIM_THRESHOLD_BYTES)
-    cache.stays = 0
+    cache.partly, cache.free = 0, TRIM_THRESHOLD_BYTES + 1
     device.trim(TRIM_THRESHOLD_BYTES)
-    cache.free = TRIM_THRESHOLD_BYTES
-    device.trim(TRIM_THRESHOLD_BYTES)
-    assert (cache.emptied, cache.free) == (2, 0)
+    assert (cache.emptied, cache.free) == (1, 0)
 
 
 def test_without_a_bound_the_cache_is_always_emptied(cache):
@@ -65,4 +86,4 @@ def test_without_a_bound_the_cache_is_always_emptied(cache):
     for _ in range(2):
         cache.free = 1
         device.trim()
-    assert (cache.emptied, cache.free) == (2, 0)
+    assert (cache.emptied, cache.free, cache.snapshots) == (2, 0, 0)

@@ -9,7 +9,7 @@ import torch
 from helpers import FakeRank
 
 from rl_memory_plugins.memory import residual
-from rl_memory_plugins.memory.segments import Segment
+from rl_memory_plugins.memory.segments import DEFAULT_POOL, Segment
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag
 
 CACHED = 5  # in no tensor's use: it does not stay
@@ -17,7 +17,7 @@ OURS, GRAPHS = (0, 7), (0, 9)
 BY_POOL = {
     OURS: [Segment(0, 1000, 1000)],
     GRAPHS: [Segment(1000, 30, 30)],
-    residual.DEFAULT_POOL: [Segment(2000, 200, 1), Segment(3000, CACHED, 0)],
+    DEFAULT_POOL: [Segment(2000, 200, 1), Segment(3000, CACHED, 0)],
 }
 
 
