@@ -8,6 +8,7 @@ not be used. CUDA graphs that use the communicator work again after it is resume
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from rl_memory_plugins.memory.allocator import too_little_for_wake
+
+logger = logging.getLogger(__name__)
 
 #: The first version of NCCL that can suspend a communicator.
 FIRST_VERSION = (2, 29, 7)
@@ -45,6 +48,7 @@ class Suspension:
 
     def __init__(self) -> None:
         self._suspended: list[tuple[Communicator, int]] = []  # with their bytes
+        self._warned = False
 
     def suspend(self, communicators: Iterable[Communicator]) -> None:
         """Suspend these communicators, except suspended ones. Raises what NCCL raises; a later call continues.
@@ -55,6 +59,9 @@ class Suspension:
         for one in communicators:
             if not self.is_suspended(one):
                 nbytes = one.suspendable_bytes()
+                if not nbytes and not self._warned:
+                    logger.warning("NCCL holds no memory that it can release: is NCCL_CUMEM_ENABLE 0?")
+                    self._warned = True
                 one.suspend()
                 self._suspended.append((one, nbytes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, ncclComm_t
+from sglang.srt.entrypoints import engine
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
-from rl_memory_plugins.engines.sglang import nccl_suspend, scheduler
+from rl_memory_plugins.engines.sglang import install, nccl_suspend, scheduler
 from rl_memory_plugins.engines.sglang.nccl_suspend import OwnCommunicator
+from rl_memory_plugins.engines.sglang.options import EXPLICIT
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
 from rl_memory_plugins.errors import EngineFaultError, UnsupportedError
 from rl_memory_plugins.rank import encode_call
@@ -142,11 +145,61 @@ def test_the_controller_makes_the_calls_if_the_option_is_set(option: bool, monke
         monkeypatch.setattr(scheduler, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(scheduler, "Controller", controller)
     runner = SimpleNamespace(model=SimpleNamespace(named_parameters=dict))
-    engine = SimpleNamespace(
+    stand_in = SimpleNamespace(
         weight_updater=SimpleNamespace(tp_cpu_group=group),
         tp_worker=SimpleNamespace(model_runner=runner),
         server_args=None,
     )
     with pytest.raises(Started):
-        scheduler.SglangScheduler(engine, None, RLMemoryConfig(nccl_suspend=option))  # type: ignore[arg-type]
+        scheduler.SglangScheduler(stand_in, None, RLMemoryConfig(nccl_suspend=option))  # type: ignore[arg-type]
     assert isinstance(given[0], SuspendingRanks) == option
+
+
+class Arguments:
+    """SGLang's arguments for one node, with every option off."""
+
+    nnodes = 1
+
+    def __getattr__(self, name: str) -> int:
+        return 0
+
+
+def launched(option: bool, given: str | None, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """NCCL_CUMEM_ENABLE of the schedulers, after the first step of SGLang's own launch."""
+    variables = {**os.environ, "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+    variables.pop("NCCL_CUMEM_ENABLE", None)
+    if given is not None:
+        variables["NCCL_CUMEM_ENABLE"] = given
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(install, "config_of", lambda args: RLMemoryConfig(nccl_suspend=option))
+    monkeypatch.setattr(install, "refuse_modes", lambda args: None)
+    arguments = Arguments()
+    setattr(arguments, EXPLICIT, True)
+    launch = install._launch_subprocesses(lambda cls, args, **kwargs: engine._set_envs_and_config(args))
+    launch(engine.Engine, arguments, run_scheduler_process_func=print)
+    return variables.get("NCCL_CUMEM_ENABLE")
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "found"),
+    [(False, None, "0"), (True, None, "1"), (True, "1", "1"), (False, "0", "0"), (False, "1", "1")],
+)
+def test_nccl_uses_memory_that_it_can_release(
+    option: bool, given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang turns this memory off, and NCCL would then suspend nothing."""
+    assert launched(option, given, monkeypatch) == found
+
+
+def test_an_environment_that_turns_this_memory_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="NCCL_CUMEM_ENABLE=0"):
+        launched(True, "0", monkeypatch)
+
+
+def test_a_scheduler_of_another_launcher_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setattr(scheduler, "config_of", lambda args: ON)
+    monkeypatch.setattr(scheduler, "refuse_modes", lambda args: None)
+    init = scheduler._init(lambda *args, **kwargs: pytest.fail("it started"))
+    with pytest.raises(UnsupportedError, match="NCCL_CUMEM_ENABLE=0"):
+        init(SimpleNamespace(), Arguments())

@@ -23,6 +23,7 @@ from rl_memory_plugins.engines.sglang import (
 )
 from rl_memory_plugins.engines.sglang.hooks import ENGINE, hooks
 from rl_memory_plugins.engines.sglang.modes import RAY, refuse_modes
+from rl_memory_plugins.engines.sglang.nccl_suspend import use_suspendable_memory
 from rl_memory_plugins.engines.sglang.options import CHILD_VARIABLE, config_of, disabled, launching, stay_out
 from rl_memory_plugins.errors import UnsupportedError, unsupported
 from rl_memory_plugins.hooking import Hooks
@@ -68,6 +69,7 @@ def _launch_subprocesses(original: Callable[..., Any]) -> Callable[..., Any]:
             if cls.__name__ == "RayEngine":
                 raise unsupported(*RAY)
             refuse_modes(server_args)
+            use_suspendable_memory(config)
         except UnsupportedError as error:
             stay_out(server_args, error)
             with disabled():

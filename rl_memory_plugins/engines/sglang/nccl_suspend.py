@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import nccl_suspend
+from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.memory import nccl
 
 MEMORY = 1  # NCCL_SUSPEND_MEM
+CUMEM = "NCCL_CUMEM_ENABLE"
+
+
+def use_suspendable_memory(config: RLMemoryConfig) -> None:
+    """Have NCCL use the memory that it can release, if the option is set. SGLang turns this off by default.
+
+    Call it before SGLang sets its own variables, and in a scheduler before it makes communicators.
+
+    Raises:
+        UnsupportedError: the environment turns the memory off.
+    """
+    if config.nccl_suspend and os.environ.setdefault(CUMEM, "1") == "0":
+        raise UnsupportedError(
+            f"nccl_suspend needs {CUMEM}=1, because NCCL releases no other memory, and the environment has {CUMEM}=0. "
+            "SGLang sets 0 if an engine was started before in this process: set 1 before the first start",
+            mode="nccl_suspend",
+        )
 
 
 @dataclass(frozen=True)

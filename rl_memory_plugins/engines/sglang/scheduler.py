@@ -21,6 +21,7 @@ from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
 from rl_memory_plugins.engines.sglang.draft import runners_of
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
+from rl_memory_plugins.engines.sglang.nccl_suspend import use_suspendable_memory
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
@@ -210,6 +211,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             original(self, server_args, *args, **kwargs)
             return
         refuse_modes(server_args)  # a launcher without the plugin has not checked them
+        use_suspendable_memory(config)
         memory = Memory(config, lambda: _device_and_rank(self), server_args)
         worker.prepare(memory)
         original(self, server_args, *args, **kwargs)

@@ -88,6 +88,14 @@ def test_only_suspended_communicators_are_resumed_and_only_those_asked_for():
     assert suspension.is_suspended(first) and not suspension.is_suspended(second)
 
 
+def test_a_communicator_without_suspendable_memory_is_warned_of_once(caplog):
+    suspension = nccl.Suspension()
+    suspension.suspend([Communicator(1)])
+    assert caplog.text == ""
+    suspension.suspend([Communicator(0), Communicator(0)])
+    assert caplog.text.count("NCCL_CUMEM_ENABLE") == 1
+
+
 def test_a_call_that_failed_is_continued():
     first, second = Communicator(), Communicator()
     suspension = nccl.Suspension()
