@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -243,13 +244,20 @@ def test_a_region_makes_tensors_that_need_no_move(close):
     assert sum(change.bytes_released for change in memory.sleep(["parameters"]).changes) >= 512 * MiB
 
 
-def graph_of(model, optimizer, batch):
-    """A graph of a whole training step. The optimiser has stepped before."""
+def graph_of(model, optimizer, batch, gradients):
+    """A graph of a whole training step. The optimiser has stepped before.
+
+    Args:
+        gradients: A context for the gradients, whose addresses the graph keeps.
+    """
     graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
+    with gradients:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
     with torch.cuda.graph(graph):
         model(batch).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
     return graph
 
 
@@ -270,7 +278,7 @@ def test_a_graph_of_a_training_step_replays_after_a_wake(close, wait):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = graph_of(model, optimizer, batch)
+        graph = graph_of(model, optimizer, batch, memory.region("gradients") if sleeps else nullcontext())
         for _ in range(4):
             graph.replay()
             if memory is not None:
