@@ -16,7 +16,7 @@ HELLO_S = 10.0
 """How long a stranger may take for its `Hello`, TLS included."""
 
 MAX_STRANGERS = 64
-"""Connections without a `Hello` at a time; more are closed at once."""
+"""Connections without a `Hello` at a time. A further one ends the oldest, so that silent ones lock no rank out."""
 
 
 class Greeter:
@@ -44,11 +44,12 @@ class Greeter:
         sock.settimeout(HELLO_S)
         thread = threading.Thread(target=self._greet, args=(sock,), name="rl-memory-greeter", daemon=True)
         with self._lock:
-            if len(self._strangers) < MAX_STRANGERS:
-                with contextlib.suppress(RuntimeError):  # this process cannot start more threads
-                    thread.start()
-                    self._strangers[thread] = sock
-                    return
+            if len(self._strangers) >= MAX_STRANGERS:
+                _end(self._strangers.pop(next(iter(self._strangers))))
+            with contextlib.suppress(RuntimeError):  # this process cannot start more threads
+                thread.start()
+                self._strangers[thread] = sock
+                return
         sock.close()
 
     def take(self) -> list[tuple[wire.Connection, wire.Hello]]:
@@ -66,8 +67,7 @@ class Greeter:
         with self._lock:
             strangers = dict(self._strangers)
             for sock in strangers.values():
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the connection
+                _end(sock)
         for thread in strangers:
             thread.join()
         if self._waiting.fileno() >= 0:
@@ -82,6 +82,8 @@ class Greeter:
             deadline = wire.Deadline(HELLO_S)
             own = prepared = self._prepare(sock)
             with self._lock:
+                if threading.current_thread() not in self._strangers:
+                    return  # a further connection has ended this one
                 self._strangers[threading.current_thread()] = prepared
             if isinstance(prepared, ssl.SSLSocket):
                 prepared.do_handshake()
@@ -101,3 +103,8 @@ class Greeter:
                 own.close()
             with self._lock:
                 self._strangers.pop(threading.current_thread(), None)
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the connection

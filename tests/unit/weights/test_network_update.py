@@ -202,21 +202,23 @@ def test_strangers_are_turned_away_and_hold_nobody_up(security, monkeypatch):
             assert sock.recv(1) == b""
 
 
-def test_more_strangers_than_that_are_closed_at_once(monkeypatch):
-    monkeypatch.setattr(greeter, "MAX_STRANGERS", 2)
-    with WeightSender(1, timeout_s=2, transport="tcp") as sender:
+def test_silent_strangers_lock_no_rank_out(monkeypatch, security):
+    monkeypatch.setattr(greeter, "MAX_STRANGERS", 3)
+    rank, tensors = Rank(), checkpoint()
+    with contextlib.ExitStack() as strangers, WeightSender(1, timeout_s=30, **security) as sender:
         target = addresses.parse(sender.endpoints["*"])[:2]
-        strangers = [socket.create_connection(target) for _ in range(3)]
+        silent = [strangers.enter_context(socket.create_connection(target)) for _ in range(5)]
+        sending = threading.Thread(target=send, args=(sender, tensors))
         start = time.monotonic()
-        sending = threading.Thread(target=send, args=(sender, checkpoint()))
         sending.start()
-        strangers[2].settimeout(5)
-        with contextlib.suppress(ConnectionResetError):
-            assert strangers[2].recv(1) == b""
-        assert time.monotonic() - start < 1.5
-        sending.join(10)
-        for sock in strangers:
-            sock.close()
+        welcome = Receiving(rank, sender).join()
+        sending.join(20)
+        assert welcome.error is None and rank.manager.content is Content.VALID
+        for sock in silent[:3]:  # two made room for the other strangers, and one for the rank
+            sock.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        assert time.monotonic() - start < greeter.HELLO_S - 1
 
 
 def test_a_stranger_that_stays_silent_is_closed_at_its_deadline(monkeypatch):
