@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -137,10 +138,7 @@ def test_the_controller_makes_the_calls_if_the_option_is_set(option: bool, monke
     group = SimpleNamespace(rank=1)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    agent = SimpleNamespace(receiver=SimpleNamespace(padding=None))
-    monkeypatch.setattr(
-        scheduler, "SglangWorker", lambda *args: SimpleNamespace(agent=agent, manager=None, unfilled=list)
-    )
+    monkeypatch.setattr(scheduler, "SglangWorker", lambda *args: MagicMock())
     for name in ("SglangAdapters", "runners_of", "SglangEngine", "EngineUpdates", "_engine_rank", "capabilities_of"):
         monkeypatch.setattr(scheduler, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(scheduler, "Controller", controller)
