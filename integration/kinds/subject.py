@@ -142,7 +142,7 @@ class Vllm(Subject):
 
     def load(self, folder: Path) -> None:
         self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        self.engine.reset_prefix_cache()
+        self.forget()
 
     def shutdown(self) -> None:
         self.engine.llm_engine.engine_core.shutdown()

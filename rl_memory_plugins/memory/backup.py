@@ -309,7 +309,7 @@ class Backup:
 
         Args:
             gone: Parts of the blocks that have been freed since the backup was made.
-            unused: Parts of the blocks that need no copy; `restore` skips them too.
+            unused: Parts of the blocks that need no copy; `begin_restore` skips them too.
             clean: The fingerprinted parts match their copy. Only the other parts are copied.
 
         Returns: the bytes to copy.
@@ -365,7 +365,7 @@ class Backup:
         return _nbytes(pairs)
 
     def arrived(self, device: Device, blocks: Sequence[Block]) -> bool:
-        """Whether `restore` has brought these blocks their own bytes. Only a copy that is shared needs the check."""
+        """Whether `begin_restore` has brought these blocks their own bytes. Only a shared copy needs the check."""
         return True
 
     def copies(self, part: Block) -> list[tuple[Block, int]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.trainer.gpu import is_capturing
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def _hook(adopt: weakref.ReferenceType[Callable[[], bool]]) -> Callable[..., Non
 
     def adopt_state(*_: Any) -> None:
         nonlocal done
-        if done or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if done or is_capturing():
             return
         found = adopt()
         try:

@@ -17,6 +17,11 @@ def own_gpu() -> str | None:
     return gpu_name(torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
+def is_capturing() -> bool:
+    """Whether this thread captures a CUDA graph on its current stream."""
+    return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
+
+
 def with_index(device: torch.device | str | None) -> torch.device:
     """The device with its index. Default: the current GPU, or the CPU without a GPU."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

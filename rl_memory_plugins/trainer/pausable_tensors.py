@@ -22,7 +22,7 @@ from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.records import TagChange
 from rl_memory_plugins.trainer.first_step import FirstSteps
-from rl_memory_plugins.trainer.gpu import with_index
+from rl_memory_plugins.trainer.gpu import is_capturing, with_index
 from rl_memory_plugins.trainer.offloading import Target, owned_elsewhere, sleepers
 from rl_memory_plugins.trainer.pause_options import PauseOptions
 from rl_memory_plugins.trainer.process_groups import groups_of
@@ -210,7 +210,7 @@ class PausableTensors:
         if not self._manager.unfinished:
             return
         with self._lock:
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            if is_capturing():
                 raise StateConflictError("a CUDA graph is captured while a wake is unfinished: call wait() before")
             try:
                 self._manager.finish_wake()

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.optim.optimizer as torch_optimizer  # torch.optim has no such attribute
 
+from rl_memory_plugins.trainer.gpu import is_capturing
+from rl_memory_plugins.trainer.targets import is_of_torch
+
 
 class StateHooks:
     """Hooks before `step`, `state_dict` and `load_state_dict` of optimisers.
@@ -59,11 +62,10 @@ class StateHooks:
         return not self.captured and not hooks_of_all and all(map(self._covers, targets))
 
     def _covers(self, target: Any) -> bool:
-        known = isinstance(target, torch.optim.Optimizer) and target in self._handles
-        return known and type(target).__module__.startswith("torch.optim.")
+        return isinstance(target, torch.optim.Optimizer) and target in self._handles and is_of_torch(target)
 
     def before_use(self, reads: bool, optimizer: torch.optim.Optimizer) -> None:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             self.captured = True
         before_use = self._before_use()
         if before_use is not None:

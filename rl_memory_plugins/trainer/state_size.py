@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.trainer.offloading import plain_parts
+from rl_memory_plugins.trainer.targets import is_of_torch
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device)
     A twin of the same class steps once, with one small parameter for each group and dtype. Other classes have no twin:
     their constructors may communicate with other ranks.
     """
-    if optimizer.state or not type(optimizer).__module__.startswith("torch.optim."):
+    if optimizer.state or not is_of_torch(optimizer):
         return 0
     try:
         return int(ROUNDING * sum(_of_group(optimizer, group, device) for group in optimizer.param_groups))

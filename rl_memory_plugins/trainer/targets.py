@@ -147,5 +147,10 @@ def default_tag(target: Target) -> str:
     return OPTIMIZER if isinstance(target, torch.optim.Optimizer) else PARAMETERS
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is one of `torch.optim`. Others may read their state anywhere, and communicate anywhere."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _any_owned(tensor: torch.Tensor, is_owned: Callable[[Any], bool]) -> bool:
     return any(is_owned(part.untyped_storage()) for part in plain_parts(tensor))
