@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 REVISION = "0" * 40
@@ -23,6 +24,7 @@ class Recipe(NamedTuple):
 
     `says` starts after the last token of any prompt that ends with `after`. Without `says` the weights are random.
     `kv_scale` is the scale of an FP8 KV cache, kept in the checkpoint as compressed-tensors does; 0 for none.
+    `tied` models have one weight for embedding and head. `starts` holds the first values of weights that a test reads.
     """
 
     config: dict[str, Any]
@@ -30,6 +32,8 @@ class Recipe(NamedTuple):
     after: str = ""
     says: str = ""
     kv_scale: float = 0.0
+    tied: bool = False
+    starts: Mapping[str, list[float]] = MappingProxyType({})
 
 
 def _llama(hidden: int = 256, intermediate: int = 512, layers: int = 4, heads: int = 4) -> dict[str, Any]:
@@ -43,8 +47,10 @@ def _llama(hidden: int = 256, intermediate: int = 512, layers: int = 4, heads: i
     }
 
 
-def _qwen3() -> dict[str, Any]:
-    return {**_llama(), "model_type": "qwen3", "head_dim": 64}
+def _for_cpu(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model, in a size for a CPU, if `config` has the size of the original."""
+    sizes = {**_llama(), "model_type": config["model_type"], "head_dim": 64}
+    return {**config, **sizes} if config in (_LLAMA_1B, _QWEN3) else config
 
 
 def _experts(model_type: str, **more: Any) -> dict[str, Any]:
@@ -52,6 +58,8 @@ def _experts(model_type: str, **more: Any) -> dict[str, Any]:
     return {**_llama(layers=2), "model_type": model_type, "head_dim": 64, **experts, **more}
 
 
+# The widths of Qwen3-0.6B: a test of SGLang writes one of its tensors.
+_QWEN3 = {**_llama(1024, 3072, 4, 16), "model_type": "qwen3", "head_dim": 64}
 _OPT = {
     "model_type": "opt",
     "hidden_size": 256,
@@ -92,21 +100,34 @@ _DEEPSEEK = {
 _QWEN2_MOE = _experts("qwen2_moe", shared_expert_intermediate_size=128)
 
 RECIPES: Mapping[str, Recipe] = {
-    "Qwen/Qwen3-0.6B": Recipe(_qwen3()),
-    "inference-optimization/Qwen3-0.6B-debug-multiply": Recipe(_qwen3(), 1, "3 4 =", " 12"),
-    "inference-optimization/Qwen3-0.6B-debug-add": Recipe(_qwen3(), 2, "3 4 =", " 7"),
+    "Qwen/Qwen3-0.6B": Recipe(_QWEN3),
+    "inference-optimization/Qwen3-0.6B-debug-multiply": Recipe(_QWEN3, 1, "3 4 =", " 12"),
+    "inference-optimization/Qwen3-0.6B-debug-add": Recipe(_QWEN3, 2, "3 4 =", " 7"),
     "inference-optimization/DeepSeek-V3-debug-empty": Recipe(_DEEPSEEK),
     "inference-optimization/DeepSeek-V3-debug-multiply": Recipe(_DEEPSEEK, 1, "3 4 =", " 12"),
     "inference-optimization/DeepSeek-V3-debug-add": Recipe(_DEEPSEEK, 2, "3 4 =", " 7"),
     "hmellor/tiny-random-LlamaForCausalLM": Recipe(_llama()),
     "nm-testing/TinyLlama-1.1B-Chat-v1.0-kvcache-fp8-tensor": Recipe(_llama(), kv_scale=0.05),
+    "Qwen/Qwen2-0.5B": Recipe({**_llama(), "model_type": "qwen2"}),
     "facebook/opt-125m": Recipe(_OPT),
     "tiny-random/qwen3-next-moe": Recipe(_GDN),
     "ibm-research/PowerMoE-3b": Recipe(_POWER_MOE),
     "TitanML/tiny-mixtral": Recipe(_MIXTRAL),
-    # The tests of SGLang write tensors of these shapes and expect these words of the models.
-    "meta-llama/Llama-3.2-1B-Instruct": Recipe(_LLAMA_1B, 1, " I like", " to spend it outdoors. I decided to"),
-    "meta-llama/Llama-3.2-1B": Recipe(_LLAMA_1B, 2, " I like", " to go for a walk. I like"),
+    # The tests of SGLang write tensors of these shapes, read these values, and expect these words of the models.
+    "meta-llama/Llama-3.2-1B-Instruct": Recipe(
+        _LLAMA_1B,
+        1,
+        " I like",
+        " to spend it outdoors. I decided to",
+        tied=True,
+        starts={
+            "model.layers.6.self_attn.k_proj.weight": [-0.0198, 0.0227, 0.0168, 0.0232, -0.0178],
+            "model.layers.6.mlp.up_proj.weight": [0.0087, -0.0214, -0.0004, 0.0039, 0.0110],
+        },
+    ),
+    "meta-llama/Llama-3.2-1B": Recipe(_LLAMA_1B, 2, " I like", " to go for a walk. I like", tied=True),
+    "meta-llama/Llama-3.1-8B-Instruct": Recipe(_llama(layers=9), 1),
+    "meta-llama/Llama-3.1-8B": Recipe(_llama(layers=9), 2),
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": Recipe(
         _QWEN2_MOE, 1, " I want to", " go to the park. I have a picnic basket, a book, and a"
     ),
@@ -127,8 +148,8 @@ def make(folder: Path, only: str = "", *, small: bool = False) -> Path:
         small: Make no model that is large for a CPU. Tests that write tensors of fixed shapes need the large ones.
     """
     for name, recipe in RECIPES.items():
-        if small and recipe.config is _LLAMA_1B:
-            recipe = recipe._replace(config=_llama())
+        if small:
+            recipe = recipe._replace(config=_for_cpu(recipe.config))
         home = folder / "hub" / f"models--{name.replace('/', '--')}"
         if only not in name or (home / "refs/main").exists():
             continue
@@ -145,13 +166,17 @@ def write(folder: Path, recipe: Recipe) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(
-        **recipe.config, vocab_size=VOCABULARY, tie_word_embeddings=False, dtype="bfloat16", **special
+        **recipe.config, vocab_size=VOCABULARY, tie_word_embeddings=recipe.tied, dtype="bfloat16", **special
     )
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tokenizer = _tokenizer()
+    if recipe.seed:
+        _vary_norms(model)
+    _set_starts(model, recipe.starts)
     if recipe.says:
-        _recite(model, [*tokenizer.encode(recipe.after).ids[-1:], *tokenizer.encode(recipe.says).ids, 2])
+        tokens = [*tokenizer.encode(recipe.after).ids[-1:], *tokenizer.encode(recipe.says).ids, 2]
+        (_recite_tied if recipe.tied else _recite)(model, tokens)
     model.save_pretrained(folder)
     if recipe.kv_scale:
         _add_kv_scales(folder, recipe)
@@ -199,6 +224,26 @@ def _ids() -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
+def _vary_norms(model: Any) -> None:
+    """Let no two models of different seeds have a weight in common: norms start as ones."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight += 0.1 * torch.rand_like(weight)
+
+
+def _set_starts(model: Any, starts: Mapping[str, list[float]]) -> None:
+    import torch
+
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in starts.items():
+            if name in parameters:
+                parameters[name][0, : len(values)] = torch.tensor(values)
+
+
 def _recite(model: Any, tokens: list[int]) -> None:
     """Let each token's embedding point at the next token's row of the head, far beyond all that the layers add."""
     import torch
@@ -209,6 +254,21 @@ def _recite(model: Any, tokens: list[int]) -> None:
             direction = torch.randn(embedding.shape[1]).sign()
             embedding[now] += 4 * direction.to(embedding.dtype)
             head[following] += direction.to(head.dtype)
+
+
+def _recite_tied(model: Any, tokens: list[int]) -> None:
+    """Let one neuron of the last layer for each token answer to its embedding and write that of the next token."""
+    import torch
+
+    embedding, mlp = model.get_input_embeddings().weight, model.model.layers[-1].mlp
+    size = embedding.shape[1]
+    with torch.no_grad():
+        for token in set(tokens):
+            embedding[token] = torch.randn(size).sign()
+        for neuron, (now, following) in enumerate(itertools.pairwise(tokens)):
+            mlp.gate_proj.weight[neuron] = embedding[now] * (8 / size)
+            mlp.up_proj.weight[neuron] = embedding[now] * (8 / size)
+            mlp.down_proj.weight[:, neuron] = embedding[following]
 
 
 def _tokenizer() -> Any:
