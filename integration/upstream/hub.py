@@ -206,9 +206,12 @@ def _add_kv_scales(folder: Path, recipe: Recipe) -> None:
 
 
 def _pieces(recipe: Recipe) -> list[str]:
-    """The tokens of a recited text: words, each with its blank, joined where a token would have two successors."""
+    """The tokens of a recited text: words, each with its blank, joined where a token would have two successors.
+
+    A number is a token of its own: vLLM's tests score what follows the first token of an answer.
+    """
     found: list[str] = []
-    for word in re.findall(r" \S+", recipe.says):
+    for word in re.findall(r" (?=\d)|\d+| \D\S*", recipe.says):
         found.append(word)
         while len(found) > 1 and (found[-1] in found[:-1] or recipe.after.endswith(found[-1])):
             last = found.pop()
