@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.engines.layer_tensors import walk
+from rl_memory_plugins.engines.layer_tensors import BACKEND, walk
 from rl_memory_plugins.engines.saved_layers import extent, like, without_memory
 
 _SMALL = 1 << 20
@@ -76,7 +76,12 @@ class LayerTemplate:
             for name, parameter in layer._parameters.items()
             if parameter is not None and (_is_still(parameter, self._first.get(name)) or self._has_default())
         )
-        owners = [owner for _, _, owner in walk(layer) if owner is not None and hasattr(owner, "__dict__")]
+        # Not those of a backend: the layer's own step changes it, and finds what it has made before.
+        owners = [
+            owner
+            for path, _, owner in walk(layer)
+            if owner is not None and hasattr(owner, "__dict__") and path[0] != BACKEND
+        ]
         self._before = [(owner, dict(vars(owner))) for owner in (layer, *owners)]
         self._changed = [set() for _ in self._before]
 

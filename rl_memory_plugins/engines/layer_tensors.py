@@ -1,4 +1,4 @@
-"""The tensors of one layer: its own, and those that its quantisation method holds."""
+"""The tensors of one layer: its own, and those that its quantisation method or its attention backend holds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import torch
 #: The attributes of a layer that hold its quantisation method.
 METHODS = ("quant_method", "scheme")
 
+#: The attribute of an attention layer that holds its backend. The backend may hold others, and each has a step.
+BACKEND = "impl"
+
+STEP = "process_weights_after_loading"
+"""The name of the step in both engines, on a layer, on its `quant_method`, or on its backend."""
+
 _MOST_NESTED = 6
 _FOREIGN = ("torch", "transformers", "vllm.config", "numpy", "builtins")  # packages whose objects hold no constants
 
 
 class Held(NamedTuple):
-    """A tensor that a quantisation method holds: the object or container that has it, and its attribute or key."""
+    """A tensor that a quantisation method or a backend holds: the object or container that has it, and its attribute or key."""
 
     owner: Any
     key: Any
@@ -31,19 +37,22 @@ class Held(NamedTuple):
 
 
 def held_by_methods(layer: torch.nn.Module) -> dict[tuple[Any, ...], Held]:
-    """The tensors in a layer's quantisation method and in the objects below it, by the path to each."""
+    """The tensors in a layer's quantisation method and backend, and in the objects below them, by the path to each."""
     return {path: held for path, held, _ in walk(layer) if held is not None}
 
 
 def walk(layer: torch.nn.Module) -> Iterator[tuple[tuple[Any, ...], Held | None, Any]]:
-    """The path of each tensor and each object of a layer's quantisation method."""
+    """The path of each tensor and each object of a layer's quantisation method and of its backend."""
     seen: set[int] = {id(layer)}
+    backend = getattr(layer, BACKEND, None)
     roots = {name: getattr(layer, name, None) for name in METHODS}
     pending: list[tuple[tuple[Any, ...], Any]] = [
         ((name,), root)
         for name, root in roots.items()
         if isinstance(root, torch.nn.Module) or _may_hold_tensors(root)  # a method may be a module
     ]
+    if hasattr(backend, STEP) and _may_hold_tensors(backend):
+        pending.append(((BACKEND,), backend))
     while pending:
         path, owner = pending.pop()
         if id(owner) in seen or len(path) > _MOST_NESTED:
@@ -59,6 +68,8 @@ def walk(layer: torch.nn.Module) -> Iterator[tuple[tuple[Any, ...], Held | None,
         for key, value in items:
             if isinstance(value, torch.Tensor):
                 yield (*path, key), Held(owner, key, value), None
+            elif path[0] == BACKEND and not hasattr(value, STEP):  # a backend knows much that it does not own
+                continue
             elif isinstance(value, (dict, list, tuple)) or _may_hold_tensors(value):
                 pending.append(((*path, key), value))
 

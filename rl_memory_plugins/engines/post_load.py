@@ -18,14 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_memory_plugins.engines.layer_templates import LayerTemplate
-from rl_memory_plugins.engines.layer_tensors import held_by_methods, tensors_of
+from rl_memory_plugins.engines.layer_tensors import STEP, held_by_methods, tensors_of
 from rl_memory_plugins.engines.saved_layers import Graphs
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.trace import takes_shape_only
 from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
-
-STEP = "process_weights_after_loading"
-"""The name of the step in both engines, on a layer or on its `quant_method`."""
 
 NEW_LAYOUT = "other parameters"
 """Recorded among the operators if the step has replaced parameters of the layer."""

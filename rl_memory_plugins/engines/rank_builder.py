@@ -25,6 +25,7 @@ from rl_memory_plugins.weights.drafted import DraftedLoader
 from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.model_loader import ModelLoader, Reload, is_ignorable
 from rl_memory_plugins.weights.names import NamedWeights
+from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
@@ -82,6 +83,7 @@ class Draft:
         model_config: Gives the configuration of the draft model.
         checkpoint: The files that the draft model was loaded from.
         one_checkpoint: Whether these are those of the target.
+        derive: As for `ModelLoader`.
     """
 
     model: Callable[[], torch.nn.Module | None]
@@ -90,6 +92,7 @@ class Draft:
     model_config: Callable[[], Any]
     checkpoint: EngineCheckpoint
     one_checkpoint: Callable[[], bool]
+    derive: Callable[[LoadPlan], None] = lambda plan: None
 
     def existing(self) -> torch.nn.Module:
         model = self.model()
@@ -112,6 +115,7 @@ def build_agent(
     unfilled: Callable[[], Iterable[str]] = tuple,
     filled: Callable[[], Iterable[str]] = tuple,
     dummy: Callable[[torch.nn.Module], bool] = lambda model: False,
+    derive: Callable[[LoadPlan], None] = lambda plan: None,
     calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **own: Any,
 ) -> RankAgent:
@@ -128,6 +132,7 @@ def build_agent(
         unfilled: As for `NamedWeights`.
         filled: Gives the names of parameters that the engine's first load is known to have filled.
         dummy: Whether the engine was started with dummy weights in this model; see `ModelLoader`.
+        derive: See `ModelLoader`.
         calls: As for `RankAgent`.
         **own: Arguments of `RankAgent` that only one engine has.
     """
@@ -138,6 +143,7 @@ def build_agent(
         reload: Callable[[], Reload | None],
         config_of: Callable[[], Any],
         files: EngineCheckpoint,
+        derive: Callable[[LoadPlan], None],
         absent: Collection[str],
     ) -> ModelLoader:
         return ModelLoader(
@@ -150,11 +156,12 @@ def build_agent(
             checkpoint=files.specs,
             dummy=lambda: dummy(model()),
             unchanged=lambda: SavedLayers(dict(model().named_modules())).restoring(),
+            derive=derive,
             casts=CastRule(config.strict_dtypes, config.allow_cast, files.specs),
         )
 
     absent = _without_memory(model())
-    loader = target = loader_of(model, load_weights, reload, model_config, checkpoint, absent)
+    loader = target = loader_of(model, load_weights, reload, model_config, checkpoint, derive, absent)
     if draft is not None:
         own_draft = draft.model()
         loader = DraftedLoader(
@@ -165,6 +172,7 @@ def build_agent(
                 draft.reload,
                 draft.model_config,
                 draft.checkpoint,
+                draft.derive,
                 () if own_draft is None else _without_memory(own_draft),
             ),
             exists=lambda: draft.model() is not None,

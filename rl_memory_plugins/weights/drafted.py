@@ -247,6 +247,14 @@ class DraftedLoader(ModelLoader):
         for name, _ in shares.of_draft():  # if the draft's plan replays everything, no loader has read the rest
             raise WeightUpdateError(f"the draft's loader did not read {name}", name=name)
 
+    def finish(self, plan: LoadPlan) -> None:
+        """See `ModelLoader`."""
+        if isinstance(plan, DraftedPlan):
+            self._target.finish(plan.target)
+            self._draft.finish(plan.draft)
+        else:
+            self._target.finish(plan)
+
     def note_complete(self, plan: LoadPlan) -> None:
         """See `ModelLoader`."""
         if isinstance(plan, DraftedPlan):

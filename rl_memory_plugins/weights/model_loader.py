@@ -103,6 +103,7 @@ class ModelLoader:
         dummy: Whether the engine was started with dummy weights, which also lie where a load of its checkpoint leaves
             the engine's own values. A complete update must then bring every parameter.
         unchanged: The model has its layers again at the exit of this context.
+        derive: Derives again what the engine keeps of weights elsewhere, after an update with the plan has loaded all.
         casts: Which tensors may have another dtype than the engine's memory.
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
         replays: The buckets of the latest update.
@@ -120,6 +121,7 @@ class ModelLoader:
     checkpoint: Callable[[], Mapping[str, TensorSpec]] = dict
     dummy: Callable[[], bool] = lambda: False
     unchanged: Callable[[], AbstractContextManager[None]] = nullcontext
+    derive: Callable[[LoadPlan], None] = lambda plan: None
     casts: CastRule = field(default_factory=CastRule)
     complete: LoadPlan | None = field(default=None, init=False)
     replays: Replays = field(default_factory=Replays, init=False)
@@ -265,6 +267,14 @@ class ModelLoader:
                 reason="incomplete",
                 missing=missing,
             )
+
+    def finish(self, plan: LoadPlan) -> None:
+        """End an update that has loaded all tensors: see `derive`.
+
+        Raises:
+            WeightUpdateError: what the engine keeps of the weights cannot follow them.
+        """
+        self.derive(plan)
 
     def drop_outdated(self) -> Mapping[str, torch.Tensor]:
         """Drop all plans if the engine has replaced tensors or transformed more weights since.

@@ -70,6 +70,7 @@ class Session:
                 problem = "the update broke off, but the engine's loader hid the error"
                 raise WeightUpdateError(problem, rank=manager.rank)
             with timed(self.seconds, "load"):
+                self.model.finish(plan)
                 manager.device.synchronize()
             self._elements.clear()
             if not buffer.keep:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.engines.rank_builder import Draft
 from rl_memory_plugins.engines.vllm import reload
+from rl_memory_plugins.engines.vllm.attention import AttentionSteps
 from rl_memory_plugins.weights.checkpoint_files import EngineCheckpoint
 
 if TYPE_CHECKING:
@@ -20,11 +21,18 @@ def model_of(worker: Any) -> torch.nn.Module | None:
     return getattr(worker.model_runner, "get_draft_model", lambda: None)()
 
 
-def of(worker: Any, region: Callable[[], AbstractContextManager[None]]) -> Draft:
+def attention_of(worker: Any) -> AttentionSteps | None:
+    """The attention of the draft model; `None` if the worker has none."""
+    model = model_of(worker)
+    return None if model is None else AttentionSteps(model, _config(worker))
+
+
+def of(worker: Any, region: Callable[[], AbstractContextManager[None]], attention: AttentionSteps | None) -> Draft:
     """How an update reaches the draft model of a worker.
 
     Args:
         region: Gives the region for the tensors that a load makes.
+        attention: The attention of the draft model.
     """
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -42,6 +50,7 @@ def of(worker: Any, region: Callable[[], AbstractContextManager[None]]) -> Draft
         model_config=lambda: _speculative(worker).draft_model_config.hf_config,
         checkpoint=EngineCheckpoint(lambda: _checkpoint(worker)),
         one_checkpoint=lambda: _has_one_checkpoint(worker),
+        derive=(lambda plan: None) if attention is None else attention.repeat,
     )
     return draft
 

@@ -14,6 +14,7 @@ from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_a
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
 from rl_memory_plugins.engines.vllm import draft, first_load, modes, nccl_suspend, reload
 from rl_memory_plugins.engines.vllm.adapters import VllmAdapters
+from rl_memory_plugins.engines.vllm.attention import AttentionSteps
 from rl_memory_plugins.engines.vllm.capabilities import resident_graphs
 from rl_memory_plugins.engines.vllm.first_load import enabled_load
 from rl_memory_plugins.engines.vllm.native_allocator import NativeAllocator, stand_in
@@ -153,6 +154,8 @@ class VllmWorker:
         self._capture_graphs_in_a_region()
         with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
+        self._attention = AttentionSteps(self.model, self._worker.vllm_config)
+        self._attention_of_draft = draft.attention_of(self._worker)
         self._watched_loads = WatchedLoads(
             self.manager, self.model, self._restore_layers, lambda: self.agent.receiver.padding()
         )
@@ -210,7 +213,10 @@ class VllmWorker:
                 reload=self._reload,
                 model_config=lambda: self._worker.model_config.hf_config,
                 checkpoint=EngineCheckpoint(self._checkpoint),
-                draft=draft.of(self._worker, lambda: self.manager.allocator.region(Tag.WEIGHTS)),
+                draft=draft.of(
+                    self._worker, lambda: self.manager.allocator.region(Tag.WEIGHTS), self._attention_of_draft
+                ),
+                derive=self._attention.repeat,
                 adapters=lambda: VllmAdapters(self._worker),
                 settle_writes=self._session.settle_writes,
                 after_wake=self._after_wake,
