@@ -15,7 +15,8 @@ from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.ranges import intersect, subtract
-from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES, Transitions
+from rl_memory_plugins.memory.sleep_copies import SleepCopies
+from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.memory.weights_content import KeptWeights, PreparedSleep
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
@@ -23,7 +24,7 @@ from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, p
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
 
 
-class MemoryManager(Transitions):
+class MemoryManager(SleepCopies):
     """Manages the tags of one rank.
 
     Args:
@@ -186,76 +187,54 @@ class MemoryManager(Transitions):
         shared = self._share_weights(kept, discardable) if preserves and tag is Tag.WEIGHTS else None
         prepared.backups[tag] = shared or Backup(self.arena, kept, identified)
 
-    def begin_sleep(self) -> None:
-        """Start the copies of the prepared sleep. Nothing may write to the tags until `commit_sleep` or `abort_sleep`.
-
-        Raises:
-            RLMemoryError: a copy could not start; call `abort_sleep`.
-            StateConflictError: no sleep is prepared, or a tag has got memory since.
-        """
-        with self._naming_changes():
-            self._begin_copies(self._require_sleep())
-
-    def _require_sleep(self) -> PreparedSleep:
-        if self._prepared_sleep is None:
-            raise StateConflictError("no sleep is prepared on this rank", rank=self.rank)
-        return self._prepared_sleep
-
-    def _begin_copies(self, prepared: PreparedSleep) -> dict[str, int]:
-        """Start the copies that have not begun. Returns: the bytes to copy, by tag."""
-        with self._timed("synchronize"):
-            self.device.synchronize()
-        self._require_covered(prepared)
-        if prepared.copied is None:
-            with self._timed("backup"):
-                prepared.copied = {tag: self._begin_copy(prepared, tag) for tag in prepared.backups}
-        return prepared.copied
-
-    def commit_sleep(self) -> list[TagChange]:
+    def commit_sleep(self, tags: Collection[str] | None = None) -> list[TagChange]:
         """Copy and release the tags that `prepare_sleep` prepared. Each tag's state changes with its memory.
 
         A tag is released while the next tag is copied: unmapping a KV cache takes a tenth of the time of such a copy.
 
+        Args:
+            tags: The tags to release now. The others stay prepared for another commit, and their copies run on. If the
+                copies have begun, no work on the device may have used `tags` since. Default: all.
+
         Raises:
             RLMemoryError: a copy or a release failed. `details["changed"]` holds the tags that had changed before, with
-                their new states.
+                their new states. No tag is prepared any more.
             StateConflictError: no sleep is prepared.
         """
         prepared, self._prepared_sleep = self._require_sleep(), None
+        chosen = [tag for tag in prepared.states if tags is None or tag in tags]
+        is_last = len(chosen) == len(prepared.states)
         self._residual = None
+        if prepared.is_split:
+            self._seconds = {}  # those of the commit before
         with self._naming_changes():
             try:
-                copied = self._begin_copies(prepared)
-                changes = []
-                for tag, state in prepared.states.items():
-                    with self._timed("backup"):
-                        if tag in prepared.backups:
-                            prepared.backups[tag].finish()
-                    with self._timed("release"):
-                        changes.append(self._release_tag(prepared, tag, state, copied.get(tag, 0)))
-                if changes:
-                    with self._timed("release"):
-                        self.device.trim(TRIM_THRESHOLD_BYTES)
+                changes = self._release_tags(prepared, chosen, is_last)
+                if not is_last:
+                    prepared.is_split, self._prepared_sleep = True, prepared
                 return changes
             finally:
-                self._free_new_backups(prepared)  # of tags that an error has left resident
-                self._reclaim_later()
+                if self._prepared_sleep is None:
+                    self._free_new_backups(prepared)  # of tags that an error has left resident
+                    self._reclaim_later()
 
-    def _begin_copy(self, prepared: PreparedSleep, tag: str) -> int:
-        backup = prepared.backups[tag]
-        gone = subtract(backup.blocks, self.allocator.blocks(tag))
-        # torch counts a graph's temporaries as unused, but replays need them.
-        unused = self.allocator.unused(tag) if tag != Tag.CUDA_GRAPH else []
-        clean = backup is self._backups.get(tag)
-        if clean and prepared.epoch != self.epoch:  # the weights were written after `prepare_sleep`
-            del self._backups[tag]
-            clean = False
-        if backup.is_shared and not clean:
-            backup.free()
-            backup = prepared.backups[tag] = Backup(self.arena, backup.blocks, backup.identified)
-        return backup.begin_save(self.device, self.epoch, gone, unused, clean=clean)
+    def _release_tags(self, prepared: PreparedSleep, tags: Collection[str], is_last: bool) -> list[TagChange]:
+        # A wait for the device, or an emptying of the cache, would wait for the copies of the tags that stay prepared.
+        self._begin_copies(prepared, tags, synchronize=is_last)
+        changes = []
+        for tag in tags:
+            with self._timed("backup"):
+                if tag in prepared.backups:
+                    prepared.backups[tag].finish()
+            with self._timed("release"):
+                changes.append(self._release_tag(prepared, tag))
+        if changes and is_last:
+            with self._timed("release"):
+                self.device.trim(TRIM_THRESHOLD_BYTES)
+        return changes
 
-    def _release_tag(self, prepared: PreparedSleep, tag: str, state: TagState, copied: int) -> TagChange:
+    def _release_tag(self, prepared: PreparedSleep, tag: str) -> TagChange:
+        state, copied = prepared.states.pop(tag), prepared.copied.pop(tag, 0)
         backup = prepared.backups.pop(tag, None)
         former = self._backups.pop(tag, None)
         if former is not None and former is not backup:
@@ -291,13 +270,6 @@ class MemoryManager(Transitions):
         if prepared is not None:
             self._free_new_backups(prepared)
         self._reclaim_later()
-
-    def _free_new_backups(self, prepared: PreparedSleep) -> None:
-        for tag, backup in prepared.backups.items():
-            if backup is self._backups.get(tag):
-                backup.finish()
-            else:
-                backup.free()
 
     # -- wake ---------------------------------------------------------------------------------------------
 

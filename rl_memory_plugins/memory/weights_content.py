@@ -39,8 +39,10 @@ class PreparedSleep:
     epoch: int  # of the weights, when the sleep was prepared
     keep: Mapping[str, Block] = field(default_factory=dict)  # of parameters that a discarding sleep keeps
     backups: dict[str, Backup] = field(default_factory=dict)  # of a tag with a clean backup, that backup
-    states: dict[str, TagState] = field(default_factory=dict)  # after the sleep
-    copied: dict[str, int] | None = None  # the bytes of the copies that have begun, by tag; `None` before
+    states: dict[str, TagState] = field(default_factory=dict)  # after the sleep, of the tags that are still to leave
+    copied: dict[str, int] = field(default_factory=dict)  # the bytes of the copies that have begun, by tag
+    has_begun: bool = False  # `begin_sleep` was called
+    is_split: bool = False  # some tags have left already
 
 
 class WeightsContent:
@@ -209,21 +211,6 @@ class WeightsContent:
         except DeviceMemoryError:
             return None
 
-    @property
-    def prepared_tags(self) -> list[str]:
-        """The tags that the prepared sleep will release."""
-        return [] if self._prepared_sleep is None else list(self._prepared_sleep.states)
-
-    def recheck_copies(self) -> None:
-        """Copy the blocks of the prepared sleep again whose clean copy no longer matches them."""
-        prepared = self._prepared_sleep
-        if prepared is None:
-            return
-        for tag, backup in prepared.backups.items():
-            if backup is self._backups.get(tag) and not backup.is_clean(self.device, backup.blocks, self.epoch):
-                del self._backups[tag]  # a backup that is not among these counts as new, and is copied as a whole
-                prepared.copied = None
-
     def _keep(self, prepared: PreparedSleep) -> list[Block]:
         """The memory of the parameters that a discarding sleep of the weights keeps."""
         if prepared.keep and self.content is not Content.VALID:
@@ -274,21 +261,6 @@ class WeightsContent:
             weights = subtract(weights, parameters)
         graphs = self.allocator.blocks(Tag.CUDA_GRAPH)
         self.arena.prepare([sum(block.nbytes for block in blocks) for blocks in (weights, graphs)])
-
-    def _require_covered(self, prepared: PreparedSleep) -> None:
-        """Check that no tag to preserve has got memory since `prepare_sleep`, whose content would be lost.
-
-        Raises:
-            StateConflictError: a tag has got memory.
-        """
-        for tag, state in prepared.states.items():
-            if state is TagState.PRESERVED:
-                backup = prepared.backups.get(tag)
-                missing = subtract(self.allocator.blocks(tag), backup.blocks if backup is not None else [])
-                if missing:
-                    raise StateConflictError(
-                        f"the tag {tag} has got memory since its sleep was prepared: prepare the sleep again", tag=tag
-                    )
 
     def require_writable(self) -> None:
         """Check that an update may write: the weights are resident, and no prepared transition relies on their content.

@@ -13,6 +13,7 @@ be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError
 from rl_memory_plugins.memory.ranges import subtract
@@ -111,8 +112,9 @@ class PausableMemory(PausableTensors):
                     self._adopt_new()
                 self._manager.prepare_sleep(Level.PRESERVE, chosen)
             drops = GRADIENTS in self._dropped.intersection(requested)
+            manager = self._manager
             self._pending = Pending(
-                lambda _: self._manager.commit_sleep(), self._manager.abort_sleep, chosen, seconds, True, drops
+                manager.commit_sleep, manager.abort_sleep, requested, chosen, seconds, sleeps=True, drops=drops
             )
 
     def prepare_wake(self, tags: Collection[str] | None = None) -> None:
@@ -121,7 +123,8 @@ class PausableMemory(PausableTensors):
         Afterwards call `commit` or `abort`. Raises as `wake` does, and needs neither then.
         """
         with self._lock:
-            chosen = [tag for tag in self._begin(tags) if not self._manager.is_resident(tag)]
+            requested = self._begin(tags)
+            chosen = [tag for tag in requested if not self._manager.is_resident(tag)]
             if chosen:
                 self._reserve(chosen)
             try:
@@ -129,13 +132,13 @@ class PausableMemory(PausableTensors):
             except BaseException:
                 self._manager.abort_wake()
                 raise
-            self._pending = Pending(self._commit_wake, self._manager.abort_wake, chosen, {})
+            self._pending = Pending(self._commit_wake, self._manager.abort_wake, requested, chosen, {})
 
     def begin(self) -> None:
-        """Start the copies of the prepared sleep. They run on while this process does other work.
+        """Start the copies of the prepared sleep, tag by tag as `prepare_sleep` has named them.
 
-        `commit` waits for them and frees the device memory; `abort` waits for them and leaves all awake. Nothing may
-        write to the tags meanwhile.
+        They run on while this process does other work. `commit` waits for them and frees the device memory; `abort`
+        waits for them and leaves all awake. Nothing may write to the tags meanwhile.
 
         Raises:
             RLMemoryError: a copy could not start; nothing is prepared any more, and all stays awake.
@@ -149,47 +152,59 @@ class PausableMemory(PausableTensors):
                     self._targets.drop_gradients(self.owned())
                     # Later, emptying the cache would wait for the copies.
                     self._manager.device.trim(TRIM_THRESHOLD_BYTES)
-                if self._pending.tags:
+                if self._pending.changing:
                     self._manager.recheck_copies()
                     self._manager.begin_sleep()
             except BaseException:
                 self.abort()
                 raise
 
-    def commit(self, later: Collection[str] = ()) -> Report:
+    def commit(self, later: Collection[str] = (), *, tags: Collection[str] | None = None) -> Report:
         """The second phase of the prepared sleep or wake.
 
         Args:
             later: Tags of a wake; the content of those that `waits_before_use` is still on its way when this returns.
+            tags: Tags of a sleep that has begun, which leave now. Nothing may have used them since `begin`. The others
+                stay prepared, their copies run on, and another `commit` or `abort` follows. Default: all.
 
         Raises:
             StateConflictError: nothing is prepared, or a tag has got memory since the preparation; nothing changes.
         """
         with self._lock:
-            return self._commit(written=True, later=[tag for tag in later if self.waits_before_use(tag)])
+            return self._commit(written=True, later=[tag for tag in later if self.waits_before_use(tag)], tags=tags)
 
-    def _commit(self, *, written: bool, later: Collection[str] = ()) -> Report:
+    def _commit(self, *, written: bool, later: Collection[str] = (), tags: Collection[str] | None = None) -> Report:
         """Commit. `written`: tensors may have been written since the preparation."""
         pending, self._pending = self._pending, None
         if pending is None:
             raise StateConflictError("no sleep or wake is prepared")
-        if pending.sleeps:
-            return self._groups.sleep(lambda: self._act(pending, written, later), self._all_asleep)
-        return self._groups.wake(lambda: self._act(pending, written, later), pending.abort)
+        if not pending.sleeps:
+            return self._groups.wake(lambda: self._act(pending, pending.tags, later), pending.abort)
+        leaving = [tag for tag in pending.tags if tags is None or tag in tags]
+        return self._groups.sleep(lambda: self._leave(pending, leaving, written), self._all_asleep)
 
-    def _act(self, pending: Pending, written: bool, later: Collection[str]) -> Report:
+    def _leave(self, pending: Pending, tags: Collection[str], written: bool) -> Report:
+        """Commit the sleep of these tags. The others stay prepared."""
         try:
             if pending.drops:
                 self._targets.drop_gradients(self.owned())
             if written:
-                self._manager.recheck_copies()
+                self._manager.recheck_copies(tags)
         except BaseException:
             pending.abort()
             raise
-        if not pending.tags:
+        report = self._act(pending, tags, tags)
+        rest = [tag for tag in pending.tags if tag not in tags]
+        if rest:
+            self._pending = replace(pending, tags=rest, seconds={}, drops=False)
+        return report
+
+    def _act(self, pending: Pending, tags: Collection[str], argument: Collection[str]) -> Report:
+        """Commit with this argument, if it changes one of these tags."""
+        if not set(tags).intersection(pending.changing):
             return Report([], {})
         try:
-            changes = pending.commit(later)
+            changes = pending.commit(argument)
         finally:
             self._keep_while_asleep()
         return Report(changes, {**pending.seconds, **self._manager.seconds()})
@@ -237,7 +252,7 @@ class PausableMemory(PausableTensors):
             raise InvalidRequestError(
                 f"tags {unknown} are unknown: use some of {', '.join(known)}", field="tags", got=names, allowed=known
             )
-        return [tag for tag in known if tag in names]
+        return list(dict.fromkeys(names))
 
     def part(self, *tags: str) -> PausablePart:
         """These tags as a part of a `RolloutHandoff`."""
