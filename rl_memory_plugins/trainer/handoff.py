@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -33,6 +33,7 @@ from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject, as_engines, on_all
 from rl_memory_plugins.trainer.gpu import own_device
+from rl_memory_plugins.trainer.leaving import Leaving
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.pausable_part import (
     Pausable,
@@ -43,7 +44,7 @@ from rl_memory_plugins.trainer.pausable_part import (
 )
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.room import Room, lacks_memory, room, suffices
-from rl_memory_plugins.trainer.sources.model import Tensors
+from rl_memory_plugins.trainer.sources.model import Tensors, only_reads
 from rl_memory_plugins.trainer.update import push_from_all, require_options
 
 T = TypeVar("T")
@@ -187,6 +188,9 @@ class RolloutHandoff:
             self._sleep["tags"] = [Tag.WEIGHTS.value, Tag.CUDA_GRAPH.value]
             update["mode"] = mode
         self._overlap = overlap
+        self._leaves_beside = overlap and not from_host
+        sent = [source] if update.get("draft") is None else [source, update["draft"]]
+        self._only_read = all(map(only_reads, sent))
         self._memory_fraction = memory_fraction
         self._peers = Peers(group)
         self._update = update
@@ -229,19 +233,19 @@ class RolloutHandoff:
         """
         report = report or HandoffReport()
         with self._lock:
-            leaving = self._begin_others(report)
+            leaving = Leaving(self._others, self._weights if self._only_read else ())
             try:
-                if not leaving:
+                if not self._begin_others(report, leaving):
                     self._move(report, "offload_others", self._others)
                     self._move(report, "offload" if self._from_host else "load", self._weights)
+                    self._begin_weights(leaving)
                 if not self._updated_beside(leaving, report, weight_version):
-                    self._finish_others(report, leaving)
+                    self._free_others(report, leaving)
                     self._update_engines(report, weight_version)
-                self._finish_others(report, leaving)
+                self._free_others(report, leaving)
+                self._move(report, "offload", self._weights, leaving.weights)
             finally:
-                for memory in leaving:
-                    memory.abort()
-            self._move(report, "offload", self._weights)
+                leaving.abort()
             self._limit(1.0)
             self._on_engines(report, "wake_kv_cache", lambda engine: engine.wake_up())
         return report
@@ -258,64 +262,61 @@ class RolloutHandoff:
                 **self._update,
             )
 
-    def _updated_beside(self, leaving: list[Pausable], report: HandoffReport, weight_version: str | None) -> bool:
-        """Update the engines. Returns `False` if that lacks memory which `leaving` will free."""
+    def _updated_beside(self, leaving: Leaving, report: HandoffReport, weight_version: str | None) -> bool:
+        """Update the engines. Returns `False` if that lacks memory which `leaving.others` will free."""
         try:
             self._update_engines(report, weight_version)
         except RLMemoryError as error:
-            if not leaving or not lacks_memory(error):
+            if not leaving.others or not lacks_memory(error):
                 raise
             return False
         return True
 
-    def _begin_others(self, report: HandoffReport) -> list[Pausable]:
-        """Start to offload `others`, if the engines' weights fit on the devices beside them.
+    def _begin_others(self, report: HandoffReport, leaving: Leaving) -> bool:
+        """Start to offload `others`, and the weights behind them, if the engines' weights fit on the devices beside.
 
-        Returns: the memories whose copies to host memory run on, for `_finish_others`; none if `others` must be
-            offloaded first.
+        Returns: whether that was done; `others` must be offloaded first otherwise.
         """
-        if not self._overlap or self._from_host:
-            return []
-        tags = tags_of(self._others)
+        if not self._leaves_beside:
+            return False
         rest = [part for part in self._others if not isinstance(part, PausablePart)]
 
         def may_begin() -> bool:
-            return bool(tags) and all(isinstance(part, PausablePart) and part.is_awake() for part in self._weights)
-
-        def prepare() -> None:
-            for memory, own in tags.items():
-                memory.prepare_sleep(own)
+            awake = all(isinstance(part, PausablePart) and part.is_awake() for part in self._weights)
+            return bool(leaving.others) and awake
 
         def begin() -> Room:
             report.add("offload_others", [part.offload() for part in rest])
             if torch.cuda.is_initialized():
                 self._empty_cache("offload_others")
-            for memory in tags:
-                memory.begin()
-            return room(self.engines, tags)
+            leaving.begin()
+            return room(self.engines, leaving.others)
 
-        leaving = list(tags)
         with self._step("offload_others"):
             if not all(self._peers.agree(may_begin)):
-                return []
+                return False
         with timed(report.seconds, "offload_others"), self._step("offload_others"):
-            try:
-                self._peers.agree(prepare)
-                fits = suffices(self._peers.agree(begin, as_type=Room))
-            except BaseException:
-                for memory in leaving:
-                    memory.abort()
-                raise
+            self._peers.agree(leaving.prepare)
+            fits = suffices(self._peers.agree(begin, as_type=Room))
         if not fits:
-            self._finish_others(report, leaving)
-        return leaving
+            self._free_others(report, leaving)
+        return True
 
-    def _finish_others(self, report: HandoffReport, leaving: list[Pausable]) -> None:
-        """Wait for the copies that `_begin_others` has started, and free the device memory. Empties the list."""
-        if leaving:
+    def _begin_weights(self, leaving: Leaving) -> None:
+        """Start to offload the weights, which the update will only read. `others` have left."""
+        leaving.others.clear()
+        if not self._leaves_beside:
+            leaving.weights.clear()
+            return
+        with self._step("offload"):
+            self._peers.agree(leaving.prepare)
+            self._peers.agree(leaving.begin)
+
+    def _free_others(self, report: HandoffReport, leaving: Leaving) -> None:
+        """Wait for the copies of `others` that `_begin_others` has started, if any, and free the device memory."""
+        if leaving.others:
             with timed(report.seconds, "offload_others"), self._step("offload_others"):
-                self._peers.agree(lambda: report.add("offload_others", commit_all(leaving)))
-            leaving.clear()
+                self._peers.agree(lambda: report.add("offload_others", leaving.free_others()))
 
     def _body_ended(self) -> None:
         """Wait for the bodies of the other processes."""
@@ -337,10 +338,12 @@ class RolloutHandoff:
         with timed(report.seconds, step), self._step(step):
             self._peers.agree(lambda: on_all(self.engines, call))
 
-    def _move(self, report: HandoffReport, step: str, parts: Sequence[Movable]) -> None:
+    def _move(
+        self, report: HandoffReport, step: str, parts: Sequence[Movable], prepared: Collection[Pausable] = ()
+    ) -> None:
         """Load or offload. After an offload, empty torch's cache.
 
-        Pausable memories prepare on all processes before any of them acts.
+        Pausable memories prepare on all processes before any of them acts. Those in `prepared` have done so already.
         """
         load = step == "load"
         tags = tags_of(parts)
@@ -349,7 +352,8 @@ class RolloutHandoff:
 
         def prepare() -> None:
             for memory, own in tags.items():
-                (memory.prepare_wake if load else memory.prepare_sleep)(own)
+                if memory not in prepared:
+                    (memory.prepare_wake if load else memory.prepare_sleep)(own)
 
         def run() -> None:
             moves = commit_all(tags, later)

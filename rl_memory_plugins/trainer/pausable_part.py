@@ -25,7 +25,7 @@ class Pausable(Protocol):
     def prepare_sleep(self, tags: Collection[str] | None = None) -> None: ...
     def prepare_wake(self, tags: Collection[str] | None = None) -> None: ...
     def begin(self) -> None: ...
-    def commit(self, later: Collection[str] = ()) -> Report: ...
+    def commit(self, later: Collection[str] = (), *, tags: Collection[str] | None = None) -> Report: ...
     def abort(self) -> None: ...
     def device_memory(self) -> tuple[str, int]: ...
     def status(self) -> Mapping[str, TagStatus]: ...
@@ -84,23 +84,23 @@ def require_awake_groups(weights: Iterable[object], others: Iterable[object], *,
 
 
 def commit_all(
-    memories: Iterable[Pausable], later: Mapping[Pausable, Collection[str]] = MappingProxyType({})
+    tags: Mapping[Pausable, Collection[str]], later: Mapping[Pausable, Collection[str]] = MappingProxyType({})
 ) -> list[Moved]:
     """Commit what these memories have prepared, all of them even if one fails.
 
     The other ranks commit all of theirs, and memories with process groups wait for this rank.
 
     Args:
-        memories: Memories with a prepared sleep or wake.
+        tags: By memory, the tags of the prepared sleep that leave now, or all tags of the prepared wake.
         later: By memory, as for `PausableMemory.commit`.
 
     Raises:
         Exception: the error of the first memory that failed.
     """
     moves, failures = [], []
-    for memory in memories:
+    for memory, own in tags.items():
         try:
-            moves.append(moved(memory.commit(later.get(memory, ()))))
+            moves.append(moved(memory.commit(later.get(memory, ()), tags=own)))
         except Exception as error:
             failures.append(error)
     if failures:

@@ -62,6 +62,20 @@ class NegotiableSource(TensorSource, Protocol):
         """
 
 
+@runtime_checkable
+class ReadingSource(TensorSource, Protocol):
+    """A source that says whether it writes to the trainer's weights.
+
+    Attributes:
+        only_reads: No write to them runs while the source is in use, not even one that it undoes later, as of adapters
+            that it merges. The weights may then be copied to host memory meanwhile. Without it a handoff copies them
+            after the update.
+    """
+
+    @property
+    def only_reads(self) -> bool: ...
+
+
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """The parts that FSDP1, activation checkpointing and torch.compile add to names."""
 

@@ -28,6 +28,8 @@ class CheckpointSource:
         InvalidRequestError: a file is missing.
     """
 
+    only_reads = True  # see `weights.source.ReadingSource`
+
     def __init__(
         self,
         path: str | os.PathLike[str],

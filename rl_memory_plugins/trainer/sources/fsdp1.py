@@ -35,6 +35,8 @@ class FSDP1Source:
         dtype, rename: See `Outgoing`.
     """
 
+    only_reads = True  # see `weights.source.ReadingSource`
+
     def __init__(self, model: torch.nn.Module, *, dtype: Dtypes = None, rename: Rename | None = None) -> None:
         self._model = model
         self._outgoing = Outgoing(dtype, rename)

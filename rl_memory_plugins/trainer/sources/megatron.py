@@ -133,6 +133,8 @@ class MegatronSource:
             than one rank. If one rank fails, with this error or another, e.g. in `name_map`, all ranks raise.
     """
 
+    only_reads = True  # see `weights.source.ReadingSource`
+
     def __init__(
         self,
         parameters: torch.nn.Module | Mapping[str, torch.Tensor],

@@ -14,7 +14,7 @@ from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
 from rl_memory_plugins.trainer.sources.peft_names import base_names, warn_of_adapters
 from rl_memory_plugins.trainer.sources.saved import OfParameters, SavedForm, reversal_of
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.source import TensorSource, named_tensors
+from rl_memory_plugins.weights.source import ReadingSource, TensorSource, named_tensors
 
 Tensors: TypeAlias = TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]
 """The tensors to send, for `as_source`."""
@@ -92,6 +92,11 @@ class ModelSource:
         """See `weights.source.NegotiableSource`."""
         return self._outgoing.negotiable or (not self._is_agreed and self._checkpoint_form() is not None)
 
+    @property
+    def only_reads(self) -> bool:
+        """See `weights.source.ReadingSource`. A mapping that makes its tensors may do anything."""
+        return self._holds_tensors
+
     def revise(self, mismatches: Sequence[Mismatch]) -> bool:
         if self._outgoing.revise(mismatches):
             return True
@@ -165,3 +170,9 @@ class OwnSource(ModelSource):
 def as_source(tensors: Tensors, kind: type[ModelSource] = ModelSource) -> TensorSource:
     """Convert a module or a mapping to a source of this kind. Another source stays as it is."""
     return kind(tensors) if isinstance(tensors, (torch.nn.Module, Mapping)) else tensors
+
+
+def only_reads(tensors: Tensors) -> bool:
+    """Whether an update with these tensors writes to none of the trainer's weights; see `ReadingSource`."""
+    source = as_source(tensors)
+    return isinstance(source, ReadingSource) and source.only_reads

@@ -12,7 +12,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.sources.formats import format_of
-from rl_memory_plugins.trainer.sources.model import Tensors, as_source
+from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import TensorSource, spec_of
@@ -58,6 +58,11 @@ class QuantisedSource:
         if quantised is None:
             raise InvalidRequestError(f"the checkpoint in {folder} is not quantised", field="folder", got=str(folder))
         return cls(source, quantised, dtypes_in(Path(folder)))
+
+    @property
+    def only_reads(self) -> bool:
+        """See `weights.source.ReadingSource`."""
+        return only_reads(self._source)
 
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -130,12 +131,12 @@ def where_a_commit_fails(rank):
     memory, _ = memory_with_groups()
     memory.prepare_sleep()
 
-    def fail(later):
+    def fail(tags):
         raise EngineFaultError("no")
 
     commit = memory._manager.commit_sleep
     if rank == 1:
-        memory._pending = memory._pending.__class__(fail, memory._manager.abort_sleep, ["parameters"], {}, True)
+        memory._pending = replace(memory._pending, commit=fail)
     found = ""
     try:
         memory.commit()
@@ -161,7 +162,7 @@ def handoff_where_a_commit_fails(rank):
     handoff = RolloutHandoff([], {}, weights=[alone.part("parameters"), memory.part(*memory.status())])
     commit = alone._manager.commit_sleep
 
-    def fail():
+    def fail(tags):
         alone._manager.commit_sleep = commit
         commit()
         raise EngineFaultError("no")

@@ -1,0 +1,59 @@
+"""What leaves the trainer's devices while the engines' weights wake and the update runs.
+
+    link to host memory   | copies of others | copies of weights |
+    this process          | engines wake, update |  free others  |  free weights
+
+The update only reads the weights. The link is never idle from the end of the training until the last byte has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rl_memory_plugins.trainer.offloading import Moved
+from rl_memory_plugins.trainer.pausable_part import Pausable, commit_all, tags_of
+
+
+class Leaving:
+    """Parts of a handoff in `PausableMemory`, whose copies to host memory run while this process does other work.
+
+    After `prepare` and `begin` each group is committed by itself. `abort` keeps on the device what no commit has freed.
+
+    Args:
+        others: What the update does not read. Its copies begin first.
+        weights: What the update reads. Its copies queue behind those of `others` in the same memory; those of another
+            memory run beside them.
+
+    Attributes:
+        others, weights: By memory, the tags that are still to be committed.
+    """
+
+    def __init__(self, others: Iterable[object], weights: Iterable[object]) -> None:
+        self.others = tags_of(others)
+        self.weights: dict[Pausable, list[str]] = {}
+        for memory, tags in tags_of(weights).items():
+            own = [tag for tag in tags if tag not in self.others.get(memory, ())]
+            if own:
+                self.weights[memory] = own
+
+    def prepare(self) -> None:
+        """Obtain host memory for all of them, and free nothing yet; see `PausableMemory.prepare_sleep`."""
+        for memory in self._memories():
+            memory.prepare_sleep([*self.others.get(memory, ()), *self.weights.get(memory, ())])
+
+    def begin(self) -> None:
+        """Start the copies. Nothing may write to the tags from now on, and only the update may read the weights."""
+        for memory in self._memories():
+            memory.begin()
+
+    def free_others(self) -> list[Moved]:
+        """Wait for the copies of `others`, not for those of `weights`, and free the device memory."""
+        others, self.others = self.others, {}
+        return commit_all(others)
+
+    def abort(self) -> None:
+        for memory in self._memories():
+            memory.abort()
+
+    def _memories(self) -> list[Pausable]:
+        return list(dict.fromkeys([*self.others, *self.weights]))
