@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from helpers import FakeRank, sleep, wake
 
@@ -161,6 +163,72 @@ def test_an_early_begin_that_fails_can_be_undone(rank, operation):
     sleep(rank)
     wake(rank)
     assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def begun(rank):
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    rank.manager.begin_sleep()
+
+
+def test_tags_whose_copies_began_together_leave_one_after_the_other(rank):
+    before = rank.contents()
+    begun(rank)
+    calls = Counter(rank.device.calls)
+    [change] = rank.manager.commit_sleep([Tag.CUDA_GRAPH])
+    assert change.tag == Tag.CUDA_GRAPH and change.bytes_copied == rank.graph.nbytes
+    assert states(rank) == {Tag.KV_CACHE: RESIDENT, Tag.WEIGHTS: RESIDENT, Tag.CUDA_GRAPH: PRESERVED}
+    since = Counter(rank.device.calls) - calls
+    assert since["end_copy_to_host"] == 1 and not since["synchronize"] and not since["trim"]
+    with pytest.raises(StateConflictError, match="already prepared"):
+        rank.manager.prepare_wake([Tag.CUDA_GRAPH])
+    assert [change.tag for change in rank.manager.commit_sleep()] == [Tag.KV_CACHE, Tag.WEIGHTS]
+    assert (Counter(rank.device.calls) - calls)["synchronize"] == 1
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_an_abort_leaves_awake_what_no_commit_has_released(rank):
+    before = rank.contents()
+    begun(rank)
+    rank.manager.commit_sleep([Tag.CUDA_GRAPH])
+    rank.manager.abort_sleep()
+    assert states(rank) == {Tag.KV_CACHE: RESIDENT, Tag.WEIGHTS: RESIDENT, Tag.CUDA_GRAPH: PRESERVED}
+    assert copies(rank) == (3, 3)
+    sleep(rank)
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_a_commit_of_some_tags_that_fails_ends_the_preparation_of_all(rank):
+    before = rank.contents()
+    begun(rank)
+    rank.device.fail("end_copy_to_host")
+    with pytest.raises(EngineFaultError):
+        rank.manager.commit_sleep([Tag.CUDA_GRAPH])
+    assert set(states(rank).values()) == {RESIDENT} and rank.manager.prepared_tags == []
+    assert copies(rank) == (3, 3) and rank.contents() == before
+    sleep(rank)
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
+def test_a_commit_of_some_tags_before_their_copies_began_waits_for_the_device(rank):
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    calls = Counter(rank.device.calls)
+    rank.manager.commit_sleep([Tag.CUDA_GRAPH])
+    assert (Counter(rank.device.calls) - calls)["synchronize"] == 1 and copies(rank) == (1, 1)
+    rank.manager.commit_sleep()
+    assert copies(rank) == (3, 3)
+
+
+def test_the_seconds_are_those_of_one_commit(rank):
+    begun(rank)
+    rank.manager.commit_sleep([Tag.CUDA_GRAPH])
+    assert rank.manager.seconds().keys() == {"synchronize", "backup", "release"}
+    first = rank.manager.seconds()["backup"]
+    rank.manager._seconds["backup"] += 100
+    rank.manager.commit_sleep()
+    assert first < 100 and rank.manager.seconds()["backup"] < 100
 
 
 def test_only_a_prepared_sleep_begins(rank):

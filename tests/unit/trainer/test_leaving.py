@@ -1,7 +1,13 @@
-"""A trainer's state leaves while the engines' weights wake and the update runs, if the devices have room for both."""
+"""A trainer's state leaves while the engines' weights wake and the update runs, if the devices have room for both.
+
+Its weights leave behind the state.
+"""
+
+from collections import UserDict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_overlap import Handoff
 from test_pausable import Paged, adamw, learn, states, tensors_in
 from toy_engine import ToyEngine
@@ -15,8 +21,19 @@ from rl_memory_plugins.errors import (
     WeightUpdateError,
 )
 from rl_memory_plugins.tags import TagState
-from rl_memory_plugins.trainer import EngineObject, PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer import (
+    CheckpointSource,
+    EngineObject,
+    MegatronSource,
+    ModelSource,
+    Offloader,
+    PausableMemory,
+    QuantisedSource,
+    RolloutHandoff,
+    StreamSource,
+)
 from rl_memory_plugins.trainer.room import ROOM_BYTES, Room, lacks_memory, suffices
+from rl_memory_plugins.trainer.sources.model import only_reads
 
 GiB = 1 << 30
 AWAKE, ASLEEP = "resident", "preserved"
@@ -221,6 +238,276 @@ def test_only_a_sleep_begins_and_once(monkeypatch):
     with pytest.raises(StateConflictError, match="no sleep is prepared"):
         memory.begin()
     memory.wake()
+
+
+# -- the weights leave behind the state ----------------------------------------------------------------------
+
+
+class Link:
+    """Notes when copies of tags begin, and when they have ended; when tags are freed; and the engine's calls.
+
+    A copy moves its bytes when somebody waits for it, as late as possible.
+    """
+
+    def __init__(self, monkeypatch, engine, *memories):
+        self.log = []
+        self.failing = {}
+        self.under_way = 0
+        for memory in memories:
+            device, allocator = memory._manager.device, memory._allocator
+            monkeypatch.setattr(device, "begin_copy_to_host", self._begin(memory, device.begin_copy_to_host))
+            monkeypatch.setattr(allocator, "release", self._free(allocator.release))
+        call = engine._call
+        monkeypatch.setattr(engine, "_call", lambda *made: (self.log.append(made[0]), call(*made)))
+
+    def _begin(self, memory, copy):
+        def begin(pairs):
+            [tag] = [tag for tag in states(memory) if set(memory._allocator.blocks(tag)) >= {pairs[0][0]}]
+            self.log.append(f"begin {tag}")
+            self.under_way += 1
+
+            def wait():
+                self.log.append(f"end {tag}")
+                self.under_way -= 1
+                error = self.failing.pop(tag, None)
+                if error is not None:
+                    raise error
+                copy(pairs)
+
+            return wait
+
+        return begin
+
+    def _free(self, release):
+        def free(tag):
+            if tag != "gradients":
+                self.log.append(f"free {tag}")
+            return release(tag)
+
+        return free
+
+
+def everything(model, optimizer):
+    return [*model.parameters(), *tensors_in(optimizer)]
+
+
+class Behind:
+    """As `Setup`: a trainer that has handed over once, its undisturbed twin, and what its link and engine did since."""
+
+    def __init__(self, monkeypatch, *, source=None, others=None, apart=False, **options):
+        self.model, self.twin = Paged(), Paged()
+        self.optimizer, self.twin_optimizer = adamw(self.model), adamw(self.twin)
+        self.memory = PausableMemory(self.model)
+        self.of_state = PausableMemory() if apart else self.memory
+        self.of_state.adopt(self.optimizer)
+        self.engine = Engine()
+        sent = ModelSource({name: parameter.detach() for name, parameter in self.model.sent.items()})
+        self.handoff = RolloutHandoff(
+            self.engine,
+            sent if source is None else source(self.model, sent),
+            weights=[self.memory.part("parameters")],
+            others=[self.of_state.part("gradients", "optimizer")] if others is None else others(self.optimizer),
+            bucket_bytes=256,
+            **options,
+        )
+        with self.handoff.training():
+            self.learn()
+        self.link = Link(monkeypatch, self.engine, *dict.fromkeys([self.memory, self.of_state]))
+
+    def learn(self):
+        assert learn(self.model, self.optimizer) == learn(self.twin, self.twin_optimizer)
+
+    def step(self):
+        """A step. Returns: what the link and the engine did after the body."""
+        with self.handoff.training() as self.report:
+            self.learn()
+            self.link.log.clear()
+        self.assert_handed_over()
+        return self.link.log
+
+    def assert_handed_over(self):
+        assert self.engine.open and self.link.under_way == 0
+        assert states(self.memory)["parameters"] == ASLEEP
+
+    def assert_nothing_lost(self):
+        """Whatever has happened: the trainer is as its twin, and goes on as its twin."""
+        self.step()
+        self.handoff.release()
+        for memory in (self.memory, self.of_state):
+            memory.wait()
+        here, there = everything(self.model, self.optimizer), everything(self.twin, self.twin_optimizer)
+        assert all(torch.equal(*pair) for pair in zip(here, there, strict=True))
+
+
+BEGIN = ["begin optimizer", "begin parameters"]
+UPDATE = ["wake_up", "post_update"]
+STATE, WEIGHTS = ["end optimizer", "free optimizer"], ["end parameters", "free parameters"]
+OPEN = ["wake_up"]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one memory", "two memories"])
+def test_the_weights_queue_behind_the_state_and_the_state_is_freed_before_they_have_left(monkeypatch, apart):
+    setup = Behind(monkeypatch, apart=apart)
+    for _ in range(2):
+        assert setup.step() == [*BEGIN, *UPDATE, *STATE, *WEIGHTS, *OPEN]
+        assert setup.report.moved_bytes["offload"] == setup.memory.status()["parameters"].bytes
+        assert setup.report.moved_bytes["offload_others"] == setup.of_state.status()["optimizer"].bytes
+        assert setup.report.seconds["offload"] > 0 and setup.report.seconds["offload_others"] > 0
+    setup.assert_nothing_lost()
+
+
+def test_the_weights_go_on_leaving_where_the_state_must_leave_first(monkeypatch):
+    setup = Behind(monkeypatch)
+    setup.engine.needed = 1 << 60
+    assert setup.step() == [*BEGIN, *STATE, *UPDATE, *WEIGHTS, *OPEN]
+    setup.engine.needed = 0
+    setup.engine.fail["post_update"] = SHORT
+    assert setup.step() == [*BEGIN, *UPDATE, *STATE, *UPDATE, *WEIGHTS, *OPEN]
+    setup.assert_nothing_lost()
+
+
+@pytest.mark.parametrize("others", [lambda optimizer: [], lambda optimizer: [Offloader(optimizer)]])
+def test_the_weights_leave_during_the_update_where_no_state_is_pausable(monkeypatch, others):
+    monkeypatch.setattr("rl_memory_plugins.trainer.offloading.on_accelerator", lambda tensor: True)
+    setup = Behind(monkeypatch, others=others, apart=True)
+    assert setup.step() == ["begin parameters", *UPDATE, *WEIGHTS, *OPEN]
+    assert setup.report.moved_bytes["offload"] == setup.memory.status()["parameters"].bytes
+
+
+def test_weights_that_slept_come_back_and_leave_during_the_update(monkeypatch):
+    setup = Behind(monkeypatch)
+    setup.handoff.sync()
+    assert setup.link.log == ["begin parameters", *UPDATE, *WEIGHTS, *OPEN]
+    setup.assert_nothing_lost()
+
+
+def test_without_overlap_the_weights_leave_after_the_update(monkeypatch):
+    setup = Behind(monkeypatch, overlap=False)
+    assert setup.step() == ["begin optimizer", *STATE, *UPDATE, "begin parameters", *WEIGHTS, *OPEN]
+
+
+def test_from_host_nothing_is_copied_during_the_update(monkeypatch):
+    setup = Behind(monkeypatch, from_host=True)
+    assert setup.step() == ["begin optimizer", *STATE, "begin parameters", *WEIGHTS, *UPDATE, *OPEN]
+
+
+class Merging:
+    """A source that writes to the weights for as long as it is used, and then restores every bit."""
+
+    def __init__(self, model, source):
+        self.model, self.source = model, source
+
+    def specs(self):
+        return self.source.specs()
+
+    def tensors(self):
+        former = self.model.wide.weight.detach().clone()
+        with torch.no_grad():
+            self.model.wide.weight.zero_()
+        yield from self.source.tensors()
+        with torch.no_grad():
+            self.model.wide.weight.copy_(former)
+
+
+def test_weights_that_a_source_may_write_leave_after_the_update(monkeypatch):
+    setup = Behind(monkeypatch, source=Merging)
+    assert setup.step() == ["begin optimizer", *UPDATE, *STATE, "begin parameters", *WEIGHTS, *OPEN]
+    setup.assert_nothing_lost()
+
+
+def _saved(folder, tensors):
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def test_which_sources_only_read(tmp_path):
+    class Lazy(dict):
+        pass
+
+    class Made(UserDict):
+        pass
+
+    tensors = checkpoint(5)
+    own = ModelSource(tensors)
+    assert all(map(only_reads, [Paged(), tensors, Lazy(tensors), own, MegatronSource({}, lambda name: None)]))
+    assert only_reads(CheckpointSource(_saved(tmp_path, tensors)))
+    assert not any(map(only_reads, [Made(tensors), Merging(None, own), StreamSource([], list)]))
+    for source, expected in ((own, True), (Merging(None, own), False)):
+        quantised = QuantisedSource(source, {"quant_method": "fp8"}, ["a.weight", "a.weight_scale"])
+        assert only_reads(quantised) is expected
+
+
+def test_a_draft_that_may_write_counts_too(monkeypatch):
+    setup = Behind(monkeypatch)
+    own = setup.handoff._source
+    assert RolloutHandoff([], own, draft=own)._only_read
+    assert not RolloutHandoff([], own, draft=Merging(setup.model, own))._only_read
+
+
+@pytest.mark.parametrize("call", UPDATE)
+@pytest.mark.parametrize("again", ["sync", "training"])
+def test_an_engine_that_fails_leaves_state_and_weights_on_the_device(monkeypatch, call, again):
+    setup = Behind(monkeypatch)
+    setup.engine.fail[call] = StateConflictError("busy")
+    with pytest.raises(StateConflictError):
+        setup.step()
+    assert set(states(setup.memory).values()) == {AWAKE} and setup.link.under_way == 0
+    if again == "sync":
+        setup.link.log.clear()
+        setup.handoff.sync()
+        assert setup.link.log == [*BEGIN, *UPDATE, *STATE, *WEIGHTS, *OPEN]
+        setup.assert_handed_over()
+    setup.assert_nothing_lost()
+
+
+@pytest.mark.parametrize(
+    ("tag", "step", "left"), [("optimizer", "offload_others", AWAKE), ("parameters", "offload", ASLEEP)]
+)
+def test_a_copy_that_fails_leaves_its_tag_on_the_device(monkeypatch, tag, step, left):
+    setup = Behind(monkeypatch)
+    setup.link.failing[tag] = RuntimeError("an uncorrectable error")
+    with pytest.raises(EngineFaultError, match="an uncorrectable error") as caught:
+        setup.step()
+    assert caught.value.details["step"] == step and not setup.engine.open and setup.link.under_way == 0
+    assert states(setup.memory)["parameters"] == AWAKE and states(setup.memory)["optimizer"] == left
+    setup.handoff.sync()
+    setup.assert_handed_over()
+    setup.assert_nothing_lost()
+
+
+def test_a_tag_may_be_named_among_both(monkeypatch):
+    setup = Behind(monkeypatch, others=lambda optimizer: [])
+    both = [setup.memory.part("optimizer", "parameters", "gradients")]
+    setup.handoff._others = [*both, *setup.handoff._others]
+    assert setup.step() == [*BEGIN, *UPDATE, *STATE, *WEIGHTS, *OPEN]
+    setup.assert_nothing_lost()
+
+
+def test_tags_that_were_prepared_together_leave_one_after_the_other():
+    model = Paged()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    learn(model, optimizer)
+    expected = [tensor.clone() for tensor in everything(model, optimizer)]
+    memory.prepare_sleep(["optimizer", "parameters"])
+    memory.begin()
+    first = memory.commit(tags=["optimizer"])
+    assert [change.tag for change in first.changes] == ["optimizer"]
+    assert states(memory)["parameters"] == AWAKE and states(memory)["optimizer"] == ASLEEP
+    with pytest.raises(StateConflictError, match="call commit or abort first"):
+        memory.wake(["optimizer"])
+    second = memory.commit()
+    assert [change.tag for change in second.changes] == ["parameters"]
+    assert "adopt" in first.seconds and "adopt" not in second.seconds
+    with pytest.raises(StateConflictError, match="no sleep or wake is prepared"):
+        memory.commit()
+    memory.wake()
+    memory.sleep(["optimizer"])
+    memory.prepare_sleep(["optimizer", "parameters"])
+    assert memory.commit(tags=["optimizer"]).changes == []  # it sleeps already
+    memory.abort()
+    memory.wake()
+    assert all(torch.equal(*pair) for pair in zip(everything(model, optimizer), expected, strict=True))
 
 
 # -- room ---------------------------------------------------------------------------------------------------
