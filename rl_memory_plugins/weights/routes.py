@@ -61,11 +61,13 @@ class Routes:
         *,
         keep_mapped: bool,
         resident: Sequence[torch.Tensor] | None,
+        stable: bool,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
+        self._stable = stable
         gpus = cuda_ipc.local_gpus(initialise=transport == "cuda_ipc")
         self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
         self._routes: dict[tuple[str, str], Route] = {}
@@ -106,7 +108,7 @@ class Routes:
         )
 
     def _buffer(self, transport: str, device: str) -> StagingBuffer:
-        stable = self._resident is not None
+        stable = self._stable
         if transport == "cuda_direct":
             if self._resident is None:
                 raise UnsupportedError("the source creates its tensors one at a time")
@@ -128,7 +130,9 @@ class Routes:
         A source that creates tensors one at a time also needs memory for the largest tensor and its inputs. Without
         that memory the source would fail after the engine has written the first bytes.
         """
-        needed = 0 if stable else 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
+        needed = (
+            0 if self._resident is not None else 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
+        )
         cut = _with_buckets(self._manifest, _staged_bucket_bytes(self._manifest))
         while True:
             try:

@@ -19,7 +19,7 @@ from rl_memory_plugins.weights.doors import Advertise
 from rl_memory_plugins.weights.listener import ConnectedRank, Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec, manifest_error
 from rl_memory_plugins.weights.routes import Route, Routes
-from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource, name_of
+from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, StableSource, TensorSource, name_of
 from rl_memory_plugins.weights.tls import Tls
 
 if TYPE_CHECKING:
@@ -148,7 +148,14 @@ class WeightSender:
             manifest = self._negotiate(source, partial)
             resident = source.resident() if isinstance(source, ResidentSource) else None
             ranks = self._listener.ranks
-            routes = Routes(manifest, self._transport, ranks, keep_mapped=self._keep_mapped, resident=resident)
+            routes = Routes(
+                manifest,
+                self._transport,
+                ranks,
+                keep_mapped=self._keep_mapped,
+                resident=resident,
+                stable=resident is not None or (isinstance(source, StableSource) and source.stable),
+            )
             answers, buckets = self._offer(manifest, routes)
             unused = self._require_accepted(answers)
             tensors = source.tensors()

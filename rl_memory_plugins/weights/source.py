@@ -42,6 +42,18 @@ class ResidentSource(TensorSource, Protocol):
 
 
 @runtime_checkable
+class StableSource(TensorSource, Protocol):
+    """A source that makes some of its tensors and changes none of them later. Their copies may then be made together.
+
+    Attributes:
+        stable: Whether that holds now.
+    """
+
+    @property
+    def stable(self) -> bool: ...
+
+
+@runtime_checkable
 class NegotiableSource(TensorSource, Protocol):
     """A source that can change its specs to what the engine takes.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +34,12 @@ class Format(NamedTuple):
     Attributes:
         marker: The last part of a name that only quantised weights have.
         quantise: Makes the tensors of one weight.
+        quantise_many: Makes those of several weights, faster than one by one; `None` if it would not be.
     """
 
     marker: str
     quantise: Quantise
+    quantise_many: Callable[[Sequence[torch.Tensor]], list[dict[str, torch.Tensor]]] | None = None
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -52,8 +54,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         block = config.get("weight_block_size")
         if block:
             power = config.get("scale_fmt") == "ue8m0"
-            quantise = functools.partial(fp8_by_block, block=tuple(block), power_of_two=power, scale="weight_scale_inv")
-            return Format("weight_scale_inv", quantise)
+            return _fp8_by_block(tuple(block), power, "weight_scale_inv")
         return Format("weight_scale", functools.partial(by_scale, dtype=FP8, scale_shape=()))
     if method in ("w8a8_int8", "w8a8_fp8"):
         return Format("weight_scale", functools.partial(by_row, dtype=FP8 if method.endswith("fp8") else torch.int8))
@@ -98,10 +99,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
     if strategy == "tensor":
         return Format("weight_scale", functools.partial(by_scale, dtype=dtype, scale_shape=(1,)))
     _require(strategy == "block" and dtype is FP8, config, f"strategy {strategy!r}")
-    block = tuple(weights["block_structure"])
-    return Format(
-        "weight_scale", functools.partial(fp8_by_block, block=block, power_of_two=False, scale="weight_scale")
-    )
+    return _fp8_by_block(tuple(weights["block_structure"]), False, "weight_scale")
+
+
+def _fp8_by_block(block: tuple[int, ...], power_of_two: bool, scale: str) -> Format:
+    options: dict[str, Any] = {"block": block, "power_of_two": power_of_two, "scale": scale}
+    return Format(scale, functools.partial(fp8_by_block, **options), functools.partial(many_fp8_by_block, **options))
 
 
 def by_scale(weight: torch.Tensor, *, dtype: torch.dtype, scale_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -125,9 +128,17 @@ def fp8_by_block(
         power_of_two: Round each scale up to a power of two that is a normal float32.
         scale: The name of the scales, float32 of shape (blocks down, blocks across).
     """
-    made = _by_kernel(weight, block, power_of_two) if weight.is_cuda else None
-    values, scales = made or _by_operators(weight, block, power_of_two)
-    return {"weight": values, scale: scales}
+    [made] = many_fp8_by_block([weight], block=block, power_of_two=power_of_two, scale=scale)
+    return made
+
+
+def many_fp8_by_block(
+    weights: Sequence[torch.Tensor], *, block: tuple[int, int], power_of_two: bool, scale: str
+) -> list[dict[str, torch.Tensor]]:
+    """`fp8_by_block` of several weights of one dtype and device."""
+    made = _by_kernel(weights, block, power_of_two) if weights[0].is_cuda else None
+    made = made or [_by_operators(weight, block, power_of_two) for weight in weights]
+    return [{"weight": values, scale: scales} for values, scales in made]
 
 
 def _by_operators(
@@ -145,15 +156,15 @@ def _by_operators(
 
 
 def _by_kernel(
-    weight: torch.Tensor, block: tuple[int, int], power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The same bytes as `_by_operators`, by a kernel that reads the weight once; None where the kernel cannot."""
+    weights: Sequence[torch.Tensor], block: tuple[int, int], power_of_two: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """The same bytes as `_by_operators`, by a kernel that reads each weight once; None where the kernel cannot."""
     if _kernel_errors:
         return None
     try:
         from rl_memory_plugins.trainer.sources.fp8_kernel import round_blocks
 
-        return round_blocks(weight, block, power_of_two=power_of_two)
+        return round_blocks(weights, block, power_of_two=power_of_two)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no Triton, no C compiler, no support for this GPU, …: torch's operators need neither

@@ -1,9 +1,12 @@
-"""A Triton kernel that rounds a weight to FP8 in blocks. It reads each value once, and gives the same bytes as torch.
+"""A Triton kernel that rounds weights to FP8 in blocks. It reads each value once, and gives the same bytes as torch.
 
-torch's operators read the weight twice and write a copy in float32. Import this module only if Triton is installed.
+torch's operators read a weight twice and write a copy in float32. One launch serves many weights, because a launch for
+each takes longer than the kernel. Import this module only if Triton is installed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -11,6 +14,13 @@ import triton.language as tl
 
 LARGEST_TILE = 1 << 15
 """Values that one program holds in registers."""
+
+FP8 = torch.float8_e4m3fn
+
+ALIGNMENT = 16
+"""Bytes, and elements, by which memory is accessed if all addresses and sizes are multiples of it."""
+
+_POINTERS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Values too large for FP8 become NaN in older versions of torch, and the largest FP8 in newer ones. Rounding the bits
 # of 480.0 gives NaN's code, and rounding the bits of 464.0 gives that of 448.
@@ -24,20 +34,33 @@ _UNIT = tl.constexpr(141 << 23)  # 2 ** 14: the last bit of a float32 of this si
 # Triton understands its own annotations only.
 @triton.jit  # type: ignore[untyped-decorator]
 def _round_blocks(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    weight,  # noqa: ANN001
-    codes,  # noqa: ANN001
-    scales,  # noqa: ANN001
-    rows,  # noqa: ANN001
-    columns,  # noqa: ANN001
-    row_stride,  # noqa: ANN001
+    table,  # noqa: ANN001
+    owners,  # noqa: ANN001
+    DTYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """One program for each block. Integers stand for the bits of float32, whose order is that of magnitudes."""
+    """One program for each block. Integers stand for the bits of float32, whose order is that of magnitudes.
+
+    `owners`, int32, [programs], names each program's weight, a row of `table`, int64, [weights, 7]: the addresses of
+    the weight, its codes and its scales; rows, columns, row stride; its first program.
+    """
     program = tl.program_id(0)
+    entry = table + tl.load(owners + program) * 7
+    weight = tl.load(entry).to(tl.pointer_type(DTYPE))
+    codes = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+    scales = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+    rows = tl.load(entry + 3)
+    columns = tl.load(entry + 4)
+    row_stride = tl.load(entry + 5)
+    program -= tl.load(entry + 6)
+    if ALIGNED:
+        weight, codes = tl.multiple_of(weight, 16), tl.multiple_of(codes, 16)
+        columns, row_stride = tl.multiple_of(columns, 16), tl.multiple_of(row_stride, 16)
     across = tl.cdiv(columns, BLOCK_COLUMNS)
     i, j = tl.arange(0, TILE_ROWS)[:, None], tl.arange(0, TILE_COLUMNS)[None, :]
     row = (program // across).to(tl.int64) * BLOCK_ROWS + i
@@ -64,25 +87,48 @@ def _round_blocks(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def round_blocks(
-    weight: torch.Tensor, block: tuple[int, int], *, power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """FP8 values of the weight's shape, and float32 scales of shape (blocks down, blocks across).
+    weights: Sequence[torch.Tensor], block: tuple[int, int], *, power_of_two: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """FP8 values of each weight's shape, and float32 scales of shape (blocks down, blocks across).
 
-    Returns: None for a weight or a block that the kernel does not take.
+    Args:
+        weights: All of one dtype and on one device.
+
+    Returns: None for a weight or a block that the kernel does not take. The results share two allocations.
     """
-    rows, columns = weight.shape
     tile = [triton.next_power_of_2(size) for size in block]
     size = tile[0] * tile[1]
-    known = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    if not known or weight.numel() == 0 or weight.stride(1) != 1 or size > LARGEST_TILE:
+    dtype, device = weights[0].dtype, weights[0].device
+    if dtype not in _POINTERS or size > LARGEST_TILE:
         return None
-    codes = torch.empty((rows, columns), dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(
-        (triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1])), dtype=torch.float32, device=weight.device
-    )
+    if any(weight.numel() == 0 or weight.stride(1) != 1 for weight in weights):
+        return None
+    grids = [
+        [triton.cdiv(length, part) for length, part in zip(weight.shape, block, strict=True)] for weight in weights
+    ]
+    counts = [down * across for down, across in grids]
+    sizes = [-weight.numel() // ALIGNMENT * -ALIGNMENT for weight in weights]
+    all_codes = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+    all_scales = torch.empty(sum(counts), dtype=torch.float32, device=device).split(counts)
+    table, first = [], 0
+    for weight, codes, scales, count in zip(weights, all_codes, all_scales, counts, strict=True):
+        table.append([weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), *weight.shape, weight.stride(0), first])
+        first += count
+    aligned = all(entry[place] % ALIGNMENT == 0 for entry in table for place in (0, 4, 5))
+    owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
     warps = max(1, min(16, size >> 10))  # 32 values for each thread leave registers for a second program
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
-        _round_blocks[(scales.numel(),)](
-            weight, codes, scales, rows, columns, weight.stride(0), *block, *tile, power_of_two, num_warps=warps
+    with torch.cuda.device_of(weights[0]):  # Triton launches on the current device
+        _round_blocks[(first,)](
+            torch.tensor(table).to(device),
+            owners.to(device),
+            _POINTERS[dtype],
+            *block,
+            *tile,
+            power_of_two,
+            aligned,
+            num_warps=warps,
         )
-    return codes.view(torch.float8_e4m3fn), scales
+    return [
+        (codes[: weight.numel()].view(FP8).view(weight.shape), scales.view(grid))
+        for weight, codes, scales, grid in zip(weights, all_codes, all_scales, grids, strict=True)
+    ]

@@ -15,14 +15,18 @@ from rl_memory_plugins.trainer.sources.formats import format_of
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.source import TensorSource, spec_of
+from rl_memory_plugins.weights.source import ResidentSource, TensorSource, spec_of
+
+GROUP_VALUES = 64 << 20
+"""Weights are rounded together until they have this many values."""
 
 
 class QuantisedSource:
     """The tensors of a trainer in 16 or 32 bits, for an engine with a quantised checkpoint.
 
     Each weight that the checkpoint stores quantised is rounded to the nearest value on its own device, just before it
-    is sent. Only one weight is held twice. All other tensors stay as they are. An engine that quantises by itself
+    is sent. Only one weight is held twice, or, where a GPU rounds several weights at a time (FP8 in blocks), as many as
+    have 64 Mi values. All other tensors stay as they are. An engine that quantises by itself
     (`--quantization fp8` with a checkpoint in 16 bits) needs no such source.
 
     Args:
@@ -83,16 +87,46 @@ class QuantisedSource:
             self._known_parts[key] = self._format.quantise(weight)
         return self._known_parts[key]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._source.tensors():
-            yield from self._tensors(name, tensor)
+    @property
+    def stable(self) -> bool:
+        """See `weights.source.StableSource`: each tensor is the trainer's own, or made for this update."""
+        return isinstance(self._source, ResidentSource) and self._source.resident() is not None
 
-    def _tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if name not in self._weights:
-            yield name, tensor
-            return
-        base = name.removesuffix("weight")
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self._groups():
+            yield from self._quantised(group)
+
+    def _groups(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """All tensors in their order, with those together whose weights are rounded together.
+
+        A source that is not stable may write to a tensor's memory as soon as the next one is asked for.
+        """
+        most = GROUP_VALUES if self._format.quantise_many is not None and self.stable else 0
+        group: list[tuple[str, torch.Tensor]] = []
+        values = 0
+        for name, tensor in self._source.tensors():
+            group.append((name, tensor))
+            values += tensor.numel() if name in self._weights else 0
+            if values >= most:
+                yield group
+                group, values = [], 0
+        yield group
+
+    def _quantised(self, group: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+        for name, tensor in group:
+            if name in self._weights:
+                alike.setdefault((tensor.device, tensor.dtype), {})[name] = tensor.detach()
+        made: dict[str, dict[str, torch.Tensor]] = {}
+        many = self._format.quantise_many
         with torch.no_grad():
-            made = self._format.quantise(tensor.detach())
-        for part, value in made.items():
-            yield f"{base}{part}", value
+            for weights in alike.values():
+                each = list(weights.values())
+                made.update(zip(weights, many(each) if many else map(self._format.quantise, each), strict=True))
+        while group:
+            name, tensor = group.pop(0)
+            if name in made:
+                base = name.removesuffix("weight")
+                yield from ((f"{base}{part}", value) for part, value in made.pop(name).items())
+            else:
+                yield name, tensor

@@ -17,6 +17,9 @@ from rl_memory_plugins.weights.plan import can_group_copy
 
 _BOUNCE_BYTES = 64 << 20
 
+_GROUP_BYTES = 64 << 20
+"""Small tensors are copied together when they have so many bytes. Those that a source has made live until then."""
+
 
 class CudaStaging:
     """Slots in one allocation on a receiver's GPU, outside torch's allocator and all pausable regions.
@@ -38,6 +41,7 @@ class CudaStaging:
         self._stable = stable
         self._bounce: _BounceBuffers | None = None
         self._small_copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
+        self._small_bytes = 0
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         self._streams = Streams()
         self.nbytes = slot_bytes * slots
@@ -62,6 +66,9 @@ class CudaStaging:
             targets, tensors = self._small_copies
             targets.append(self._target(slot, entry, spec, tensor))
             tensors.append(tensor)
+            self._small_bytes += entry.nbytes
+            if self._small_bytes >= _GROUP_BYTES:
+                self._copy_small()
             return entry
         stream = self._current_stream()
         target = typed(memory, entry.offset, entry.nbytes, spec.dtype, tensor.shape)
@@ -101,13 +108,16 @@ class CudaStaging:
     def export(self) -> tuple[dict[str, Any], list[int]]:
         return self._description, []
 
-    def publish(self) -> None:
+    def _copy_small(self) -> None:
         self._current_stream()
         targets, tensors = self._small_copies
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, tensors, non_blocking=True)
-            self._small_copies = [], []
+        self._small_copies, self._small_bytes = ([], []), 0
+
+    def publish(self) -> None:
+        self._copy_small()
         if self._bounce is not None:
             self._bounce.flush()
         self._streams.synchronize()

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def same_as_torch(weight: torch.Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> None:
-    values, scales = kernel.round_blocks(weight, block, power_of_two=power_of_two)
+    [(values, scales)] = kernel.round_blocks([weight], block, power_of_two=power_of_two)
     expected, expected_scales = formats._by_operators(weight, block, power_of_two)
     assert (values.dtype, scales.dtype) == (expected.dtype, expected_scales.dtype)
     assert torch.equal(scales.view(torch.int32), expected_scales.view(torch.int32))
@@ -107,7 +107,25 @@ def test_a_weight_beyond_32_bits_of_offsets():
     ids=["float64", "columns apart", "no value", "block too large for registers"],
 )
 def test_what_it_does_not_take(weight, block):
-    assert kernel.round_blocks(weight, block, power_of_two=False) is None
+    assert kernel.round_blocks([weight], block, power_of_two=False) is None
+
+
+@pytest.mark.parametrize("block", [BLOCK, (7, 11)])
+def test_many_weights_in_one_launch_are_rounded_as_each_alone(block):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(40, 70), (1, 1), (128, 128), (13, 16), (5, 300), (9, 9)]
+    weights = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    weights.append(weights[0][3:30, 5:60])
+    for weight, made in zip(weights, kernel.round_blocks(weights, block, power_of_two=False), strict=True):
+        [alone] = kernel.round_blocks([weight], block, power_of_two=False)
+        for one, other in zip(made, alone, strict=True):
+            assert one.shape == other.shape and one.is_contiguous()
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_one_weight_of_many_that_it_does_not_take():
+    weights = [torch.ones(8, 8), torch.ones(8, 8).t()[:, :4][:, ::2]]
+    assert kernel.round_blocks(weights, BLOCK, power_of_two=False) is None
 
 
 class OnGpu(torch.Tensor):
@@ -175,19 +193,21 @@ def test_a_scale_just_above_a_power_of_two_becomes_the_next_power():
 
 
 COMPILE = """
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from rl_memory_plugins.trainer.sources.fp8_kernel import _round_blocks
 
 tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "TILE_ROWS": 128, "TILE_COLUMNS": 128, "POWER_OF_TWO": True}
-for dtype, stride in (("bf16", "i32"), ("fp16", "i32"), ("fp32", "i64")):
-    signature = {"weight": f"*{dtype}", "codes": "*u8", "scales": "*fp32"}
-    signature |= {"rows": "i32", "columns": "i32", "row_stride": stride} | dict.fromkeys(tile, "constexpr")
-    source = ASTSource(fn=_round_blocks, signature=signature, constexprs=tile)
+for dtype, aligned in ((tl.bfloat16, True), (tl.float16, False), (tl.float32, True)):
+    constants = {"DTYPE": dtype, **tile, "ALIGNED": aligned}
+    signature = {"table": "*i64", "owners": "*i32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=_round_blocks, signature=signature, constexprs=constants)
     for capability in (80, 90, 100):
         made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
         assert made.asm["cubin"]
         assert "div.rn.f32" in made.asm["ptx"] and "ftz" not in made.asm["ptx"]
+        assert ("ld.global.v4" in made.asm["ptx"]) == aligned  # 16 bytes at a time
 """
 
 

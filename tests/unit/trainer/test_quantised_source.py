@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from rl_memory_plugins.errors import InvalidRequestError
-from rl_memory_plugins.trainer import QuantisedSource
+from rl_memory_plugins.trainer import ModelSource, QuantisedSource
+from rl_memory_plugins.trainer.sources import quantised
 
 ROWS, COLUMNS, GROUP = 24, 64, 32
 FP8 = torch.float8_e4m3fn
@@ -166,6 +167,40 @@ def test_one_weight_at_a_time_is_quantised() -> None:
     arriving = QuantisedSource(Source(), {"quant_method": "fp8"}, names).tensors()
     assert next(arriving)[0] == "one.weight" and made == ["one"]
     assert next(arriving)[0] == "one.weight_scale" and made == ["one"]
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 48]}
+
+
+def test_resident_weights_are_rounded_together_and_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "GROUP_VALUES", 3 * ROWS * COLUMNS)
+    tensors = {f"{number}.weight": weight() + number for number in range(7)}
+    tensors["4.weight"] = tensors["4.weight"].half()
+    tensors["norm.weight"] = torch.ones(3)
+    tensors["7.weight"] = weight()
+    names = [f"{number}.weight_scale_inv" for number in range(8)]
+    source = QuantisedSource(tensors, BLOCKS, names)
+    assert source.stable
+    many = source._format.quantise_many
+    assert many is not None
+    together: list[int] = []
+    counting = source._format._replace(quantise_many=lambda each: together.append(len(each)) or many(each))
+    monkeypatch.setattr(source, "_format", counting)
+    sent = list(source.tensors())
+    assert together == [3, 2, 1, 2]  # of three weights one has another dtype
+    assert [name for name, _ in sent] == [spec.name for spec in source.specs()]
+    for name, tensor in sent:
+        base = name.rsplit(".", 1)[0]
+        alone = dict(QuantisedSource({f"{base}.weight": tensors[f"{base}.weight"]}, BLOCKS, names).tensors())
+        assert torch.equal(tensor.float(), alone.get(name, tensor).float())
+
+
+def test_a_source_that_makes_its_tensors_gives_one_at_a_time() -> None:
+    tensors = {"a.weight": weight(), "b.weight": weight()}
+    source = QuantisedSource(ModelSource(tensors, dtype=torch.float16), BLOCKS, ["a.weight_scale_inv"])
+    assert not source.stable
+    assert [name for name, _ in source.tensors()] == ["a.weight", "a.weight_scale_inv", "b.weight"]
+    assert all(len(group) <= 1 for group in source._groups())
 
 
 REFUSED = {
