@@ -16,6 +16,7 @@ from toys import checkpoint
 from rl_memory_plugins.errors import (
     DeviceMemoryError,
     EngineFaultError,
+    HostMemoryError,
     InvalidRequestError,
     StateConflictError,
     WeightUpdateError,
@@ -587,3 +588,62 @@ def handoff_of_two(rank, needed):
 @pytest.mark.parametrize(("needed", "expected"), [(GiB, BESIDE), (5 * GiB, BEFORE)])
 def test_all_processes_take_the_same_way(pair, needed, expected):
     assert pair.run(handoff_of_two, needed) == [(expected, True), ([], True)]
+
+
+def handoff_of_two_kinds(rank):
+    """The weights of process 1 are in no `PausableMemory`. Returns: where the weights of process 0 go meanwhile."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 512)
+    memory = PausableMemory(model) if rank == 0 else None
+    engine = Engine()
+    handoff = RolloutHandoff(
+        [engine] if rank == 0 else [],
+        checkpoint(5),
+        weights=[memory.part("parameters") if rank == 0 else model],
+        bucket_bytes=256,
+    )
+    log = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            log = Link(patch, engine, memory).log
+        handoff.sync()
+    return log
+
+
+def test_each_process_lets_leave_early_what_it_can(pair):
+    assert pair.run(handoff_of_two_kinds) == [["begin parameters", *UPDATE, *WEIGHTS, *OPEN], []]
+
+
+def handoff_of_two_without_host_memory(rank):
+    """Process 1 has too little host memory for state and weights. Returns: the error, and what is awake after it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 512)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    expected = [tensor.clone() for tensor in everything(model, optimizer)]
+    handoff = RolloutHandoff(
+        [],
+        checkpoint(5),
+        weights=[memory.part("parameters")],
+        others=[memory.part("gradients", "optimizer")],
+    )
+    arena = memory._manager.arena
+    arena._margin_bytes = rank << 60
+    found = ""
+    try:
+        handoff.sync()
+    except HostMemoryError as error:
+        found = error.details["step"]
+    awake = set(states(memory).values()) == {AWAKE}
+    arena._margin_bytes = 0
+    handoff.sync()
+    asleep = {state for tag, state in states(memory).items() if tag != "gradients"} == {ASLEEP}
+    memory.wake()
+    same = all(torch.equal(*pair) for pair in zip(everything(model, optimizer), expected, strict=True))
+    return found, awake, asleep, same
+
+
+def test_too_little_host_memory_of_one_process_leaves_all_awake_on_both(pair):
+    assert pair.run(handoff_of_two_without_host_memory) == [("offload_others", True, True, True)] * 2
