@@ -152,6 +152,7 @@ class PausableMemory(PausableTensors):
                     self._targets.drop_gradients(self.owned())
                     # Later, emptying the cache would wait for the copies.
                     self._manager.device.trim(TRIM_THRESHOLD_BYTES)
+                    self._pending = replace(self._pending, drops=False)
                 if self._pending.changing:
                     self._manager.recheck_copies()
                     self._manager.begin_sleep()

@@ -167,14 +167,14 @@ class PausableTensors:
             self._allocator.adopt(tag, tensors)
         self._prepare()
 
-    def owned(self) -> Callable[[Any], bool]:
+    def owned(self) -> Callable[[int], bool]:
         """See `offloading.Sleeper`."""
         extents = merge(block for tag in self._manager.tags for block in self._allocator.extents(tag))
-        starts = [block.address for block in extents]
+        starts, ends = [block.address for block in extents], [block.end for block in extents]
 
-        def is_owned(storage: Any) -> bool:
-            at = bisect_right(starts, storage.data_ptr()) - 1
-            return at >= 0 and bool(storage.data_ptr() < extents[at].end)
+        def is_owned(address: int) -> bool:
+            at = bisect_right(starts, address)
+            return at > 0 and address < ends[at - 1]
 
         return is_owned
 
@@ -264,11 +264,12 @@ class PausableTensors:
 
     def _prepare(self, expected: Mapping[str, int] = types.MappingProxyType({})) -> None:
         """Obtain host memory for tags that had none. `expected`: bytes that a tag will have beside its present ones."""
-        sizes = {tag: sum(b.nbytes for b in self._allocator.blocks(tag)) for tag in self._manager.tags}
-        sizes |= {tag: sizes[tag] + nbytes for tag, nbytes in expected.items() if nbytes}
-        new = {tag for tag, nbytes in sizes.items() if nbytes} - self._prepared - self._dropped
+        known = self._prepared | self._dropped
+        unknown = [tag for tag in self._manager.tags if tag not in known]
+        sizes = {tag: sum(b.nbytes for b in self._allocator.blocks(tag)) + expected.get(tag, 0) for tag in unknown}
+        new = [tag for tag in unknown if sizes[tag]]
         if new:
-            self._prepared |= new
+            self._prepared.update(new)
             self._manager.arena.prepare([sizes[tag] for tag in new])
 
 

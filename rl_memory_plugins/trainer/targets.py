@@ -9,9 +9,20 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.trainer.offloading import Target, check_target, has_memory, plain_parts, reshard, tensors_of
+from rl_memory_plugins.trainer.offloading import (
+    Target,
+    check_target,
+    has_memory,
+    modules_of,
+    plain_parts,
+    reshard,
+    tensors_of,
+)
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The classes whose tensors have no parts, if they are not sparse."""
 
 
 class Targets:
@@ -53,17 +64,17 @@ class Targets:
     def without_tag(
         self,
         device: torch.device,
-        is_owned: Callable[[Any], bool],
+        is_owned: Callable[[int], bool],
         is_awake: Callable[[str], bool],
-        is_elsewhere: Callable[[Any], bool],
+        is_elsewhere: Callable[[int], bool],
     ) -> dict[str, list[torch.Tensor]]:
         """The tensors to adopt by tag, one of each storage.
 
         Args:
             device: The device of the memory. Tensors in host memory are left out if it is a GPU.
-            is_owned: Whether a storage belongs to a tag already.
+            is_owned: Whether an address belongs to a tag already.
             is_awake: Whether a tag is awake. Tensors for sleeping tags are left out.
-            is_elsewhere: Whether a storage belongs to another memory.
+            is_elsewhere: Whether an address belongs to another memory.
 
         Raises:
             InvalidRequestError: a tensor is on another device.
@@ -71,7 +82,7 @@ class Targets:
             UnsupportedError: a tensor subclass has neither a storage nor `__tensor_flatten__`.
         """
         found: dict[Any, tuple[str, torch.Tensor]] = {}
-        for tag, tensor in self._tensors(is_awake):
+        for tag, tensor in self._new_tensors(is_awake, is_owned):
             storage = tensor.untyped_storage()
             if not storage.nbytes() or storage.device.type == "meta":
                 continue
@@ -81,13 +92,13 @@ class Targets:
                 raise UnsupportedError(
                     f"a {type(tensor).__name__} cannot be adopted: it has no storage and no __tensor_flatten__"
                 )
-            if storage in found or is_owned(storage):
+            if storage in found or is_owned(storage.data_ptr()):
                 continue
             if storage.device != device:
                 raise InvalidRequestError(
                     f"a tensor is on {storage.device}, but this memory is of {device}", field="targets"
                 )
-            if is_elsewhere(storage):
+            if is_elsewhere(storage.data_ptr()):
                 raise StateConflictError("a tensor belongs to another PausableMemory: close that memory first", tag=tag)
             found[storage] = tag, tensor
         by_tag: dict[str, list[torch.Tensor]] = {}
@@ -95,7 +106,7 @@ class Targets:
             by_tag.setdefault(tag, []).append(tensor)
         return by_tag
 
-    def drop_gradients(self, is_owned: Callable[[Any], bool]) -> None:
+    def drop_gradients(self, is_owned: Callable[[int], bool]) -> None:
         """Set the gradients of modules to `None`, except those that belong to a tag."""
         for parameter in self._parameters():
             gradient = parameter.grad
@@ -116,20 +127,25 @@ class Targets:
                         yield Block(part.data_ptr(), part.nbytes)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for module in self._modules():
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
         for target, _ in self._tags:
             if isinstance(target, torch.nn.Module):
-                yield from torch.nn.Module.parameters(target)
+                yield from modules_of(target)
 
     def _flat_parameters(self) -> Iterator[Any]:
         """FSDP1's flat parameters, which `parameters()` does not yield with `use_orig_params=True`."""
-        modules = (target for target, _ in self._tags if isinstance(target, torch.nn.Module))
-        for child in (child for module in modules for child in module.modules()):
-            flat = getattr(getattr(child, "_handle", None), "flat_param", None)
+        for module in self._modules():
+            flat = getattr(module.__dict__.get("_handle"), "flat_param", None)
             if flat is not None:
                 yield flat
 
-    def _tensors(self, is_awake: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The plain tensors, with their tags."""
+    def _new_tensors(
+        self, is_awake: Callable[[str], bool], is_owned: Callable[[int], bool]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The plain tensors, with their tags, but most of those that belong to a tag already."""
         for target, tag in self._tags:
             kinds: list[tuple[str, bool]] = [(tag or default_tag(target), False)]
             if isinstance(target, torch.nn.Module):
@@ -139,6 +155,9 @@ class Targets:
             for own_tag, gradients in kinds:
                 if is_awake(own_tag):
                     for tensor in tensors_of(target, gradients):
+                        # Nearly all tensors end here at each sleep. To look at a storage takes longer.
+                        if type(tensor) in PLAIN and tensor.layout is torch.strided and is_owned(tensor.data_ptr()):
+                            continue
                         yield from ((own_tag, part) for part in plain_parts(tensor))
 
 
@@ -152,5 +171,5 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _any_owned(tensor: torch.Tensor, is_owned: Callable[[Any], bool]) -> bool:
-    return any(is_owned(part.untyped_storage()) for part in plain_parts(tensor))
+def _any_owned(tensor: torch.Tensor, is_owned: Callable[[int], bool]) -> bool:
+    return any(is_owned(part.untyped_storage().data_ptr()) for part in plain_parts(tensor))
