@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.weights.checksums import tensor_checksum
     from rl_memory_plugins.weights.cuda_ipc import release_mapped
     from rl_memory_plugins.weights.manifest import TensorSpec
-    from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
+    from rl_memory_plugins.weights.source import NegotiableSource, ReadingSource, ResidentSource, TensorSource
 
 __all__ = [
     "Adapter",
@@ -64,6 +64,7 @@ __all__ = [
     "Peers",
     "QuantisedSource",
     "Replicated",
+    "ReadingSource",
     "ResidentSource",
     "RolloutHandoff",
     "Split",
@@ -85,7 +86,7 @@ _MODULES = {
     "rl_memory_plugins.weights.checksums": ["tensor_checksum"],
     "rl_memory_plugins.weights.cuda_ipc": ["release_mapped"],
     "rl_memory_plugins.weights.manifest": ["TensorSpec"],
-    "rl_memory_plugins.weights.source": ["NegotiableSource", "ResidentSource", "TensorSource"],
+    "rl_memory_plugins.weights.source": ["NegotiableSource", "ReadingSource", "ResidentSource", "TensorSource"],
     f"{__name__}.adapters": ["Adapter"],
     f"{__name__}.cache": ["CacheClearing", "aggressive_empty_cache"],
     f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],

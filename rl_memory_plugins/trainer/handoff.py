@@ -72,7 +72,8 @@ class HandoffReport:
     """The measurements of a handoff. A handoff in progress has filled in its finished steps.
 
     Attributes:
-        seconds: Seconds by step; 0.0 for a step that did not run or had nothing to do.
+        seconds: Seconds by step; 0.0 for a step that did not run or had nothing to do. Of what leaves during the
+            update, only those in which the handoff did nothing else.
         moved_bytes: Bytes of the trainer that were loaded or offloaded, by step.
         update: The result of `push_from_all`.
     """
@@ -101,7 +102,7 @@ class RolloutHandoff:
     `wake_kv_cache`. The error keeps its type and gets `details["step"]`. All processes may then call `training` or
     `sync` again.
 
-    With `overlap`, `others` are still on the device after a failure of `wake_weights` or `sync`.
+    With `overlap`, `others` and `weights` are still on the device after a failure of `wake_weights` or `sync`.
 
     The body of `training` counts as the step `training`. A process whose body fails raises the error at once. The other
     processes raise at the end of their own body: an `RLMemoryError` with `details["trainer_rank"]`, or, if the failed
@@ -131,7 +132,8 @@ class RolloutHandoff:
         overlap: Copy `others` that are in a `PausableMemory` while other work runs. The states of optimisers return
             while the body of `training` runs; their next `step`, `state_dict` or `load_state_dict` waits; see
             `PausableMemory.waits_before_use`. And `others` leave while the engines' weights wake and the update runs,
-            if the devices have room for both, and if all `weights` are in a `PausableMemory` too.
+            if the devices have room for both, and if all `weights` are in a `PausableMemory` too. `weights` in a
+            `PausableMemory` leave behind them, if the source only reads; see `weights.source.ReadingSource`.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
         group: The process group of the trainer; see `Peers`.
