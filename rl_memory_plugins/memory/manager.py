@@ -193,8 +193,9 @@ class MemoryManager(SleepCopies):
         A tag is released while the next tag is copied: unmapping a KV cache takes a tenth of the time of such a copy.
 
         Args:
-            tags: The tags to release now. The others stay prepared for another commit, and their copies run on. If the
-                copies have begun, no work on the device may have used `tags` since. Default: all.
+            tags: The tags to release now; the others stay prepared for another commit. After `begin_sleep` this waits
+                for the copies of these tags and for nothing else on the device, so no work may have used the tags
+                since. Default: all, and it waits for all work.
 
         Raises:
             RLMemoryError: a copy or a release failed. `details["changed"]` holds the tags that had changed before, with
@@ -202,15 +203,13 @@ class MemoryManager(SleepCopies):
             StateConflictError: no sleep is prepared.
         """
         prepared, self._prepared_sleep = self._require_sleep(), None
-        chosen = [tag for tag in prepared.states if tags is None or tag in tags]
-        is_last = len(chosen) == len(prepared.states)
         self._residual = None
         if prepared.is_split:
             self._seconds = {}  # those of the commit before
         with self._naming_changes():
             try:
-                changes = self._release_tags(prepared, chosen, is_last)
-                if not is_last:
+                changes = self._release_tags(prepared, tags)
+                if prepared.states:
                     prepared.is_split, self._prepared_sleep = True, prepared
                 return changes
             finally:
@@ -218,17 +217,17 @@ class MemoryManager(SleepCopies):
                     self._free_new_backups(prepared)  # of tags that an error has left resident
                     self._reclaim_later()
 
-    def _release_tags(self, prepared: PreparedSleep, tags: Collection[str], is_last: bool) -> list[TagChange]:
-        # A wait for the device, or an emptying of the cache, would wait for the copies of the tags that stay prepared.
-        self._begin_copies(prepared, tags, synchronize=is_last)
+    def _release_tags(self, prepared: PreparedSleep, tags: Collection[str] | None) -> list[TagChange]:
+        chosen = [tag for tag in prepared.states if tags is None or tag in tags]
+        self._begin_copies(prepared, chosen, synchronize=tags is None or not prepared.has_begun)
         changes = []
-        for tag in tags:
+        for tag in chosen:
             with self._timed("backup"):
                 if tag in prepared.backups:
                     prepared.backups[tag].finish()
             with self._timed("release"):
                 changes.append(self._release_tag(prepared, tag))
-        if changes and is_last:
+        if changes and tags is None:  # to empty the cache is to wait for all copies
             with self._timed("release"):
                 self.device.trim(TRIM_THRESHOLD_BYTES)
         return changes

@@ -23,7 +23,9 @@ class SleepCopies(Transitions):
     def begin_sleep(self) -> None:
         """Start the copies of the prepared sleep, in the order of its tags. They run one behind the other.
 
-        Nothing may write to a tag until its `commit_sleep` or `abort_sleep`.
+        They start behind the work of the current stream, and wait for no other: `prepare_sleep` has waited for the
+        device, and to wait again would be to wait for copies that others have begun. Nothing may write to a tag until
+        its `commit_sleep` or `abort_sleep`.
 
         Raises:
             RLMemoryError: a copy could not start; call `abort_sleep`.
@@ -31,8 +33,8 @@ class SleepCopies(Transitions):
         """
         with self._naming_changes():
             prepared = self._require_sleep()
-            self._begin_copies(prepared, prepared.states)
             prepared.has_begun = True
+            self._begin_copies(prepared, prepared.states, synchronize=False)
 
     def recheck_copies(self, tags: Collection[str] | None = None) -> None:
         """Copy the blocks of prepared tags again whose clean copy no longer matches them. Default: of all."""
@@ -51,20 +53,16 @@ class SleepCopies(Transitions):
             raise StateConflictError("no sleep is prepared on this rank", rank=self.rank)
         return self._prepared_sleep
 
-    def _begin_copies(self, prepared: PreparedSleep, tags: Collection[str], *, synchronize: bool = True) -> None:
-        """Start the copies of these tags that have not begun.
-
-        Args:
-            synchronize: Wait for the device, even if all copies have begun.
-        """
-        waiting = [tag for tag in tags if tag in prepared.backups and tag not in prepared.copied]
-        if synchronize or waiting or not prepared.has_begun:
+    def _begin_copies(self, prepared: PreparedSleep, tags: Collection[str], *, synchronize: bool) -> None:
+        """Start the copies of these tags that have not begun. `synchronize`: wait for the device before."""
+        if synchronize:
             with self._timed("synchronize"):
                 self.device.synchronize()
         self._require_covered(prepared, tags)
         with self._timed("backup"):
-            for tag in waiting:
-                prepared.copied[tag] = self._begin_copy(prepared, tag)
+            for tag in tags:
+                if tag in prepared.backups and tag not in prepared.copied:
+                    prepared.copied[tag] = self._begin_copy(prepared, tag)
 
     def _begin_copy(self, prepared: PreparedSleep, tag: str) -> int:
         backup = prepared.backups[tag]

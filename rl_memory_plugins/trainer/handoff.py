@@ -235,7 +235,7 @@ class RolloutHandoff:
         """
         report = report or HandoffReport()
         with self._lock:
-            leaving = Leaving(self._others, self._weights if self._only_read else ())
+            leaving = Leaving(self._others, self._weights, early=self._only_read)
             try:
                 if not self._begin_others(report, leaving):
                     self._move(report, "offload_others", self._others)

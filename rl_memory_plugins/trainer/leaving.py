@@ -23,18 +23,20 @@ class Leaving:
         others: What the update does not read. Its copies begin first.
         weights: What the update reads. Its copies queue behind those of `others` in the same memory; those of another
             memory run beside them.
+        early: Whether the weights leave too. They do not if the update may write to them.
 
     Attributes:
         others, weights: By memory, the tags that are still to be committed.
     """
 
-    def __init__(self, others: Iterable[object], weights: Iterable[object]) -> None:
-        self.others = tags_of(others)
-        self.weights: dict[Pausable, list[str]] = {}
-        for memory, tags in tags_of(weights).items():
-            own = [tag for tag in tags if tag not in self.others.get(memory, ())]
+    def __init__(self, others: Iterable[object], weights: Iterable[object], *, early: bool) -> None:
+        read = tags_of(weights)
+        self.weights = read if early else {}
+        self.others: dict[Pausable, list[str]] = {}
+        for memory, tags in tags_of(others).items():
+            own = [tag for tag in tags if tag not in read.get(memory, ())]
             if own:
-                self.weights[memory] = own
+                self.others[memory] = own
 
     def prepare(self) -> None:
         """Obtain host memory for all of them, and free nothing yet; see `PausableMemory.prepare_sleep`."""
@@ -49,7 +51,7 @@ class Leaving:
     def free_others(self) -> list[Moved]:
         """Wait for the copies of `others`, not for those of `weights`, and free the device memory."""
         others, self.others = self.others, {}
-        return commit_all(others)
+        return commit_all(others, only=others)
 
     def abort(self) -> None:
         for memory in self._memories():

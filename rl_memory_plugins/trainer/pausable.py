@@ -137,8 +137,9 @@ class PausableMemory(PausableTensors):
     def begin(self) -> None:
         """Start the copies of the prepared sleep, tag by tag as `prepare_sleep` has named them.
 
-        They run on while this process does other work. `commit` waits for them and frees the device memory; `abort`
-        waits for them and leaves all awake. Nothing may write to the tags meanwhile.
+        They start behind the work of the current stream, and run on while this process does other work. `commit` waits
+        for them and frees the device memory; `abort` waits for them and leaves all awake. Nothing may write to the tags
+        meanwhile.
 
         Raises:
             RLMemoryError: a copy could not start; nothing is prepared any more, and all stays awake.
@@ -165,8 +166,9 @@ class PausableMemory(PausableTensors):
 
         Args:
             later: Tags of a wake; the content of those that `waits_before_use` is still on its way when this returns.
-            tags: Tags of a sleep that has begun, which leave now. Nothing may have used them since `begin`. The others
-                stay prepared, their copies run on, and another `commit` or `abort` follows. Default: all.
+            tags: Tags of a sleep that has begun, which leave now. This waits for their copies and for nothing else on
+                the device, so nothing may have used them since `begin`. The others stay prepared, their copies run on,
+                and another `commit` or `abort` follows. Default: all.
 
         Raises:
             StateConflictError: nothing is prepared, or a tag has got memory since the preparation; nothing changes.
@@ -181,11 +183,10 @@ class PausableMemory(PausableTensors):
             raise StateConflictError("no sleep or wake is prepared")
         if not pending.sleeps:
             return self._groups.wake(lambda: self._act(pending, pending.tags, later), pending.abort)
-        leaving = [tag for tag in pending.tags if tags is None or tag in tags]
-        return self._groups.sleep(lambda: self._leave(pending, leaving, written), self._all_asleep)
+        return self._groups.sleep(lambda: self._leave(pending, tags, written), self._all_asleep)
 
-    def _leave(self, pending: Pending, tags: Collection[str], written: bool) -> Report:
-        """Commit the sleep of these tags. The others stay prepared."""
+    def _leave(self, pending: Pending, tags: Collection[str] | None, written: bool) -> Report:
+        """Commit the sleep of these tags, or of all. The others stay prepared."""
         try:
             if pending.drops:
                 self._targets.drop_gradients(self.owned())
@@ -194,14 +195,14 @@ class PausableMemory(PausableTensors):
         except BaseException:
             pending.abort()
             raise
-        report = self._act(pending, tags, tags)
-        rest = [tag for tag in pending.tags if tag not in tags]
+        report = self._act(pending, pending.tags if tags is None else tags, tags)
+        rest = [tag for tag in pending.tags if tags is not None and tag not in tags]
         if rest:
             self._pending = replace(pending, tags=rest, seconds={}, drops=False)
         return report
 
-    def _act(self, pending: Pending, tags: Collection[str], argument: Collection[str]) -> Report:
-        """Commit with this argument, if it changes one of these tags."""
+    def _act(self, pending: Pending, tags: Collection[str], argument: Collection[str] | None) -> Report:
+        """Commit with this argument, if that changes one of these tags."""
         if not set(tags).intersection(pending.changing):
             return Report([], {})
         try:
@@ -224,8 +225,8 @@ class PausableMemory(PausableTensors):
         self._require_nothing_prepared()
         return self._chosen(tags)
 
-    def _commit_wake(self, later: Collection[str]) -> list[TagChange]:
-        changes = self._manager.commit_wake(later)
+    def _commit_wake(self, later: Collection[str] | None) -> list[TagChange]:
+        changes = self._manager.commit_wake(later or ())
         for tag in self._dropped.intersection(change.tag for change in changes):
             beside = subtract(self._allocator.extents(tag), self._allocator.blocks(tag))
             if beside:

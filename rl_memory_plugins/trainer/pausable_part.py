@@ -84,23 +84,25 @@ def require_awake_groups(weights: Iterable[object], others: Iterable[object], *,
 
 
 def commit_all(
-    tags: Mapping[Pausable, Collection[str]], later: Mapping[Pausable, Collection[str]] = MappingProxyType({})
+    memories: Iterable[Pausable],
+    later: Mapping[Pausable, Collection[str]] = MappingProxyType({}),
+    only: Mapping[Pausable, Collection[str]] = MappingProxyType({}),
 ) -> list[Moved]:
     """Commit what these memories have prepared, all of them even if one fails.
 
     The other ranks commit all of theirs, and memories with process groups wait for this rank.
 
     Args:
-        tags: By memory, the tags of the prepared sleep that leave now, or all tags of the prepared wake.
-        later: By memory, as for `PausableMemory.commit`.
+        memories: Memories with a prepared sleep or wake.
+        later, only: By memory, as `later` and `tags` of `PausableMemory.commit`.
 
     Raises:
         Exception: the error of the first memory that failed.
     """
     moves, failures = [], []
-    for memory, own in tags.items():
+    for memory in memories:
         try:
-            moves.append(moved(memory.commit(later.get(memory, ()), tags=own)))
+            moves.append(moved(memory.commit(later.get(memory, ()), tags=only.get(memory))))
         except Exception as error:
             failures.append(error)
     if failures:

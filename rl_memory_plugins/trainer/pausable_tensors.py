@@ -37,7 +37,7 @@ from rl_memory_plugins.weights.cuda_ipc import release_mapped
 class Pending:
     """A prepared sleep or wake of tags."""
 
-    commit: Callable[[Collection[str]], list[TagChange]]  # takes the tags to release, or whose content may come later
+    commit: Callable[[Collection[str] | None], list[TagChange]]  # takes the tags to release, or whose content may wait
     abort: Callable[[], None]
     tags: list[str]  # that no commit has named yet
     changing: list[str]  # the tags that are to sleep or to wake, and do not yet

@@ -152,11 +152,19 @@ def test_memory_that_came_after_an_early_begin_is_not_released(rank):
     assert set(states(rank).values()) == {RESIDENT}
 
 
-@pytest.mark.parametrize("operation", ["begin_copy_to_host", "synchronize"])
-def test_an_early_begin_that_fails_can_be_undone(rank, operation):
+def test_an_early_begin_does_not_wait_for_the_device(rank):
+    """It would wait for copies that another memory of the device has begun."""
+    rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
+    calls = Counter(rank.device.calls)
+    rank.manager.begin_sleep()
+    assert copies(rank) == (3, 0) and not (Counter(rank.device.calls) - calls)["synchronize"]
+    rank.manager.abort_sleep()
+
+
+def test_an_early_begin_that_fails_can_be_undone(rank):
     before = rank.contents()
     rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
-    rank.device.fail(operation, nth=2 if operation == "begin_copy_to_host" else 1)
+    rank.device.fail("begin_copy_to_host", nth=2)
     with pytest.raises(EngineFaultError):
         rank.manager.begin_sleep()
     rank.manager.abort_sleep()
