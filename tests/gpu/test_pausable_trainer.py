@@ -183,6 +183,38 @@ def test_the_gpu_works_while_a_sleep_copies(close, monkeypatch, end):
     assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
 
 
+def test_a_tag_leaves_while_the_copies_of_another_run(close, monkeypatch):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    train(model, optimizer)
+    expected = [tensor.clone().cpu() for tensor in tensors_in(model, optimizer)]
+    memory.sleep()  # allocates the host memory
+    memory.wake()
+    device = memory._manager.device
+    copy, begun = device.begin_copy_to_host, []
+
+    def begin(pairs):
+        if begun:  # the copies of the second tag
+            with torch.cuda.stream(device._stream):
+                torch.cuda._sleep(2_000_000_000)
+        begun.append(pairs)
+        return copy(pairs)
+
+    monkeypatch.setattr(device, "begin_copy_to_host", begin)
+    start = time.perf_counter()
+    memory.prepare_sleep(["optimizer", "parameters"])
+    memory.begin()
+    memory.commit(tags=["optimizer"])
+    assert time.perf_counter() - start < 0.5 and len(begun) == 2
+    assert memory.status()["optimizer"].state == "preserved" and memory.status()["parameters"].state == "resident"
+    memory.commit()
+    assert time.perf_counter() - start > 0.7  # it waited for the copies
+    memory.wake()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_losses_stay_over_handoffs(overlap, close):
     model = layers()

@@ -454,3 +454,32 @@ def test_master_weights_and_their_gradients_are_moved_as_lists():
     assert storage_bytes(masters[0], masters[0].grad) == [16, 16]
     Offloader(masters, [masters[0].grad], moves=everything).offload()
     assert storage_bytes(masters[0], masters[0].grad) == [0, 0]
+
+
+class Sharded(nn.Linear):
+    """As a module of FSDP2: the methods are those of its class."""
+
+    resharded = 0
+
+    def unshard(self):
+        raise AssertionError
+
+    def reshard(self):
+        self.resharded += 1
+
+
+def test_modules_are_those_that_torch_names_in_its_order():
+    shared = nn.Linear(2, 2)
+    root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), shared), shared, nn.ModuleDict({"a": nn.ReLU(), "b": shared}))
+    root.register_module("none", None)
+    assert offloading.modules_of(root) == list(root.modules())
+    root.own = root[0]
+    assert offloading.modules_of(root) == list(root.modules())
+
+
+def test_gathered_parameters_are_freed_also_of_a_root_that_is_known_by_a_weak_reference():
+    root = Sharded(2, 2)
+    root.child = Sharded(2, 2)
+    offloading.reshard(root)
+    offloading.reshard(weakref.proxy(root))
+    assert root.resharded == root.child.resharded == 2

@@ -304,6 +304,24 @@ def test_quantised_states_are_adopted(wrapped):
 # -- what is dropped ----------------------------------------------------------------------------------------------
 
 
+def test_a_sleep_looks_at_no_storage_that_has_a_tag(monkeypatch):
+    """There are thousands, and the copies have not begun yet."""
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    train(model, optimizer)
+    looked = []
+    look = torch.Tensor.untyped_storage
+    monkeypatch.setattr(torch.Tensor, "untyped_storage", lambda tensor: (looked.append(tensor), look(tensor))[1])
+    memory.prepare_sleep()
+    assert looked == []
+    memory.abort()
+    model.norm.weight.data = torch.ones(WIDTH)
+    memory.prepare_sleep()
+    assert len({id(tensor) for tensor in looked}) == 1
+    memory.abort()
+
+
 def test_gradients_are_set_to_none_by_a_sleep():
     model = Tied(width=WIDTH)
     memory = PausableMemory(model)
