@@ -289,6 +289,7 @@ class RolloutHandoff:
 
         def begin() -> Room:
             report.add("offload_others", [part.offload() for part in rest])
+            leaving.drop_gradients()
             if torch.cuda.is_initialized():
                 self._empty_cache("offload_others")
             leaving.begin()

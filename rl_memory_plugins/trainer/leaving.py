@@ -43,6 +43,11 @@ class Leaving:
         for memory in self._memories():
             memory.prepare_sleep([*self.others.get(memory, ()), *self.weights.get(memory, ())])
 
+    def drop_gradients(self) -> None:
+        """See `PausableMemory.drop_gradients`. Between this and `begin` the cache is emptied, once for all memories."""
+        for memory in self._memories():
+            memory.drop_gradients()
+
     def begin(self) -> None:
         """Start the copies. Nothing may write to the tags from now on, and only the update may read the weights."""
         for memory in self._memories():

@@ -197,7 +197,6 @@ class Offloader:
             if isinstance(target, torch.nn.Module):
                 reshard(target)
         storages: dict[Any, None] = {}
-        is_elsewhere = owned_elsewhere()
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             # A storage of size zero is offloaded already, or FSDP has freed it.
@@ -206,11 +205,12 @@ class Offloader:
                     raise UnsupportedError(
                         f"a {type(tensor).__name__} cannot be offloaded: it has no storage and no __tensor_flatten__"
                     )
-                if is_elsewhere(storage.data_ptr()):
-                    raise StateConflictError(
-                        "a tensor belongs to a PausableMemory: let its tag sleep instead, or close the memory first"
-                    )
                 storages[storage] = None
+        is_elsewhere = owned_elsewhere() if storages else None
+        if is_elsewhere is not None and any(is_elsewhere(storage.data_ptr()) for storage in storages):
+            raise StateConflictError(
+                "a tensor belongs to a PausableMemory: let its tag sleep instead, or close the memory first"
+            )
         return list(storages)
 
     def _offloaded(self) -> list[Any]:

@@ -134,6 +134,16 @@ class PausableMemory(PausableTensors):
                 raise
             self._pending = Pending(self._commit_wake, self._manager.abort_wake, requested, chosen, {})
 
+    def drop_gradients(self) -> None:
+        """Set the gradients to `None` that the prepared sleep drops, as `begin` and `commit` do.
+
+        Their memory goes to torch's cache. Empty it before `begin`: later, that would wait for the copies.
+        """
+        with self._lock:
+            if self._pending is not None and self._pending.drops:
+                self._targets.drop_gradients(self.owned())
+                self._pending = replace(self._pending, drops=False)
+
     def begin(self) -> None:
         """Start the copies of the prepared sleep, tag by tag as `prepare_sleep` has named them.
 
@@ -150,10 +160,8 @@ class PausableMemory(PausableTensors):
                 raise StateConflictError("no sleep is prepared")
             try:
                 if self._pending.drops:
-                    self._targets.drop_gradients(self.owned())
-                    # Later, emptying the cache would wait for the copies.
+                    self.drop_gradients()
                     self._manager.device.trim(TRIM_THRESHOLD_BYTES)
-                    self._pending = replace(self._pending, drops=False)
                 if self._pending.changing:
                     self._manager.recheck_copies()
                     self._manager.begin_sleep()

@@ -4,6 +4,7 @@ Its weights leave behind the state.
 """
 
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from rl_memory_plugins.trainer import (
     QuantisedSource,
     RolloutHandoff,
     StreamSource,
+    handoff,
 )
 from rl_memory_plugins.trainer.room import ROOM_BYTES, Room, lacks_memory, suffices
 from rl_memory_plugins.trainer.sources.model import only_reads
@@ -223,6 +225,24 @@ def test_gradients_are_dropped_before_the_copies_begin(monkeypatch):
     with setup.handoff.training():
         setup.model().backward()
     assert dropped == [True]
+
+
+def test_the_cache_is_emptied_once_of_the_gradients_too_and_before_the_copies_begin(monkeypatch):
+    setup = Setup(monkeypatch)
+    done = []
+
+    def empty(step):
+        here = any(parameter.grad is not None for parameter in setup.model.parameters())
+        done.append((step, here, setup.leaving.under_way))
+        return 0.0
+
+    monkeypatch.setattr(setup.handoff, "_empty_cache", empty)
+    monkeypatch.setattr(setup.memory._manager.device, "trim", lambda min_bytes=0: done.append("trim"))
+    with setup.handoff.training():
+        setup.model().backward()
+        monkeypatch.setattr(handoff, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
+    assert done[0] == ("offload_others", False, 0) and done[-1] == ("offload", False, 0)
+    assert done[1:-1] == ["trim"]  # by the commit of the weights
 
 
 def test_only_a_sleep_begins_and_once(monkeypatch):
