@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from rl_memory_plugins.engines.layer_templates import LayerTemplate
-from rl_memory_plugins.engines.post_load import STEP, PostLoad, refuse_untried, unsupported
+from rl_memory_plugins.engines.layer_tensors import STEP
+from rl_memory_plugins.engines.post_load import PostLoad, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage

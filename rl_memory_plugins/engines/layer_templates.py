@@ -87,8 +87,19 @@ class LayerTemplate:
 
     def _has_default(self) -> bool:
         """Whether an update may leave the parameters out, although the first load wrote them."""
+        return self._dummy and self.has_kv_scales
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether the parameters are scales of an FP8 KV cache, which have defaults."""
         method = type(getattr(self._layer, "quant_method", None))
-        return self._dummy and any(one.__name__ == _KV_SCALES for one in method.__mro__)
+        return any(one.__name__ == _KV_SCALES for one in method.__mro__)
+
+    def give_first_values(self) -> None:
+        """Give the layer's parameters the values again that the engine made them with, as far as these are known."""
+        for name, first in self._first.items():
+            if first is not None:
+                self._layer._parameters[name].data.copy_(first)
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ _FOREIGN = ("torch", "transformers", "vllm.config", "numpy", "builtins")  # pack
 
 
 class Held(NamedTuple):
-    """A tensor that a quantisation method or a backend holds: the object or container that has it, and its attribute or key."""
+    """A tensor that a method or a backend holds: the object or container that has it, and its attribute or key."""
 
     owner: Any
     key: Any

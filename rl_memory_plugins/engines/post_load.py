@@ -38,6 +38,7 @@ class PostLoad:
         graphs: What CUDA graphs read and the model's layers no longer hold.
         templates: The layouts of layers before their weights were loaded; empty without `keep_templates`.
         dummy: Whether the first weights are random numbers.
+        default_scales: The names of the layers that `give_default_scales` has changed.
     """
 
     def __init__(self, model: torch.nn.Module, *, dummy: bool = False) -> None:
@@ -50,6 +51,7 @@ class PostLoad:
         self._keeping: set[torch.nn.Module] = set()
         self.graphs = Graphs(self._is_derived)
         self.templates: dict[torch.nn.Module, LayerTemplate] = {}
+        self.default_scales: list[str] = []
 
     def watch(self) -> None:
         """Wrap the steps that are not wrapped yet. Engines replace quantisation methods between loads."""
@@ -69,6 +71,17 @@ class PostLoad:
         for layer in self.model.modules():
             if hasattr(getattr(layer, "quant_method", None), STEP):
                 self.templates[layer] = LayerTemplate(layer, dummy=self.dummy)
+
+    def give_default_scales(self) -> None:
+        """Give the scales of an FP8 KV cache, into which a start wrote random numbers, the engine's own values again.
+
+        An engine whose checkpoint has no scales has these. Updates need not bring scales, so random ones would stay.
+        """
+        for name, layer in self.model.named_modules():
+            template = self.templates.get(layer)
+            if template is not None and template.has_kv_scales:
+                template.give_first_values()
+                self.default_scales.append(name)
 
     def transformed(self) -> dict[str, str]:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""

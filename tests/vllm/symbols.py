@@ -36,6 +36,8 @@ SYMBOLS: Symbols = {
     "vllm.model_executor.model_loader.reload.meta:materialize_meta_tensor": ("meta_tensor",),
     "vllm.model_executor.model_loader.weight_utils:default_weight_loader": ("param", "loaded_weight"),
     "vllm.model_executor.model_loader.utils:record_metadata_for_reloading": (),
+    "vllm.model_executor.model_loader.dummy_loader:DummyModelLoader.load_weights": ("self", "model"),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": (),
     "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__": ("self",),
     "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.__init__": ("self",),
     "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.all_reduce": ("self", "registered"),

@@ -39,10 +39,12 @@ class AttentionSteps:
             for name, layer in model.named_modules()
             if isinstance(layer, AttentionLayerBase) and callable(getattr(layer, STEP, None))
         }
-        self._fresh = [  # the attributes that a forward pass may replace by what it derives
-            (name, backend, {key: value for key, value in vars(backend).items() if value is None or _is_parameter(value)})
+        self._fresh = [  # what a forward pass may replace by what it derives
+            (name, backend, key, value)
             for name, layer in self._layers.items()
             for backend in _backends(layer)
+            for key, value in vars(backend).items()
+            if value is None or isinstance(value, torch.nn.Parameter)
         ]
         self._reading: WeakKeyDictionary[LoadPlan, dict[str, torch.nn.Module]] = WeakKeyDictionary()
 
@@ -53,9 +55,8 @@ class AttentionSteps:
             WeightUpdateError: a step has changed what must not change, such as a number that is part of CUDA graphs;
                 or what a forward pass has derived is no cast copy.
         """
-        for name, backend, fresh in self._fresh:
-            for key, value in fresh.items():
-                self._forget(f"{name}.{key}", vars(backend), key, value)
+        for name, backend, key, fresh in self._fresh:
+            self._forget(f"{name}.{key}", vars(backend), key, fresh)
         if plan not in self._reading:
             self._reading[plan] = dict(self._readers(plan))
         for name, layer in self._reading[plan].items():
@@ -113,10 +114,6 @@ def _backends(layer: torch.nn.Module) -> Iterator[Any]:
     for path, _, owner in walk(layer):
         if owner is not None and path[0] == BACKEND:
             yield owner
-
-
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, torch.nn.Parameter)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -19,6 +19,7 @@ _ATTRIBUTE = "_rl_memory_first_load"
 def install(hooks: Hooks) -> None:
     hooks.wrap("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", _keep_weights_in_parameters)
     hooks.wrap("vllm.model_executor.model_loader.utils:record_metadata_for_reloading", _watch)
+    hooks.wrap("vllm.model_executor.model_loader.dummy_loader:DummyModelLoader.load_weights", _with_default_scales)
 
 
 class FirstLoad:
@@ -115,6 +116,18 @@ def _watch(original: Callable[..., None]) -> Callable[..., None]:
             _loading.append(first_load)
 
     return record_metadata_for_reloading
+
+
+def _with_default_scales(original: Callable[..., None]) -> Callable[..., None]:
+    """Let no scale of an FP8 KV cache be a random number: CUDA graphs and backends would go on with it."""
+
+    def load_weights(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        watch = post_load.of(model)
+        if watch is not None:
+            watch.give_default_scales()
+
+    return load_weights
 
 
 def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., None]:

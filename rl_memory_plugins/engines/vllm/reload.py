@@ -17,11 +17,12 @@ import torch
 
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.layer_reload import LayerReload
-from rl_memory_plugins.engines.post_load import STEP, PostLoad, method_of, refuse_untried, unsupported
+from rl_memory_plugins.engines.layer_tensors import STEP
+from rl_memory_plugins.engines.post_load import PostLoad, method_of, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
 from rl_memory_plugins.engines.vllm.update_session import own_reload
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.model_loader import Reload
 from rl_memory_plugins.weights.plan import LoadPlan
@@ -192,6 +193,8 @@ class LayerwiseReload:
         from vllm.model_executor.model_loader.reload import layerwise
         from vllm.utils.torch_utils import set_default_torch_dtype
 
+        if self._graphs:
+            _require_default_scales(self._post_load, plan)
         config = self._vllm_config.model_config
         # Not the hook of `worker.py`, which watches the loads of other callers.
         finalize = getattr(layerwise.finalize_layerwise_processing, "__wrapped__")  # noqa: B009
@@ -223,6 +226,25 @@ class LayerwiseReload:
             # update omits. The loader would ignore the weights of the next update.
             for parameter in self._model.parameters():
                 _restore_own_loader(parameter)
+
+
+def _require_default_scales(post_load: PostLoad, plan: LoadPlan) -> None:
+    """Check that an update brings no scales of the KV cache to CUDA graphs that were captured with the defaults.
+
+    Raises:
+        WeightUpdateError: it does, and graphs may have the scales as numbers. Nothing has been written.
+    """
+    modules = dict(post_load.model.named_modules())
+    for layer in post_load.default_scales:
+        scales = post_load.templates[modules[layer]].parameters
+        new = [name for name in plan.opaque if name.rpartition(".")[2] in scales]
+        if new:
+            raise WeightUpdateError(
+                f"{new[0]} is a scale of the KV cache, but CUDA graphs have the scales of {layer} as numbers, from a "
+                "start with dummy weights: start with the checkpoint's weights, or with enforce_eager",
+                name=new[0],
+                layer=layer,
+            )
 
 
 def restore_layers(model: torch.nn.Module) -> None:
