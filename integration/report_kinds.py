@@ -17,7 +17,8 @@ def table(results: Path, names: Mapping[str, str]) -> list[str]:
     runs: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for path in sorted(results.glob("kinds-*.json")):
         records = json.loads(path.read_text())
-        title = f"{names[records[0]['engine']]} {records[0]['engine_version']}, {records[0]['device']}"
+        devices = " and ".join(dict.fromkeys(record["device"] for record in records))
+        title = f"{names[records[0]['engine']]} {records[0]['engine_version']}, {devices}"
         runs[title] = {(record["kind"], record["way"]): record for record in records}
     kinds = dict.fromkeys(kind for run in runs.values() for kind, _ in run)
     lines = ["| kind | " + " | ".join(f"{title}: {', '.join(WAYS)}" for title in runs) + " |"]

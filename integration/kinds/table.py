@@ -43,12 +43,12 @@ LATENT = {
     "topk_group": 1,
     "added": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
 }
-DELTA = {
+DELTA = {  # of GPUs' kernels some take heads of 128 only
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
     "added": {"full_attention_interval": 2},
 }
