@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.sources.stream import StreamSource
     from rl_memory_plugins.trainer.update import push_from_all
     from rl_memory_plugins.weights.checksums import tensor_checksum
+    from rl_memory_plugins.weights.communicators.kept import close_communicators
     from rl_memory_plugins.weights.cuda_ipc import release_mapped
     from rl_memory_plugins.weights.manifest import TensorSpec
     from rl_memory_plugins.weights.source import NegotiableSource, ReadingSource, ResidentSource, TensorSource
@@ -72,6 +73,7 @@ __all__ = [
     "TensorSource",
     "TensorSpec",
     "aggressive_empty_cache",
+    "close_communicators",
     "load",
     "offload",
     "push_adapter",
@@ -84,6 +86,7 @@ __all__ = [
 _MODULES = {
     "rl_memory_plugins.client": ["EngineClient"],
     "rl_memory_plugins.weights.checksums": ["tensor_checksum"],
+    "rl_memory_plugins.weights.communicators.kept": ["close_communicators"],
     "rl_memory_plugins.weights.cuda_ipc": ["release_mapped"],
     "rl_memory_plugins.weights.manifest": ["TensorSpec"],
     "rl_memory_plugins.weights.source": ["NegotiableSource", "ReadingSource", "ResidentSource", "TensorSource"],

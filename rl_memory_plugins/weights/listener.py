@@ -14,23 +14,11 @@ from typing import Any
 from rl_memory_plugins.errors import AuthenticationError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.addresses import Endpoints
+from rl_memory_plugins.weights.communicators import joining
+from rl_memory_plugins.weights.connected_rank import ConnectedRank
 from rl_memory_plugins.weights.doors import Advertise, Doors
 from rl_memory_plugins.weights.greeter import Greeter
 from rl_memory_plugins.weights.tls import Tls
-
-
-class ConnectedRank:
-    """A rank whose `Hello` was accepted, and the slots that it has not acknowledged."""
-
-    def __init__(self, connection: wire.Connection, hello: wire.Hello) -> None:
-        self.connection = connection
-        self.rank = hello.rank
-        self.device = hello.device
-        self.unacknowledged: list[int] = []
-        self.candidate_transports: list[str] = []  # the remaining ones, best first
-        self.refused: list[dict[str, str]] = []
-        connection.peer = f"rank {hello.rank} on {hello.device}"
-        connection.details = {"rank": hello.rank, "device": hello.device}
 
 
 class Listener:
@@ -72,6 +60,7 @@ class Listener:
         """Close all connections and sockets. May be called more than once."""
         for rank in self.ranks:
             rank.connection.close()
+            joining.leave(rank)
         self.ranks = []
         self._doors.close()
         self._greeter.close()

@@ -6,6 +6,8 @@ model's loader.
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,6 +23,7 @@ from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.known_names import hint, nearest, skipped_twins
 from rl_memory_plugins.weights.loader_run import MAX_FAILURES, Loader, run_traced
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
+from rl_memory_plugins.weights.slices import Slice, cut_specs, cut_step, slice_of
 from rl_memory_plugins.weights.trace import CopyStep, Step, Tracer
 
 Write = tuple[torch.Tensor, Any]
@@ -89,6 +92,31 @@ class LoadPlan:
         self.unused = unused
         # If steps overlap, the order of writes matters.
         self._disjoint = _are_disjoint(step for of_name in steps.values() for step in of_name)
+
+    @functools.cached_property
+    def slices(self) -> list[Slice | None]:
+        """For each tensor of the manifest what this rank needs of it; `None` for a whole tensor."""
+        return [
+            None
+            if spec.name in self.opaque
+            else slice_of(spec.shape, [one for one in self.steps.get(spec.name, ()) if isinstance(one, CopyStep)])
+            for spec in self.specs.values()
+        ]
+
+    @functools.cached_property
+    def cut(self) -> LoadPlan:
+        """The same plan for tensors of which only `slices` travel."""
+        found = copy.copy(self)
+        specs = list(self.specs.values())
+        found.specs = {spec.name: spec for spec in cut_specs(specs, self.slices)}
+        parts = {spec.name: (spec.shape, part) for spec, part in zip(specs, self.slices, strict=True) if part}
+        found.steps = {
+            name: [
+                cut_step(step, *parts[name]) if name in parts and isinstance(step, CopyStep) else step for step in steps
+            ]
+            for name, steps in self.steps.items()
+        }
+        return found
 
     def apply(self, name: str, source: torch.Tensor) -> None:
         """Load a tensor that is not opaque. `source` is contiguous and has the manifest's shape and dtype."""

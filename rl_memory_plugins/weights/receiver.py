@@ -13,6 +13,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.addresses import Endpoints, places_of
+from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.cuda_ipc import Mappings
 from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.filled import Filled
@@ -48,6 +49,7 @@ class WeightReceiver:
         self._check_finite = check_finite
         self._hosts = hosts or UpdateHosts()
         self._mappings = Mappings()
+        self._communicators = KeptCommunicators()
 
     def receive(
         self, endpoints: Endpoints, token: str, timeout_s: float, loader: ModelLoader | None = None
@@ -73,7 +75,9 @@ class WeightReceiver:
             WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
         """
         self._manager.require_writable()
-        session = Session(self._manager, loader or self._model, self._mappings, timeout_s, self._check_finite)
+        session = Session(
+            self._manager, loader or self._model, self._mappings, self._communicators, timeout_s, self._check_finite
+        )
         with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)
         try:
@@ -87,10 +91,8 @@ class WeightReceiver:
                 raise
             raise known from error
         finally:
-            if session.lease is None:
+            if not session.is_held:
                 connection.close()
-            else:
-                self._mappings.keep(session.lease)
 
     def capabilities(self) -> Capabilities:
         """Whether this model's weights can be updated."""
@@ -113,8 +115,9 @@ class WeightReceiver:
         threading.Thread(target=warm_up, name="rl-memory-warm-up", daemon=True).start()
 
     def close(self) -> None:
-        """Close all memory of a trainer that is still open."""
+        """Close all memory of a trainer that is still open, and all communicators."""
         self._mappings.close()
+        self._communicators.close()
 
     def _connect(self, endpoints: Endpoints, timeout_s: float) -> wire.Connection:
         device = self._manager.device.name

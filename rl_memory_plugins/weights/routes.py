@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc
-from rl_memory_plugins.weights.buffers import CudaStaging, DirectExport, ShmStaging, StagingBuffer, StreamedStaging
+from rl_memory_plugins.weights.buffers import (
+    SENT,
+    CudaStaging,
+    DirectExport,
+    NcclStaging,
+    ShmStaging,
+    StagingBuffer,
+    StreamedStaging,
+)
+from rl_memory_plugins.weights.communicators import COMMUNICATORS, joining, over_nccl
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, align
+from rl_memory_plugins.weights.slices import Cut, Slice
 
 if TYPE_CHECKING:
-    from rl_memory_plugins.weights.listener import ConnectedRank
+    from rl_memory_plugins.weights.connected_rank import ConnectedRank
 
 HOST_BUCKET_BYTES = 128 << 20
 """The largest bucket in host memory. Larger ones cost more: page faults and page-locking take longer than the copy."""
 
 STREAMED_BUCKET_BYTES = 32 << 20
 """The largest bucket that travels over a connection. With smaller ones packing, sending and loading overlap more."""
+
+NCCL_BUCKET_BYTES = 128 << 20
+"""The largest bucket that travels from GPU to GPU. Larger ones take more memory and no less time."""
 
 DIRECT_BUCKET_BYTES = 1 << 30
 """The bucket size without staging. Such a bucket uses no memory: it is only the unit of announcement."""
@@ -43,6 +56,24 @@ class Route:
         self.transport = transport
         self.buffer = buffer
         self.ranks: list[ConnectedRank] = []
+        self.cut: Cut | None = None  # what travels of whole tensors, if not all
+
+    def left_of(self, entries: Sequence[BucketEntry]) -> dict[int, BucketEntry]:
+        """The entries of a bucket as these ranks get them, by the index of their tensors."""
+        return {entry.index: entry for entry in entries} if self.cut is None else self.cut.left_of(entries)
+
+    def part(self, entry: BucketEntry, tensor: torch.Tensor) -> torch.Tensor:
+        """What these ranks get of a tensor, or of those of its rows that `entry` describes."""
+        return tensor if self.cut is None else self.cut.part(entry, tensor)
+
+    def export(self, rank: ConnectedRank) -> tuple[dict[str, Any], list[int]]:
+        """See `StagingBuffer.export`; with the communicator for the rank, if it needs one."""
+        description, fds = self.buffer.export()
+        if self.transport in SENT:
+            description = {**description, "slices": True}
+        if self.transport in COMMUNICATORS:
+            description = {**description, **rank.offered}
+        return description, fds
 
 
 class Routes:
@@ -51,6 +82,10 @@ class Routes:
     Args:
         transport, keep_mapped: As for `WeightSender`.
         resident: The tensors, if all of them exist before the update.
+        tls: Whether the bytes of tensors must travel encrypted.
+
+    Attributes:
+        own_device: The GPU on which this process stages what NCCL sends, or the CPU.
     """
 
     def __init__(
@@ -62,14 +97,19 @@ class Routes:
         keep_mapped: bool,
         resident: Sequence[torch.Tensor] | None,
         stable: bool,
+        tls: bool,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
         self._stable = stable
-        gpus = cuda_ipc.local_gpus(initialise=transport == "cuda_ipc")
+        gpus = cuda_ipc.local_gpus(initialise=transport in ("cuda_ipc", "nccl"))
         self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
+        self._tls = tls
+        self._own_gpu = self._source_gpu or _current_gpu(gpus)
+        index = gpus.get(self._own_gpu or "")
+        self.own_device = torch.device("cpu") if index is None else torch.device("cuda", index)
         self._routes: dict[tuple[str, str], Route] = {}
         for rank in ranks:
             rank.candidate_transports = candidate_transports(
@@ -90,8 +130,12 @@ class Routes:
             try:
                 if transport in NEED_UNIX_SOCKET and not rank.connection.is_local:
                     raise UnsupportedError("it needs a Unix socket, and this rank has connected over TCP")
+                if transport == "nccl":
+                    self._require_nccl(rank.device)
                 if key not in self._routes:
                     self._routes[key] = Route(transport, self._buffer(transport, rank.device))
+                if transport in COMMUNICATORS:
+                    joining.choose(rank, transport)
                 route = self._routes[key]
                 route.ranks.append(rank)
                 return route
@@ -107,7 +151,7 @@ class Routes:
             tried=rank.refused,
         )
 
-    def _buffer(self, transport: str, device: str) -> StagingBuffer:
+    def _buffer(self, transport: str, device: str, slot_bytes: int = 0) -> StagingBuffer:
         stable = self._stable
         if transport == "cuda_direct":
             if self._resident is None:
@@ -118,11 +162,26 @@ class Routes:
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if transport == "cuda_ipc":
             return self._staging(device, stable)
-        if transport == "tcp":
+        if transport == "nccl":
+            assert self._own_gpu is not None
+            smaller = _with_buckets(self._manifest, NCCL_BUCKET_BYTES)
+            return NcclStaging(self._own_gpu, slot_bytes or smaller.slot_bytes(), smaller.slots, stable=stable)
+        if transport in ("tcp", "gloo"):
             smaller = _with_buckets(self._manifest, STREAMED_BUCKET_BYTES)
-            return StreamedStaging(smaller.slot_bytes(), smaller.slots, stable=stable)
+            nbytes = slot_bytes or smaller.slot_bytes()
+            return StreamedStaging(nbytes, smaller.slots, stable=stable, kind=transport)
         smaller = _with_buckets(self._manifest, HOST_BUCKET_BYTES)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
+
+    def _require_nccl(self, device: str) -> None:
+        """Raise `UnsupportedError` if NCCL cannot join this process and a rank's device."""
+        if self._tls:
+            raise UnsupportedError("NCCL encrypts nothing, and tls= is set")
+        if self._own_gpu is None:
+            raise UnsupportedError("this process uses no GPU")
+        if self._own_gpu == device:
+            raise UnsupportedError("NCCL does not join two processes on one GPU")
+        over_nccl.require()
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
         """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
@@ -156,6 +215,7 @@ class Routes:
         for route in self._routes.values():
             if rank in route.ranks:
                 route.ranks.remove(rank)
+        joining.leave(rank)
         rank.refused.append({"device": rank.device, "transport": transport, "reason": reason})
 
     def in_use(self) -> list[Route]:
@@ -169,8 +229,34 @@ class Routes:
             return msgspec.structs.replace(self._manifest, bucket_bytes=nbytes).buckets(split=False)
         if transports <= {"cuda_direct", "cuda_ipc"}:
             return self._manifest.buckets()
-        nbytes = STREAMED_BUCKET_BYTES if "tcp" in transports else HOST_BUCKET_BYTES
+        if transports <= {"cuda_direct", "cuda_ipc", "nccl"}:
+            return _with_buckets(self._manifest, NCCL_BUCKET_BYTES).buckets()
+        nbytes = STREAMED_BUCKET_BYTES if transports & {"tcp", "gloo"} else HOST_BUCKET_BYTES
         return _with_buckets(self._manifest, nbytes).buckets()
+
+    def cut(self, slices: Mapping[ConnectedRank, Sequence[Slice | None]], buckets: list[list[BucketEntry]]) -> None:
+        """Send ranks only their slices. Ranks that need others than those before them get a buffer of their own.
+
+        Args:
+            slices: Those of all ranks with a transport in `SENT`.
+
+        Raises:
+            WeightUpdateError: slices do not fit the manifest.
+            OutOfMemoryError: the memory for a buffer cannot be allocated.
+        """
+        for (transport, device), route in list(self._routes.items()):
+            groups: dict[tuple[Slice | None, ...], list[ConnectedRank]] = {}
+            for rank in route.ranks:
+                if rank in slices:
+                    groups.setdefault(tuple(slices[rank]), []).append(rank)
+            for number, (wanted, ranks) in enumerate(groups.items()):
+                cut = Cut(self._manifest, wanted)
+                if number:
+                    left = [one for entries in buckets for one in cut.left_of(entries).values()]
+                    nbytes = max((one.offset + one.nbytes for one in left), default=0)
+                    buffer = self._buffer(transport, device, align(max(nbytes, 1)))
+                    route = self._routes[transport, f"{device} {number}"] = Route(transport, buffer)
+                route.ranks, route.cut = ranks, cut
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # close each buffer even if another one raises
@@ -192,13 +278,20 @@ def candidate_transports(
     """
     if wanted != "auto":
         return [wanted]
-    if not local:
-        return [*(["cuda_ipc"] if device in gpus else []), "tcp"]
-    if not device.startswith(("GPU-", "MIG-")):
-        return ["shm"]
-    found = ["cuda_direct"] if device == source_gpu else []
+    found = ["cuda_direct"] if device == source_gpu and local else []
     found += ["cuda_ipc"] if device in gpus else []
-    return [*found, "shm_pinned", "shm"]
+    found += ["nccl"] if device.startswith("GPU-") and (gpus or not local) else []
+    if not local:
+        return [*found, "tcp"]
+    return [*found, "shm_pinned", "shm"] if device.startswith(("GPU-", "MIG-")) else ["shm"]
+
+
+def _current_gpu(gpus: Mapping[str, int]) -> str | None:
+    """The name of the current GPU; `None` if this process uses none."""
+    if not torch.cuda.is_initialized():
+        return None
+    current = torch.cuda.current_device()
+    return next((name for name, index in gpus.items() if index == current), None)
 
 
 def _source_gpu(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:

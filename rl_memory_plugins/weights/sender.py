@@ -14,11 +14,16 @@ from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightU
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.answers import Alone, Senders, of_ranks
-from rl_memory_plugins.weights.buffers import TRANSPORTS, StreamedStaging
+from rl_memory_plugins.weights.buffers import SENT, TRANSPORTS, NcclStaging, StreamedStaging
+from rl_memory_plugins.weights.buffers.streamed import memory_of
+from rl_memory_plugins.weights.communicators import COMMUNICATORS, SEAL_BYTES, joining
+from rl_memory_plugins.weights.communicators.kept import OF_TRAINER
+from rl_memory_plugins.weights.connected_rank import ConnectedRank
 from rl_memory_plugins.weights.doors import Advertise
-from rl_memory_plugins.weights.listener import ConnectedRank, Listener
+from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec, manifest_error
 from rl_memory_plugins.weights.routes import Route, Routes
+from rl_memory_plugins.weights.slices import Slice
 from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, StableSource, TensorSource, name_of
 from rl_memory_plugins.weights.tls import Tls
 
@@ -92,8 +97,11 @@ class WeightSender:
             )
         if not 0 < timeout_s <= LONGEST_S:
             raise InvalidRequestError(f"timeout_s must be positive and at most {LONGEST_S:g}", field="timeout_s")
+        if tls and transport in COMMUNICATORS:
+            raise InvalidRequestError(f"{transport} encrypts nothing: with tls= use tcp", field="tls")
         self._transport = transport
         self._keep_mapped = keep_mapped
+        self._tls = bool(tls)
         self._bucket_bytes = bucket_bytes
         self._slots = slots
         self._timeout_s = timeout_s
@@ -155,6 +163,7 @@ class WeightSender:
                 keep_mapped=self._keep_mapped,
                 resident=resident,
                 stable=resident is not None or (isinstance(source, StableSource) and source.stable),
+                tls=self._tls,
             )
             answers, buckets = self._offer(manifest, routes)
             unused = self._require_accepted(answers)
@@ -164,8 +173,7 @@ class WeightSender:
                 for rank in self._listener.ranks:
                     rank.connection.send(wire.Commit(unused), self._timeout_s)
                 done = self._listener.gather(self._listener.ranks, wire.Done)
-            if self._keep_mapped:
-                self._hold_leases(routes.in_use())
+            self._hold(routes.in_use())
             report = {
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
@@ -183,6 +191,8 @@ class WeightSender:
             known = wire.as_update_error(error)
             for rank in self._listener.ranks:
                 rank.connection.fail(known)
+            for rank in self._listener.ranks:
+                joining.leave(rank)  # before its buffer is freed, which waits for a transfer on the GPU
             if routes is not None:
                 with contextlib.suppress(Exception):  # the first error is the cause
                     routes.close()
@@ -207,23 +217,31 @@ class WeightSender:
         Returns: the answer of each rank, and the buckets for the routes.
         """
         answers: list[tuple[ConnectedRank, wire.Answer]] = []
+        slices: dict[ConnectedRank, list[Slice | None]] = {}
         buckets: list[list[BucketEntry]] = []
         waiting = self._listener.ranks
         while waiting:
             for rank in waiting:
                 with timed(self._seconds, "open"):
-                    description, fds = routes.assign(rank).buffer.export()
+                    description, fds = routes.assign(rank).export(rank)
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
+            with timed(self._seconds, "open"):
+                early = joining.join_all(waiting, self._timeout_s, routes.own_device)
             buckets = routes.buckets()  # overlaps with the ranks' checks
             with timed(self._seconds, "validate"):
-                got = self._listener.gather(waiting, wire.Answer, wire.Unopened)
+                late = [rank for rank in waiting if rank not in early]
+                got = [*early.items(), *self._listener.gather(late, wire.Answer, wire.Unopened)]
             waiting = []
             for rank, answer in got:
                 if isinstance(answer, wire.Answer):
+                    joining.require_joined(rank)
+                    if isinstance(answer, wire.Accept) and rank.candidate_transports[0] in SENT:
+                        slices[rank] = answer.slices
                     answers.append((rank, answer))
                 elif isinstance(answer, wire.Unopened):
                     routes.refuse(rank, answer.reason)
                     waiting.append(rank)
+        routes.cut(slices, buckets)
         return answers, buckets
 
     def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
@@ -275,17 +293,33 @@ class WeightSender:
             with timed(self._seconds, "pack"):
                 placed = self._pack(slot, entries, manifest, routes, tensors)
             for route, places in placed.items():
+                seal = os.urandom(SEAL_BYTES) if route.transport in COMMUNICATORS else b""
                 for rank in route.ranks:
                     rank.unacknowledged.append(slot)
-                    rank.connection.send(wire.Bucket(slot, places), self._timeout_s)
-                    if isinstance(route.buffer, StreamedStaging):
+                    rank.connection.send(wire.Bucket(slot, places, seal), self._timeout_s)
+                    if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
                         with timed(self._seconds, "send"):
-                            route.buffer.send(rank.connection, slot, places, self._timeout_s)
+                            self._send(rank, route.buffer.sent(slot, places, seal))
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(self._seconds, "wait"):
             for slot in range(self._slots):
                 self._await_slot(slot)
+
+    def _send(self, rank: ConnectedRank, data: torch.Tensor) -> None:
+        """Send the bytes of a bucket, after its message. Over a communicator, only begin to."""
+        if rank.communicator is None:
+            rank.connection.send_bytes(memory_of(data), self._timeout_s)
+            return
+        try:
+            rank.communicator.send(data, rank.connection, self._timeout_s)
+        except TimeoutError:
+            raise rank.connection.stalled("did not take the bytes of a bucket", self._timeout_s) from None
+        except OSError as error:
+            problem = str(error)
+        else:
+            return
+        rank.connection.raise_cause(f"took no bucket: {problem}")
 
     def _await_slot(self, slot: int) -> None:
         """Wait until all receivers have acknowledged the slot."""
@@ -310,6 +344,7 @@ class WeightSender:
     ) -> dict[Route, list[BucketEntry]]:
         """Put the tensors of a bucket into all buffers. Returns their places for the receivers of each route."""
         placed: dict[Route, list[BucketEntry]] = {route: [] for route in routes}
+        left = {route: route.left_of(entries) for route in routes}
         for entry in entries:
             spec = manifest.tensors[entry.index]
             if entry.start == 0:
@@ -318,20 +353,25 @@ class WeightSender:
             if entry.nbytes != spec.nbytes:
                 part = part.narrow(0, entry.start // spec.row_nbytes, entry.nbytes // spec.row_nbytes)
             for route, places in placed.items():
-                places.append(route.buffer.put(slot, entry, spec, part))
+                own = left[route].get(entry.index)
+                if own is not None:
+                    places.append(route.buffer.put(slot, own, spec, route.part(entry, part)))
             if entry.start + entry.nbytes == spec.nbytes:
                 self._current = part = None
         for route in placed:
             route.buffer.publish()
         return placed
 
-    def _hold_leases(self, routes: list[Route]) -> None:
-        """Keep the connections to receivers that leave this process's memory open."""
-        for route in routes:
-            if route.transport == "cuda_direct":
-                for rank in route.ranks:
-                    self._listener.ranks.remove(rank)
-                    cuda_ipc.hold_lease(rank.connection.peer_process(), rank.connection)
+    def _hold(self, routes: list[Route]) -> None:
+        """Keep the connections to receivers that leave this process's memory open, and communicators."""
+        for rank in [rank for route in routes for rank in route.ranks if route.transport == "cuda_direct"]:
+            if self._keep_mapped:
+                self._listener.ranks.remove(rank)
+                cuda_ipc.hold_lease(rank.connection.peer_process(), rank.connection)
+        for rank in list(self._listener.ranks):
+            if rank.communicator is not None:
+                self._listener.ranks.remove(rank)
+                OF_TRAINER.keep(rank.communicator, rank.connection)
 
 
 def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:

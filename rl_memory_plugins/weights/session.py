@@ -17,6 +17,8 @@ from rl_memory_plugins.tags import Content
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, StreamedAttached, attach, typed
+from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached, communicated
+from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
 from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
@@ -31,17 +33,19 @@ class Session:
     Attributes:
         manager, model, check_finite: As for `WeightReceiver`.
         mappings: The open allocations of the trainer, which may outlive the update.
+        communicators: Those that may outlive the update.
         timeout_s: The longest wait for the trainer at any point, in seconds.
-        lease: The connection to keep after an update whose trainer keeps its memory for the next one; else `None`.
+        is_held: Whether something that outlives the update owns the connection.
         seconds: The duration of each step.
     """
 
     manager: MemoryManager
     model: ModelLoader
     mappings: Mappings
+    communicators: KeptCommunicators
     timeout_s: float
     check_finite: bool
-    lease: wire.Connection | None = field(default=None, init=False)
+    is_held: bool = field(default=False, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     _next_tensor: int = field(default=0, init=False)  # index into the manifest
@@ -57,12 +61,18 @@ class Session:
         """Receive the update. Returns the report of `WeightReceiver.receive`."""
         manager = self.manager
         with timed(self.seconds, "connect"):
-            connection.send(wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank), self.timeout_s)
+            hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank, self.communicators.names())
+            connection.send(hello, self.timeout_s)
             expected = self.model.drop_outdated()  # overlaps with the preparation of the offer
             offer, buffer = self._attach(connection, expected)
         try:
-            plan = self._validate(connection, offer.manifest, expected)
-            arrivals = self._arrivals(connection, buffer, offer.manifest, plan)
+            cuts = bool(offer.buffer.get("slices"))
+            plan = self._validate(connection, offer.manifest, expected, cuts=cuts)
+            manifest, sent = offer.manifest, plan
+            if cuts:
+                sent = plan.cut
+                manifest = msgspec.structs.replace(manifest, tensors=list(sent.specs.values()))
+            arrivals = self._arrivals(connection, buffer, manifest, sent)
             self.model.load_with_engine(plan, arrivals)
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)
@@ -94,12 +104,13 @@ class Session:
                 "seconds": dict(self.seconds),
             }
             connection.send(wire.Done(report), self.timeout_s)
-            if buffer.keep:
-                self.lease = connection
+            if isinstance(buffer, (DirectAttached, CommunicatedAttached)) and buffer.keep:
+                buffer.hold(connection)
+                self.is_held = True
             return report
         finally:
             self._elements.clear()
-            if self.lease is None:
+            if not self.is_held:
                 buffer.close()
 
     @functools.cached_property
@@ -115,7 +126,15 @@ class Session:
             offer, fds = connection.receive_with_fds(wire.Offer, wire.Ask, timeout_s=self.timeout_s)
             try:
                 if isinstance(offer, wire.Offer):
-                    return offer, attach(offer.buffer, fds, device=self.manager.device.name, mappings=self.mappings)
+                    return offer, attach(
+                        offer.buffer,
+                        fds,
+                        device=self.manager.device.name,
+                        mappings=self.mappings,
+                        communicated=lambda description: communicated(
+                            description, connection, self.communicators, self.timeout_s, self.manager.device.name
+                        ),
+                    )
                 assert isinstance(offer, wire.Ask)
                 with contextlib.suppress(ManifestError):  # the trainer has heard of it, and goes on
                     self._validate(connection, offer.manifest, expected)
@@ -125,8 +144,14 @@ class Session:
                 wire.close_fds(fds)
 
     def _validate(
-        self, connection: wire.Connection, manifest: Manifest, expected: Mapping[str, torch.Tensor]
+        self,
+        connection: wire.Connection,
+        manifest: Manifest,
+        expected: Mapping[str, torch.Tensor],
+        *,
+        cuts: bool = False,
     ) -> LoadPlan:
+        """Answer the trainer whether the manifest fits. With `cuts`, name the slices that this rank needs."""
         if manifest.partial and self.manager.content is not Content.VALID:
             raise StateConflictError(
                 f"a partial update needs valid weights, but the weights are {self.manager.content}",
@@ -136,6 +161,7 @@ class Session:
         try:
             with timed(self.seconds, "validate"):
                 plan = self._plan(manifest, expected)
+                slices = plan.slices if cuts else []
         except ManifestError as error:
             error.details["rank"] = self.manager.rank
             mismatches = [msgspec.convert(mismatch, Mismatch) for mismatch in error.details["mismatches"]]
@@ -143,7 +169,7 @@ class Session:
             answer = wire.Reject(error.details["unused"], nearest=nearest, mismatches=mismatches)
             connection.send(answer, self.timeout_s)
             raise
-        connection.send(wire.Accept(plan.unused, plan.skipped, plan.nearest), self.timeout_s)
+        connection.send(wire.Accept(plan.unused, plan.skipped, plan.nearest, slices), self.timeout_s)
         return plan
 
     def _plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
@@ -171,10 +197,11 @@ class Session:
                 raise WeightUpdateError(
                     f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
-            if isinstance(buffer, StreamedAttached):  # it arrives whole before the first byte is written
-                with timed(self.seconds, "wait"):
-                    buffer.receive(connection, bucket.entries, self.timeout_s)
-            if self.model.writes_weights and self._next_tensor == 0 and self._received_bytes == 0:
+            if isinstance(buffer, (StreamedAttached, CommunicatedAttached)):
+                with timed(self.seconds, "wait"):  # it arrives whole before the first byte is written
+                    buffer.receive(connection, bucket, self.timeout_s)
+            # of the first bucket there may be nothing for this rank
+            if self.model.writes_weights and self._next_tensor == self._received_bytes == 0 and bucket.entries:
                 is_undefined = self.manager.content is not Content.VALID
                 self.manager.begin_writing(plan.draft_share)
                 if is_undefined or self.model.has_random_padding:  # a sleep has discarded the padding

@@ -2,13 +2,15 @@
 
 The connection is a Unix or TCP stream socket, the latter also with TLS. A message is a 4-byte big-endian length and
 that many bytes of tagged msgpack. File descriptors travel with the first byte of a message, over Unix sockets only.
-Over TCP the bytes of a bucket may follow its message (`buffers/streamed.py`). Every wait has a deadline.
+The bytes of a bucket may follow its message (`buffers/streamed.py`), or travel over a communicator. Every wait has a
+deadline.
 
     receiver                              trainer
     Hello(protocol, device, token)   →
                                      ←    Ask(manifest)
     Accept(unused) | Reject(…)       →         … repeated, if the trainer can change what it sends
                                      ←    Offer(manifest, buffer) + descriptors
+    Meet(key, value)                 ↔         … while the two ends make a communicator
     Unopened(reason)                 →         … then an Offer of another kind of buffer
     Accept(unused) | Reject(…)       →
                                      ←    Bucket(slot, entries)
@@ -24,19 +26,21 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import ssl
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch
+from rl_memory_plugins.weights.slices import Slice
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
@@ -57,6 +61,7 @@ class Hello(Message, frozen=True):
     device: str
     token: str
     rank: int
+    held: list[str] = []  # the names of the communicators that this rank has kept
 
 
 class Offer(Message, frozen=True):
@@ -77,11 +82,18 @@ class Answer(Message, frozen=True):
 
 
 class Accept(Answer, frozen=True):
-    pass
+    slices: list[Slice | None] = []  # what this rank needs of each tensor, if the offer asks for it
 
 
 class Reject(Answer, frozen=True, kw_only=True):
     mismatches: list[Mismatch]
+
+
+class Meet(Message, frozen=True):
+    """What one end of a new communicator tells the other."""
+
+    key: str
+    value: bytes
 
 
 class Unopened(Message, frozen=True):
@@ -93,6 +105,7 @@ class Unopened(Message, frozen=True):
 class Bucket(Message, frozen=True):
     slot: int
     entries: list[BucketEntry]
+    seal: bytes = b""  # with a communicator, what follows the last of the entries in the slot
 
 
 class Ack(Message, frozen=True):
@@ -114,7 +127,7 @@ class Failure(Message, frozen=True):
 
 
 _decode = msgspec.msgpack.Decoder(
-    Hello | Ask | Offer | Unopened | Accept | Reject | Bucket | Ack | Commit | Done | Failure
+    Hello | Ask | Offer | Meet | Unopened | Accept | Reject | Bucket | Ack | Commit | Done | Failure
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -159,6 +172,16 @@ class Connection:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def own_host(self) -> str:
+        """The address at which the peer's host reaches this one."""
+        return "127.0.0.1" if self.is_local else str(self._sock.getsockname()[0])
+
+    def is_ended(self) -> bool:
+        """Whether the peer has closed its end. What it sent before may still be unread."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     @property
     def has_decrypted(self) -> bool:
@@ -276,6 +299,16 @@ class Connection:
             raise self.stalled("did not send the bytes of a bucket", timeout_s) from None
         except OSError as error:
             raise self._lost(error) from None
+
+    def raise_cause(self, problem: str) -> NoReturn:
+        """Raise the error that the peer has sent or is about to send; without one, an error that states `problem`."""
+        try:
+            while True:
+                self.receive(Message, timeout_s=1.0)
+        except WeightUpdateError as error:
+            if error.details.get("reason") != "stalled":
+                raise
+        raise self._error(problem, reason="lost")
 
     def _fill(self, memory: memoryview, deadline: Deadline) -> None:
         while memory:

@@ -21,6 +21,29 @@ def test_the_engine_answers_with_weights_that_came_over_tcp(server: Server, weig
     assert server.control.weight_version() == "tcp"
 
 
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_only_what_a_rank_needs_travels(server: Server, weights: Weights, transport: str) -> None:
+    for model in (weights.other, weights.first, weights.other):  # with gloo, by one communicator
+        report = push(server, model, transport=transport)
+        assert server.generate(PROMPT) == greedy(model, PROMPT)
+        assert {rank["transport"] for rank in report["receivers"]} == {transport}
+        largest = max(rank["bytes"] for rank in report["receivers"])
+        assert largest <= (0.6 if server.launch.tp == 2 else 1.0) * report["bytes"]
+    assert server.control.checksums()["tensors"] == weights.checksums(weights.other)
+
+
+def test_a_gloo_update_that_breaks_off_closes_the_engine_and_the_next_is_right(
+    server: Server, weights: Weights
+) -> None:
+    push(server, weights.first, transport="gloo")
+    broken = broken_update(server, weights.other, transport="gloo")
+    assert isinstance(broken.error, WeightUpdateError) and "broke off" in str(broken.error)
+    assert server.control.memory()["content"] == "failed"
+    assert server.post(PROMPT).status_code == 503
+    push(server, weights.other, transport="gloo")
+    assert server.generate(PROMPT) == greedy(weights.other, PROMPT)
+
+
 def test_an_engine_on_the_trainers_host_takes_the_unix_socket(server: Server, weights: Weights) -> None:
     report = push(server, weights.other, advertise="127.0.0.1", tls=True)
     assert "tcp" not in {rank["transport"] for rank in report["receivers"]}

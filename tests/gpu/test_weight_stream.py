@@ -95,7 +95,7 @@ def free_bytes():
 
 
 @pytest.mark.parametrize("place", ["cuda", "pinned", "cpu"])
-@pytest.mark.parametrize("transport", buffers.TRANSPORTS)
+@pytest.mark.parametrize("transport", [one for one in buffers.TRANSPORTS if one != "nccl"])
 def test_every_transport_carries_tensors_from_everywhere(engine, transport, place):
     for seed in (1, 2):
         tensors = randomised(place, seed)

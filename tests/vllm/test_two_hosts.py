@@ -94,6 +94,7 @@ def test_the_engine_answers_with_the_trainers_weights(
             model, advertise=advertise, tls=tls, directory=folder, bucket_bytes=BUCKET_BYTES
         )
         assert [rank["transport"] for rank in report["receivers"]] == ["tcp", "tcp"]
+        assert max(rank["bytes"] for rank in report["receivers"]) <= 0.6 * report["bytes"]  # only what a rank needs
         assert server.generate(PROMPT) == greedy(model, PROMPT)
 
 

@@ -7,27 +7,32 @@
   vanishes with the processes, and works between containers that share only the socket and deny CUDA IPC.
 - `shm` (`host.py`): the same without page-locking, for CPU engines.
 - `tcp` (`streamed.py`): slots on the trainer's host, for engines on other hosts. Their bytes follow the messages.
+- `gloo` (`streamed.py`, `communicated.py`): the same, but the bytes travel over a communicator.
+- `nccl` (`staged.py`, `communicated.py`): slots on the trainer's GPU, and a communicator to the receiver's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.buffers.direct import DirectAttached, DirectExport
 from rl_memory_plugins.weights.buffers.host import ShmAttached, ShmStaging
-from rl_memory_plugins.weights.buffers.protocols import TRANSPORTS, AttachedBuffer, StagingBuffer, typed
-from rl_memory_plugins.weights.buffers.staged import CudaAttached, CudaStaging
+from rl_memory_plugins.weights.buffers.protocols import SENT, TRANSPORTS, AttachedBuffer, StagingBuffer, typed
+from rl_memory_plugins.weights.buffers.staged import CudaAttached, CudaStaging, NcclStaging
 from rl_memory_plugins.weights.buffers.streamed import StreamedAttached, StreamedStaging
+from rl_memory_plugins.weights.communicators import COMMUNICATORS
 from rl_memory_plugins.weights.cuda_ipc import Mappings
 
 __all__ = [
+    "SENT",
     "TRANSPORTS",
     "AttachedBuffer",
     "CudaStaging",
     "DirectAttached",
     "DirectExport",
+    "NcclStaging",
     "ShmStaging",
     "StagingBuffer",
     "StreamedAttached",
@@ -43,6 +48,7 @@ def attach(
     *,
     device: str = "cpu",
     mappings: Mappings | None = None,
+    communicated: Callable[[dict[str, Any]], AttachedBuffer] | None = None,
 ) -> AttachedBuffer:
     """Open the trainer's buffer.
 
@@ -50,6 +56,7 @@ def attach(
         description, fds: The result of `StagingBuffer.export`. The caller closes `fds`.
         device: The receiver's device (`Device.name`).
         mappings: Keeps allocations open after the buffer is closed, if the trainer allows it.
+        communicated: Opens buffers that need a communicator, by their description.
 
     Raises:
         UnsupportedError: the kind of buffer is unknown, or this process cannot open it.
@@ -60,6 +67,8 @@ def attach(
     try:
         if kind in ("shm", "shm_pinned"):
             return ShmAttached(description, fds, device)
+        if kind in COMMUNICATORS and communicated is not None:
+            return communicated(description)
         if kind == "tcp":
             return StreamedAttached(description)
         if kind == "cuda_ipc":

@@ -12,6 +12,7 @@ from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.cuda_ipc import Allocation, Mappings, allocations_of
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+from rl_memory_plugins.weights.wire import Connection
 
 
 class DirectExport:
@@ -103,6 +104,10 @@ class DirectAttached:
         if not 0 <= entry.allocation < len(self.allocations):
             raise WeightUpdateError(f"the trainer announced allocation {entry.allocation}, which it did not offer")
         return self.allocations[entry.allocation]
+
+    def hold(self, connection: Connection) -> None:
+        """With `keep`, instead of `close` after a complete update: own the connection until the next one."""
+        self._mappings.keep(connection)
 
     def close(self) -> None:
         self.allocations = []

@@ -9,8 +9,11 @@ import torch
 
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 
-TRANSPORTS = ("cuda_direct", "cuda_ipc", "shm_pinned", "shm", "tcp")
+TRANSPORTS = ("cuda_direct", "cuda_ipc", "nccl", "shm_pinned", "shm", "gloo", "tcp")
 """All transports, the fastest first. `shm` always works over a Unix socket, and `tcp` over a TCP socket."""
+
+SENT = ("nccl", "gloo", "tcp")
+"""The transports whose ends share no memory: the trainer sends each bucket after its message."""
 
 
 class StagingBuffer(Protocol):
@@ -40,7 +43,7 @@ class AttachedBuffer(Protocol):
     Attributes:
         transport: One of `TRANSPORTS`.
         reused: Whether the trainer writes a slot again after its acknowledgement.
-        keep: Whether the trainer allows its memory to stay open after a complete update.
+        keep: Whether something of it outlives a complete update: open memory of the trainer, or a communicator.
     """
 
     transport: str

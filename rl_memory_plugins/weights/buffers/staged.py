@@ -1,7 +1,11 @@
-"""`cuda_ipc`: slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads."""
+"""`cuda_ipc`: slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads.
+
+`nccl`: slots on the trainer's GPU, from which a communicator carries them to the receiver's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +13,11 @@ import torch
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.buffers.protocols import typed
+from rl_memory_plugins.weights.buffers.streamed import sealed
 from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
-from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import can_group_copy
 
 _BOUNCE_BYTES = 64 << 20
@@ -21,8 +26,8 @@ _GROUP_BYTES = 64 << 20
 """Small tensors are copied together when they have so many bytes. Those that a source has made live until then."""
 
 
-class CudaStaging:
-    """Slots in one allocation on a receiver's GPU, outside torch's allocator and all pausable regions.
+class _CudaSlots:
+    """Slots in one allocation on a GPU, outside torch's allocator and all pausable regions.
 
     The trainer packs tensors on the current stream of that GPU: from another GPU by a peer copy, from pinned host
     memory directly, from pageable host memory through a pinned bounce buffer that several threads fill.
@@ -32,7 +37,7 @@ class CudaStaging:
         stable: Tensors do not change before `publish`.
 
     Raises:
-        UnsupportedError: this process does not see the GPU, or CUDA IPC cannot export its memory.
+        UnsupportedError: this process does not see the GPU.
         DeviceMemoryError: the GPU lacks memory for the slots.
     """
 
@@ -46,19 +51,7 @@ class CudaStaging:
         self._streams = Streams()
         self.nbytes = slot_bytes * slots
         self._address = self._gpu.allocate(self.nbytes)
-        allocation = self._gpu.find(self._address)
-        if allocation is None:
-            self.close()
-            raise UnsupportedError(f"CUDA IPC cannot export memory of {device}", device=device)
         self._slots = list(self._gpu.view(self._address, self.nbytes).split(slot_bytes))
-        self._description = {
-            "kind": "cuda_ipc",
-            "device": device,
-            "process": cuda_ipc.process_id(),
-            "allocations": [allocation],
-            "slot_bytes": slot_bytes,
-            "slots": slots,
-        }
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
@@ -99,14 +92,11 @@ class CudaStaging:
         return flat.as_strided(tensor.shape, tensor.stride(), start)
 
     def _current_stream(self) -> Any:
-        """The current stream of the receiver's GPU. `publish` waits for it."""
+        """The current stream of the GPU. `publish` waits for it."""
         memory = self._slots[0]
         if not memory.is_cuda:
             return None
         return self._streams.current(memory.device)
-
-    def export(self) -> tuple[dict[str, Any], list[int]]:
-        return self._description, []
 
     def _copy_small(self) -> None:
         self._current_stream()
@@ -133,6 +123,47 @@ class CudaStaging:
                 self._bounce = None
             self._gpu.free(self._address)
             self._address = 0
+
+
+class CudaStaging(_CudaSlots):
+    """Slots on a receiver's GPU. The arguments are those of `_CudaSlots`.
+
+    Raises:
+        UnsupportedError: as for `_CudaSlots`, or CUDA IPC cannot export the memory.
+    """
+
+    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
+        super().__init__(device, slot_bytes, slots, stable=stable)
+        allocation = self._gpu.find(self._address)
+        if allocation is None:
+            self.close()
+            raise UnsupportedError(f"CUDA IPC cannot export memory of {device}", device=device)
+        self._description = {
+            "kind": "cuda_ipc",
+            "device": device,
+            "process": cuda_ipc.process_id(),
+            "allocations": [allocation],
+            "slot_bytes": slot_bytes,
+            "slots": slots,
+        }
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return self._description, []
+
+
+class NcclStaging(_CudaSlots):
+    """Slots on a GPU of the trainer. The arguments are those of `_CudaSlots`."""
+
+    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
+        super().__init__(device, slot_bytes + ALIGNMENT, slots, stable=stable)  # with room for a seal
+        self._slot_bytes = slot_bytes
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return {"kind": "nccl", "slot_bytes": self._slot_bytes}, []
+
+    def sent(self, slot: int, entries: Sequence[BucketEntry], seal: bytes) -> torch.Tensor:
+        """The bytes of a bucket, followed by `seal`."""
+        return sealed(self._slots[slot], entries, seal)
 
 
 class _BounceBuffers:

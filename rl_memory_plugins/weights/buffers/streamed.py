@@ -1,4 +1,7 @@
-"""`tcp`: the bytes of a bucket follow its message over the connection. The two ends share no memory."""
+"""`tcp` and `gloo`: slots on both hosts. The two ends share no memory.
+
+With `tcp` the bytes of a bucket follow its message over the connection.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,24 @@ import torch
 
 from rl_memory_plugins.errors import HostMemoryError, WeightUpdateError
 from rl_memory_plugins.weights.buffers.host import ShmStaging
-from rl_memory_plugins.weights.manifest import BucketEntry
-from rl_memory_plugins.weights.wire import Connection
+from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry
+from rl_memory_plugins.weights.wire import Bucket, Connection
 
 
 class StreamedStaging(ShmStaging):
     """Slots on the trainer's host, page-locked if it sends from a GPU. The arguments are those of `ShmStaging`."""
 
-    def __init__(self, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
-        super().__init__(slot_bytes, slots, pinned=True, stable=stable)
+    def __init__(self, slot_bytes: int, slots: int, *, stable: bool = False, kind: str = "tcp") -> None:
+        super().__init__(slot_bytes + ALIGNMENT, slots, pinned=True, stable=stable)  # with room for a seal
         self._slot_bytes = slot_bytes
+        self._kind = kind
 
     def export(self) -> tuple[dict[str, Any], list[int]]:
-        return {"kind": "tcp", "slot_bytes": self._slot_bytes}, []
+        return {"kind": self._kind, "slot_bytes": self._slot_bytes}, []
 
-    def send(self, connection: Connection, slot: int, entries: Sequence[BucketEntry], timeout_s: float) -> None:
-        """Send the bytes of a bucket, after its message. Raises as `Connection.send_bytes` does."""
-        connection.send_bytes(_bytes(self._slots[slot], _extent(entries)), timeout_s)
+    def sent(self, slot: int, entries: Sequence[BucketEntry], seal: bytes = b"") -> torch.Tensor:
+        """The bytes of a bucket, followed by `seal`."""
+        return sealed(self._slots[slot], entries, seal)
 
 
 class StreamedAttached:
@@ -38,27 +42,16 @@ class StreamedAttached:
     keep = False
 
     def __init__(self, description: dict[str, Any]) -> None:
-        nbytes = int(description["slot_bytes"])
-        if nbytes < 1:
-            raise WeightUpdateError("the trainer announced a slot without bytes")
-        try:  # the kernel gives a page when its bytes arrive, whatever size the trainer has announced
-            mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise HostMemoryError(f"cannot allocate a slot of {nbytes} bytes: {error}", needed_bytes=nbytes) from None
-        self._slot = torch.frombuffer(mapping, dtype=torch.uint8)  # owns the mapping
+        self._slot = host_slot(int(description["slot_bytes"]))
 
-    def receive(self, connection: Connection, entries: Sequence[BucketEntry], timeout_s: float) -> None:
+    def receive(self, connection: Connection, bucket: Bucket, timeout_s: float) -> None:
         """Receive the bytes of a bucket, after its message.
 
         Raises:
             WeightUpdateError: the bucket is larger than the slot, or the trainer stalled or disconnected.
         """
-        nbytes = _extent(entries)
-        if nbytes > len(self._slot):
-            raise WeightUpdateError(
-                f"the trainer announced a bucket of {nbytes} bytes; its slots have {len(self._slot)} bytes"
-            )
-        connection.receive_bytes(_bytes(self._slot, nbytes), timeout_s)
+        nbytes = extent(bucket.entries, len(self._slot))
+        connection.receive_bytes(memory_of(self._slot[:nbytes]), timeout_s)
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
         return self._slot
@@ -67,13 +60,48 @@ class StreamedAttached:
         self._slot = torch.empty(0, dtype=torch.uint8)
 
 
+def host_slot(nbytes: int) -> torch.Tensor:
+    """A slot in host memory.
+
+    Raises:
+        HostMemoryError: there is no memory for it.
+        WeightUpdateError: it has no bytes.
+    """
+    if nbytes < 1:
+        raise WeightUpdateError("the trainer announced a slot without bytes")
+    try:  # the kernel gives a page when its bytes arrive, whatever size the trainer has announced
+        mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise HostMemoryError(f"cannot allocate a slot of {nbytes} bytes: {error}", needed_bytes=nbytes) from None
+    return torch.frombuffer(mapping, dtype=torch.uint8)  # owns the mapping
+
+
+def sealed(slot: torch.Tensor, entries: Sequence[BucketEntry], seal: bytes) -> torch.Tensor:
+    """The bytes of a slot up to the end of its last tensor, gaps included, and `seal`. Both ends compute them alike."""
+    nbytes = _extent(entries)
+    if seal:
+        slot[nbytes : nbytes + len(seal)].copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+    return slot[: nbytes + len(seal)]
+
+
+def extent(entries: Sequence[BucketEntry], slot_bytes: int) -> int:
+    """The bytes of a bucket that the trainer has announced.
+
+    Raises:
+        WeightUpdateError: they are more than the slot has.
+    """
+    nbytes = max(_extent(entries), 0)
+    if nbytes > slot_bytes:
+        raise WeightUpdateError(f"the trainer announced a bucket of {nbytes} bytes; its slots have {slot_bytes} bytes")
+    return nbytes
+
+
 def _extent(entries: Sequence[BucketEntry]) -> int:
-    """The bytes of a slot up to the end of its last tensor, gaps included. Both ends compute them alike."""
     return max((entry.offset + entry.nbytes for entry in entries), default=0)
 
 
-def _bytes(slot: torch.Tensor, nbytes: int) -> memoryview:
-    """The first bytes of a slot, which must outlive the view."""
-    if nbytes <= 0:
+def memory_of(data: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, which must outlive the view."""
+    if not len(data):
         return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(slot.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * len(data)).from_address(data.data_ptr())).cast("B")

@@ -6,7 +6,14 @@ from toys import Receiving
 
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc, routes
+from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.tls import _own_certificate
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm():
+    """On a busy machine the first trace of a process takes longer than the updates of these tests may."""
+    warm_up()
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.trainer.update import require_options
 from rl_memory_plugins.weights import addresses, dial, greeter, tls, wire
 from rl_memory_plugins.weights.buffers import StreamedAttached, StreamedStaging
+from rl_memory_plugins.weights.buffers.streamed import memory_of
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
 from rl_memory_plugins.weights.sender import WeightSender
@@ -508,8 +509,8 @@ def test_the_buffer_waits_for_nothing_but_its_bytes():
     staging.publish()
     left, right = socket.socketpair()
     attached = StreamedAttached(description)
-    staging.send(wire.Connection(left, "the engine"), 1, entries, 1.0)
-    attached.receive(wire.Connection(right, "the trainer"), entries, 1.0)
+    wire.Connection(left, "the engine").send_bytes(memory_of(staging.sent(1, entries)), 1.0)
+    attached.receive(wire.Connection(right, "the trainer"), wire.Bucket(1, entries), 1.0)
     got = attached.memory(1, entries[0])
     assert torch.equal(got[: 64 * 4].view(torch.float32), tensors["a"])
     assert torch.equal(got[entries[1].offset :][:3], tensors["b"])

@@ -26,6 +26,7 @@ from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights import buffers, cuda_ipc, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _BounceBuffers
+from rl_memory_plugins.weights.communicators import COMMUNICATORS
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
@@ -49,9 +50,10 @@ def send(ranks, source, **options):
 @pytest.mark.parametrize(
     ("wanted", "device", "home", "expected"),
     [
-        ("auto", "GPU-a", "GPU-a", ["cuda_direct", "cuda_ipc", "shm_pinned", "shm"]),
-        ("auto", "GPU-a", None, ["cuda_ipc", "shm_pinned", "shm"]),
-        ("auto", "GPU-b", "GPU-a", ["cuda_ipc", "shm_pinned", "shm"]),
+        ("auto", "GPU-a", "GPU-a", ["cuda_direct", "cuda_ipc", "nccl", "shm_pinned", "shm"]),
+        ("auto", "GPU-a", None, ["cuda_ipc", "nccl", "shm_pinned", "shm"]),
+        ("auto", "GPU-b", "GPU-a", ["cuda_ipc", "nccl", "shm_pinned", "shm"]),
+        ("auto", "GPU-z", "GPU-a", ["nccl", "shm_pinned", "shm"]),
         ("auto", "MIG-c", "GPU-a", ["shm_pinned", "shm"]),
         ("auto", "cpu:0", "GPU-a", ["shm"]),
         ("cuda_ipc", "GPU-z", None, ["cuda_ipc"]),
@@ -218,9 +220,9 @@ def test_each_gpu_has_staging_of_its_own(gpus):
 @pytest.mark.parametrize(
     ("denied", "transport", "refused"),
     [
-        ({"export"}, "shm_pinned", ["cuda_direct", "cuda_ipc"]),
-        ({"open"}, "shm_pinned", ["cuda_direct", "cuda_ipc"]),
-        ({"open", "register"}, "shm", ["cuda_direct", "cuda_ipc", "shm_pinned"]),
+        ({"export"}, "shm_pinned", ["cuda_direct", "cuda_ipc", "nccl"]),
+        ({"open"}, "shm_pinned", ["cuda_direct", "cuda_ipc", "nccl"]),
+        ({"open", "register"}, "shm", ["cuda_direct", "cuda_ipc", "nccl", "shm_pinned"]),
     ],
 )
 def test_what_is_denied_is_named_and_replaced(gpus, denied, transport, refused):
@@ -303,7 +305,7 @@ def test_no_memory_for_staging_is_no_reason_to_fail(gpus):
     gpu.capacity = 1
     report, _ = send([rank], OneByOne(checkpoint(4)))
     assert report["transport"] == "shm_pinned"
-    assert [one["transport"] for one in report["fallbacks"]] == ["cuda_ipc"]
+    assert [one["transport"] for one in report["fallbacks"]] == ["cuda_ipc", "nccl"]
 
 
 def test_a_transport_that_is_asked_for_is_used_or_nothing_is(gpus):
@@ -444,12 +446,13 @@ def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
     placed = gpu.place(checkpoint(1))
     held = len(gpu.memory)
     broken = gpu_rank(load_opaque=lambda weights: next(iter(weights)))
-    for transport in buffers.TRANSPORTS:
+    ways = [one for one in buffers.TRANSPORTS if one not in COMMUNICATORS]  # which a failed update ends
+    for transport in ways:
         send([rank], placed, transport=transport)
     before = counts()
     for number in range(50):
         target = broken if number % 5 == 4 else rank
-        outcome, threads = send([target], placed, transport=buffers.TRANSPORTS[number % 4], keep_mapped=number % 2)
+        outcome, threads = send([target], placed, transport=ways[number % 4], keep_mapped=number % 2)
         assert isinstance(outcome, WeightUpdateError if target is broken else dict)
         del outcome, threads
     cuda_ipc.release_mapped()

@@ -1,0 +1,90 @@
+"""Communicators that outlive an update: making one takes longer than a small update.
+
+One lives as long as the connection of the update that used it last, which both ends keep open. So each end notices
+when the other has died, and the memory of the communicator is free again.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+
+from rl_memory_plugins.weights.communicators import Communicator
+from rl_memory_plugins.weights.wire import Connection
+
+MAX_NAMES = 16
+"""The number of communicators that a rank names to a trainer, which knows at most one of them."""
+
+
+class KeptCommunicators:
+    """The communicators of one end between updates."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[Communicator, Connection]] = {}
+        self._former: dict[str, Connection] = {}  # of communicators in use
+
+    def names(self) -> list[str]:
+        """The latest `MAX_NAMES`."""
+        with self._lock:
+            return list(self._kept)[-MAX_NAMES:]
+
+    def take(self, name: str, transport: str) -> Communicator | None:
+        """A kept communicator for an update; `None` if there is none. The caller keeps or drops it."""
+        with self._lock:
+            if name not in self._kept or self._kept[name][0].transport != transport:
+                return None
+            communicator, self._former[name] = self._kept.pop(name)
+            return communicator
+
+    def keep(self, communicator: Communicator, connection: Connection) -> None:
+        """Keep a communicator until the peer closes `connection`. This object owns both from now on."""
+        communicator.settle()
+        with self._lock:
+            self._kept[communicator.name] = communicator, connection
+        self._end_former(communicator)
+        watch = threading.Thread(
+            target=self._watch, args=(communicator.name, connection), name="rl-memory-communicator", daemon=True
+        )
+        watch.start()
+
+    def drop(self, communicator: Communicator) -> None:
+        """Close a communicator that is not kept: its update has failed."""
+        communicator.close()
+        self._end_former(communicator)
+
+    def close(self) -> None:
+        """Close all kept communicators at both ends."""
+        with self._lock:
+            kept, self._kept = list(self._kept.values()), {}
+        for communicator, connection in kept:
+            communicator.close()
+            connection.finish()
+
+    def _end_former(self, communicator: Communicator) -> None:
+        """End the connection of the update before the current one."""
+        with self._lock:
+            former = self._former.pop(communicator.name, None)
+        if former is not None:
+            former.finish()  # the peer closes its end, and `_watch` then this one
+
+    def _watch(self, name: str, connection: Connection) -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        poll.poll()
+        with self._lock:
+            communicator, current = self._kept.get(name, (None, None))
+            if current is connection:
+                del self._kept[name]
+        if communicator is not None and current is connection:
+            communicator.close()
+        connection.close()
+
+
+OF_TRAINER = KeptCommunicators()
+"""Those of this process as a trainer."""
+
+
+def close_communicators() -> None:
+    """Close the communicators of this process to all engines, which free their memory. The next update makes one."""
+    OF_TRAINER.close()

@@ -1,0 +1,173 @@
+"""`nccl`: a communicator of NCCL itself for two GPUs. No call waits in NCCL, so that each has a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.weights.wire import Connection, Deadline
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1
+_CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400
+_POLL_S = 100e-6
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+class _Config(ctypes.Structure):
+    """NCCL's configuration as of version 2.14, which later versions take too."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    )
+
+
+@functools.cache
+def _nccl() -> Any:
+    """The library that torch has loaded.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    if torch.version.cuda is None:
+        raise UnsupportedError("this torch is built without CUDA")
+    try:
+        return ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise UnsupportedError(f"NCCL cannot be loaded: {error}") from None
+
+
+def require() -> None:
+    """Raise `UnsupportedError` if this process has no NCCL."""
+    _nccl()
+
+
+def new_unique_id() -> bytes:
+    """What the two ends of a new communicator have in common.
+
+    Raises:
+        UnsupportedError: there is no NCCL, or it finds no network.
+    """
+    unique = _UniqueId()
+    if _nccl().ncclGetUniqueId(ctypes.byref(unique)) != _SUCCESS:
+        raise UnsupportedError(f"NCCL cannot begin a communicator: {_last_error()}")
+    return bytes(unique)
+
+
+class NcclCommunicator:
+    """See `Communicator`. Slots are on the GPU, and not from torch's allocator.
+
+    Args:
+        unique_id: The result of the trainer's `new_unique_id`.
+        device: The GPU of this end. The two ends cannot share one.
+    """
+
+    transport = "nccl"
+
+    def __init__(
+        self, name: str, unique_id: bytes, connection: Connection, end: int, timeout_s: float, device: torch.device
+    ) -> None:
+        if device.type != "cuda":
+            raise UnsupportedError("NCCL joins GPUs, and this end has none")
+        if len(unique_id) != ctypes.sizeof(_UniqueId):
+            raise ValueError("the trainer's identifier of a communicator is invalid")
+        self.name = name
+        self._peer = 1 - end
+        self._library = _nccl()
+        self._device = device
+        self._communicator = ctypes.c_void_p()
+        self._stream = torch.cuda.Stream(device)
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
+        try:
+            with torch.cuda.device(device):
+                self._call(
+                    "ncclCommInitRankConfig",
+                    ctypes.byref(self._communicator),
+                    ctypes.c_int(2),
+                    _UniqueId.from_buffer_copy(unique_id),
+                    ctypes.c_int(end),
+                    ctypes.byref(config),
+                )
+                self._await(self._is_ready, Deadline(timeout_s), connection)
+        except OSError as error:
+            self.close()
+            if connection.is_ended():
+                connection.raise_cause("left while the two ends were joined")
+            text = str(error) or f"not within {timeout_s:g} s"
+            raise UnsupportedError(f"NCCL cannot join the two ends: {text}") from None
+
+    def send(self, data: torch.Tensor, connection: Connection, timeout_s: float) -> None:
+        with torch.cuda.device(self._device):
+            self._transfer("ncclSend", data, connection, Deadline(timeout_s))
+
+    def receive(self, slot: torch.Tensor, nbytes: int, connection: Connection, timeout_s: float) -> None:
+        deadline = Deadline(timeout_s)
+        with torch.cuda.device(self._device):
+            self._transfer("ncclRecv", slot[:nbytes], connection, deadline)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+            self._await(lambda: self._is_ready() and arrived.query(), deadline, connection)
+
+    def settle(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        communicator, self._communicator = self._communicator, ctypes.c_void_p()
+        if communicator:
+            with torch.cuda.device(self._device):
+                self._library.ncclCommAbort(communicator)  # ends a transfer that still waits for the peer
+
+    def _transfer(self, name: str, data: torch.Tensor, connection: Connection, deadline: Deadline) -> None:
+        """Begin a transfer on the stream of this communicator."""
+        if not self._communicator:
+            raise ConnectionError("the communicator is closed")
+        self._call(
+            name,
+            ctypes.c_void_p(data.data_ptr()),
+            ctypes.c_size_t(len(data)),
+            ctypes.c_int(_UINT8),
+            ctypes.c_int(self._peer),
+            self._communicator,
+            ctypes.c_void_p(self._stream.cuda_stream),
+        )
+        self._await(self._is_ready, deadline, connection)  # the first one connects the two GPUs
+
+    def _await(self, is_done: Callable[[], bool], deadline: Deadline, connection: Connection) -> None:
+        while not is_done():
+            if not deadline.remaining():
+                raise TimeoutError
+            if connection.is_ended():
+                raise ConnectionError("the peer has closed the connection")
+            time.sleep(_POLL_S)
+
+    def _is_ready(self) -> bool:
+        """Whether no call is in progress. Raises `ConnectionError` if the communicator has failed."""
+        state = ctypes.c_int()
+        self._call("ncclCommGetAsyncError", self._communicator, ctypes.byref(state))
+        self._check("NCCL", state.value)
+        return state.value == _SUCCESS
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, result: int) -> None:
+        if result not in (_SUCCESS, _IN_PROGRESS):
+            raise ConnectionError(f"{name} failed with error {result}: {_last_error()}")
+
+
+def _last_error() -> str:
+    describe = _nccl().ncclGetLastError
+    describe.restype = ctypes.c_char_p
+    return (describe(None) or b"").decode(errors="replace").strip() or "NCCL_DEBUG=INFO tells more"
