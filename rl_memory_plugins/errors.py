@@ -14,6 +14,7 @@
     ├── PermissionDeniedError         403
     ├── UnsupportedError              422  the engine or its version cannot do this
     ├── NoAnswerError                 504  the client got no answer; the server may have carried out the call
+    ├── EngineLostError               503  the engine's process has died; an engine that replaces it has new memory
     └── EngineFaultError              500  a failure that the contract does not foresee
 
 An error crosses process boundaries as a record (`to_record`, `from_record`), never as a pickle. Its type and fields
@@ -109,6 +110,12 @@ class NoAnswerError(RLMemoryError):
     """Raised by clients, never sent. `details["timeout_s"]` is there if the server was silent for so long."""
 
     status = 504
+
+
+class EngineLostError(RLMemoryError):
+    """Raised by clients, never sent. `details["engine"]` is the number of the engine in its fleet."""
+
+    status = 503
 
 
 class EngineFaultError(RLMemoryError):

@@ -46,6 +46,7 @@ def test_every_class_is_public_and_has_a_status():
         "PermissionDeniedError": 403,
         "UnsupportedError": 422,
         "NoAnswerError": 504,
+        "EngineLostError": 503,
         "EngineFaultError": 500,
     }
     assert {cls.__name__: cls.status for cls in CLASSES} == expected

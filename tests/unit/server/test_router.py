@@ -310,6 +310,7 @@ ERRORS = [
     (errors.AuthenticationError, 401),
     (errors.PermissionDeniedError, 403),
     (errors.UnsupportedError, 422),
+    (errors.EngineLostError, 503),
     (errors.EngineFaultError, 500),
 ]
 

@@ -1,0 +1,315 @@
+"""A fleet of engines in Ray actors, with the calls of one engine.
+
+    fleet = EngineFleet.start(EngineDescription("vllm", {"model": model}), 8)
+    handoff = fleet.handoff(source, weights=[weights], others=[others])
+    with handoff.training():
+        train_step(model, optimizer)
+    answers = fleet.generate(prompts, {"max_tokens": 64})
+    fleet.replace(source)  # what has died since
+
+Ray places the actors, and restarts one that has died. What Ray does not know is here: which engines take part in a
+call, and that an engine that was started again admits nothing before it has the weights of the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, StateConflictError
+from rl_memory_plugins.extras import needs
+from rl_memory_plugins.ray.actor import EngineActor
+from rl_memory_plugins.ray.engines import Generated, engine_class
+from rl_memory_plugins.ray.handle import EngineActorHandle
+from rl_memory_plugins.ray.handoff import FleetHandoff
+from rl_memory_plugins.records import INITIAL_VERSION
+from rl_memory_plugins.trainer import Peers, push_from_all
+from rl_memory_plugins.trainer.engine_handle import on_all
+from rl_memory_plugins.trainer.sources.model import Tensors
+
+with needs("ray"):
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+T = TypeVar("T")
+
+CALLS = 10_000
+"""The most calls that an actor runs at a time. Requests wait in the engine, not before it."""
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """From which each engine of a fleet is started, and started again.
+
+    Attributes:
+        engine: `vllm` or `sglang`.
+        arguments: The arguments of vLLM's `AsyncEngineArgs` or SGLang's `Engine`.
+        rl_memory: Options of this package, as the engines' argument `rl_memory` takes them.
+        resources: What an actor takes of its bundle, e.g. `{"CPU": 1, "GPU": 0.5}` beside a trainer.
+        runtime_env: Ray's `runtime_env` of the actors.
+    """
+
+    engine: str
+    arguments: Mapping[str, Any]
+    rl_memory: Any = True
+    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """The resources, as `options` of a Ray actor takes them."""
+        rest = {name: amount for name, amount in self.resources.items() if name not in ("CPU", "GPU", "memory")}
+        found = {
+            "num_cpus": self.resources.get("CPU", 0),
+            "num_gpus": self.resources.get("GPU", 0),
+            "memory": self.resources.get("memory"),
+            "resources": rest,
+            "runtime_env": dict(self.runtime_env),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class EngineFleet:
+    """Engines in Ray actors. A call goes to all engines that are up, and holds on all of them or raises.
+
+    An engine that dies during a call is left out, and the call is made again for the others. It takes part again after
+    `replace`. Transitions of a fleet take turns; `generate` and `status` wait for none.
+
+    Args:
+        engines: The engines that this process controls: those of a fleet that `start` has made, or a part of them in
+            each process of a trainer.
+        group: The process group of the trainer, if several processes make the calls together; see `trainer.Peers`.
+    """
+
+    def __init__(self, engines: Iterable[EngineActorHandle], group: Any = None) -> None:
+        self.engines = list(engines)
+        self._turn = threading.RLock()
+        self._group = group
+        self._peers: Peers | None = None
+        self._updates = 0
+        self._version = INITIAL_VERSION
+        self._own_placement: PlacementGroup | None = None
+
+    @classmethod
+    def start(
+        cls,
+        description: EngineDescription,
+        count: int,
+        *,
+        placement: PlacementGroup | None = None,
+        bundles: Sequence[int] | None = None,
+    ) -> EngineFleet:
+        """Start a fleet. Returns when all engines have started. They live as long as this process, or until `close`.
+
+        Args:
+            count: The number of engines.
+            placement: The trainer's placement group, for engines beside the trainer. By default a group of their own,
+                with a bundle for each engine.
+            bundles: The bundle of each engine in `placement`; by default the first ones.
+
+        Raises:
+            InvalidRequestError: the description names no engine, or the bundles are not as many as the engines.
+            RLMemoryError: an engine cannot start. Nothing is left of the fleet.
+        """
+        engine_class(description.engine)
+        bundles = range(count) if bundles is None else bundles
+        if len(bundles) != count:
+            raise InvalidRequestError(f"{count} engines need as many bundles, not {len(bundles)}", field="bundles")
+        own = placement_group([dict(description.resources)] * count) if placement is None else None
+        if own is not None:
+            ray.get(own.ready())
+        actor_class = ray.remote(EngineActor)
+        actors = [
+            actor_class.options(
+                max_restarts=-1,
+                max_concurrency=CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement or own, bundle),
+                **description.options(),
+            ).remote(description.engine, dict(description.arguments), description.rl_memory)
+            for bundle in bundles
+        ]
+        fleet = cls(EngineActorHandle(actor, number) for number, actor in enumerate(actors))
+        fleet._own_placement = own
+        try:
+            on_all(fleet.engines, lambda engine: engine.start())  # type: ignore[attr-defined]
+        except BaseException:
+            fleet.close()
+            raise
+        return fleet
+
+    def close(self) -> None:
+        """End the engines, and remove the placement group if the fleet has made it."""
+        for engine in self.engines:
+            ray.kill(engine.actor)
+        if self._own_placement is not None:
+            remove_placement_group(self._own_placement)
+        self.engines.clear()
+
+    def __enter__(self) -> EngineFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def up(self) -> list[EngineActorHandle]:
+        """The engines that take part in calls."""
+        return [engine for engine, phase in zip(self.engines, self._phases(), strict=True) if phase == "started"]
+
+    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> dict[int, Any]:
+        """`EngineClient.sleep` of all engines. Returns their answers by the numbers of the engines."""
+        return self._on_all(lambda engine: engine.sleep(level, tags, mode, keep))
+
+    def wake_up(self, tags: Any = None) -> dict[int, Any]:
+        """`EngineClient.wake_up` of all engines. Returns their answers by the numbers of the engines."""
+        return self._on_all(lambda engine: engine.wake_up(tags))
+
+    def update(self, tensors: Tensors, weight_version: str | None = None, **options: Any) -> dict[str, Any]:
+        """`trainer.push_from_all` to all engines.
+
+        Args:
+            weight_version: The name of the weights; by default the number of this update.
+        """
+        version = self.next_version(weight_version)
+        report = self.without_lost(
+            lambda engines: push_from_all(engines, tensors, self.peers(), weight_version=version, **options)
+        )
+        self._version = version
+        return report
+
+    def handoff(self, source: Tensors, **options: Any) -> FleetHandoff:
+        """`trainer.RolloutHandoff` with all engines; the options are those of that class."""
+        return FleetHandoff(self, source, **{"group": self._group, **options})
+
+    def replace(self, tensors: Tensors, weight_version: str | None = None, **options: Any) -> list[int]:
+        """Start an engine in each actor that Ray has restarted, give it the weights of the others, and open it.
+
+        The other engines serve meanwhile. Call it while the devices have room for an engine; in a thread, to use the
+        others from this process. Processes of a trainer call it together.
+
+        Args:
+            tensors: The weights that the other engines have, all of them.
+            weight_version: Their version; by default that of the fleet's last update.
+            **options: As for `trainer.push_from_all`.
+
+        Returns: the numbers of the engines that serve again.
+
+        Raises:
+            RLMemoryError: an engine has not started, or the update has failed. The engines that were to be replaced
+                admit nothing; call again.
+        """
+        with self._turn:
+            peers = self.peers()
+            absent: list[EngineActorHandle] = []
+
+            def look() -> int:
+                present = self.up()
+                absent.extend(engine for engine in self.engines if engine not in present)
+                return len(absent)
+
+            if not sum(peers.agree(look)):
+                return []
+            peers.agree(lambda: on_all(absent, lambda engine: engine.start(closed=True)))  # type: ignore[attr-defined]
+            peers.agree(lambda: on_all(absent, lambda engine: engine.wake_up(["weights"])))
+            version = weight_version or self._version
+            push_from_all(absent, tensors, peers, weight_version=version, **options)
+            peers.agree(lambda: on_all(absent, _open))
+            return [engine.number for engine in absent]
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> list[Generated]:
+        """Answer prompts on the engines in turn. The prompts of an engine that dies go to the others.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sampling: The engine's sampling parameters, of all prompts or of each; see `Engine.generate`.
+
+        Returns: the answers, in the order of the prompts.
+
+        Raises:
+            EngineAsleepError: an engine admits no requests.
+            StateConflictError: no engine is up.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, Mapping) else sampling
+        answers: dict[int, Generated] = {}
+        while len(answers) < len(prompts):
+            engines = self.up()
+            _require_some(len(engines))
+            left = [number for number in range(len(prompts)) if number not in answers]
+            asked = [(number, engines[turn % len(engines)]) for turn, number in enumerate(left)]
+            waiting = [
+                (number, engine, engine.ask(list(prompts[number]), dict(each[number]))) for number, engine in asked
+            ]
+            for number, engine, reference in waiting:
+                try:
+                    answers[number] = engine.answer(reference)
+                except EngineLostError:
+                    continue
+        return [answers[number] for number in range(len(prompts))]
+
+    def peers(self) -> Peers:
+        """The processes that make the calls together."""
+        if self._peers is None:
+            self._peers = Peers(self._group)
+        return self._peers
+
+    def next_version(self, weight_version: str | None) -> str:
+        """A name for the weights of an update. The engines' own counters differ after a failed update."""
+        self._updates += 1
+        return str(self._updates) if weight_version is None else weight_version
+
+    def updated_to(self, weight_version: str) -> None:
+        """Note the version that all engines but those left out have now."""
+        self._version = weight_version
+
+    def without_lost(self, call: Callable[[list[EngineActorHandle]], T]) -> T:
+        """Call with the engines that are up, and again without those that are lost. All processes do so together.
+
+        Raises:
+            StateConflictError: no engine of any process is up.
+        """
+        with self._turn:
+            engines: list[EngineActorHandle] = []
+
+            def look() -> int:
+                engines[:] = self.up()
+                return len(engines)
+
+            while True:
+                _require_some(sum(self.peers().agree(look)))
+                try:
+                    return call(engines)
+                except EngineLostError as error:
+                    for engine in self.engines:
+                        if engine.number == error.details.get("engine"):
+                            engine.end()
+
+    def _on_all(self, call: Callable[[EngineActorHandle], Any]) -> dict[int, Any]:
+        answers: dict[int, Any] = {}
+
+        def note(engine: Any) -> None:
+            answers[engine.number] = call(engine)
+
+        def run(engines: list[EngineActorHandle]) -> None:
+            answers.clear()
+            on_all(engines, note)
+
+        self.without_lost(run)
+        return answers
+
+    def _phases(self) -> list[str]:
+        """The phase of each actor; `lost` if it cannot be reached."""
+        references = [engine.actor.about.remote() for engine in self.engines]  # all are asked at once
+        return [engine.phase(reference) for engine, reference in zip(self.engines, references, strict=True)]
+
+
+def _open(engine: Any) -> None:
+    engine.wake_up()
+    engine.join()
+
+
+def _require_some(count: int) -> None:
+    if not count:
+        raise StateConflictError("no engine of the fleet is up: replace() starts engines again")

@@ -1,0 +1,140 @@
+"""The client of an engine in an actor: an `EngineClient` whose calls Ray carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+from rl_memory_plugins.client import STATUS_S, EngineClient
+from rl_memory_plugins.errors import EngineLostError, NoAnswerError, RLMemoryError, from_record
+from rl_memory_plugins.extras import needs
+from rl_memory_plugins.ray.actor import About
+from rl_memory_plugins.ray.engines import Generated
+
+with needs("ray"):
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+
+class EngineActorHandle(EngineClient):
+    """One engine of a fleet. `RolloutHandoff` and `push_from_all` take it as they take an `EngineClient`.
+
+    The handle can be passed to other actors, e.g. to the processes of the trainer.
+
+    Args:
+        actor: A Ray handle of an `EngineActor`.
+        number: The place of the engine in the fleet. Errors have it as `details["engine"]`.
+
+    Raises:
+        EngineLostError: by every call, if the actor has died, or has no engine since.
+    """
+
+    def __init__(self, actor: Any, number: int) -> None:
+        self.actor = actor
+        self.number = number
+        super().__init__(f"http://engine-{number}", transport=_RayTransport(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EngineActorHandle, (self.actor, self.number)
+
+    def about(self, *, timeout_s: float = STATUS_S) -> About:
+        """What the actor says of itself; also while it has no engine."""
+        return msgspec.convert(self.result(self.actor.about.remote(), timeout_s), About)
+
+    def phase(self, reference: Any) -> str:
+        """The phase in the answer of the actor's `about`; `lost` if the actor has died or cannot be reached."""
+        try:
+            return msgspec.convert(self.result(reference, STATUS_S), About).phase
+        except EngineLostError:
+            return "lost"
+
+    def start(self, *, closed: bool = False, timeout_s: float | None = None) -> None:
+        """Start the engine, unless it has started; see `EngineActor.start`.
+
+        Raises:
+            RLMemoryError: the engine cannot start.
+        """
+        # Ray waits for an actor that it restarts, and asks again if this call finds that the engine has died.
+        start = self.actor.start.options(max_task_retries=1)
+        self._answer(self.result(start.remote(closed), timeout_s))
+
+    def join(self, *, timeout_s: float = STATUS_S) -> None:
+        """The engine takes part in the fleet from now on."""
+        self.result(self.actor.join.remote(), timeout_s)
+
+    def end(self) -> None:
+        """End the actor's process, if there is one with an engine. Ray restarts the actor, without an engine."""
+        try:
+            if self.about().phase == "empty":
+                return
+        except RLMemoryError:
+            pass  # cannot be reached: it must not serve weights that the others have left behind
+        ray.kill(self.actor, no_restart=False)
+
+    def ask(self, prompt: list[int], sampling: dict[str, Any]) -> Any:
+        """Send a prompt. Returns a reference for `answer`."""
+        return self.actor.generate.remote(prompt, sampling)
+
+    def answer(self, reference: Any) -> Generated:
+        """Wait for the answer to a prompt.
+
+        Raises:
+            EngineAsleepError: the engine admits no requests.
+        """
+        return msgspec.convert(self._answer(self.result(reference, None)), Generated)
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        """Answer one prompt; see `Engine.generate`."""
+        return self.answer(self.ask(prompt, sampling))
+
+    def result(self, reference: Any, timeout_s: float | None) -> Any:
+        """The result of a call of the actor.
+
+        Raises:
+            EngineLostError: the actor died before it answered.
+            NoAnswerError: it gave no answer in time.
+        """
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except RayActorError as error:
+            raise EngineLostError(
+                f"the actor of engine {self.number} has died, or cannot be reached: {error}".strip(), engine=self.number
+            ) from None
+        except GetTimeoutError:
+            raise NoAnswerError(
+                f"no answer from engine {self.number} within {timeout_s:g} s: the call may be carried out yet",
+                timeout_s=timeout_s,
+                engine=self.number,
+            ) from None
+
+    def _answer(self, record: dict[str, Any] | None) -> Any:
+        if record is None:
+            raise self.lost()
+        if "error" in record:
+            error = from_record(record["error"])
+            error.details.setdefault("engine", self.number)
+            raise error
+        return record["answer"]
+
+    def lost(self) -> EngineLostError:
+        """The error of an actor without an engine."""
+        return EngineLostError(
+            f"the actor of engine {self.number} has been restarted and has no engine yet", engine=self.number
+        )
+
+
+class _RayTransport(httpx.BaseTransport):
+    """Carries the requests of an `EngineClient` to the actor."""
+
+    def __init__(self, handle: EngineActorHandle) -> None:
+        self._handle = handle
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        call = self._handle.actor.call.remote(request.method, request.url.path, request.read())
+        answer = self._handle.result(call, request.extensions["timeout"]["read"])
+        if answer is None:
+            raise self._handle.lost()
+        status, body = answer
+        return httpx.Response(status, content=body, request=request)
