@@ -46,6 +46,8 @@ class LayerTemplate:
         self.parameters = {name: _on_meta(parameter) for name, parameter in layer._parameters.items()}
         self._buffers = dict(layer._buffers)
         self._first = {name: _first_values(tensor) for name, tensor in layer._parameters.items() if tensor is not None}
+        buffers = self._buffers if self.has_kv_scales else {}
+        self._first_buffers = {name: _first_values(one) for name, one in buffers.items() if one is not None}
         self.optional: frozenset[str] = frozenset()
         self.ready = False
         self._dtype = torch.get_default_dtype()
@@ -96,10 +98,11 @@ class LayerTemplate:
         return any(one.__name__ == _KV_SCALES for one in method.__mro__)
 
     def give_first_values(self) -> None:
-        """Give the layer's parameters the values again that the engine made them with, as far as these are known."""
-        for name, first in self._first.items():
-            if first is not None:
-                self._layer._parameters[name].data.copy_(first)
+        """Give scales of the KV cache the values again that the engine made them with, as far as these are known."""
+        for table, values in ((self._layer._parameters, self._first), (self._layer._buffers, self._first_buffers)):
+            for name, first in values.items():
+                if first is not None:
+                    table[name].data.copy_(first)
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:

@@ -212,6 +212,7 @@ def test_dummy_weights_leave_the_scales_of_the_kv_cache_at_their_defaults(name: 
     for layer in started_with_dummy_weights(kv_methods()[name]).layers:
         assert float(layer.attn._k_scale) == layer.attn._k_scale_float == 1.0
         assert float(layer.attn._v_scale) == layer.attn._v_scale_float == 1.0
+        assert float(layer.attn._prob_scale) == 1.0  # a buffer, which the step of compressed-tensors leaves as it is
 
 
 def test_graphs_with_default_scales_take_no_others() -> None:
