@@ -136,6 +136,9 @@ class LayerwiseReload:
         kept = post_load.kept_elsewhere()
         if kept:
             raise unsupported(kept, "their kernels keep packed copies in memory of their own")
+        taken = _taken_away(post_load, layers)
+        if taken:
+            raise unsupported(taken, "attention has packed them into memory of its own and taken them out of the layer")
         if graphs and self._device.type == "cpu":
             raise unsupported(layers, "compiled code on the CPU keeps packed weights: start with enforce_eager")
         hidden = post_load.hidden()
@@ -245,6 +248,16 @@ def _require_default_scales(post_load: PostLoad, plan: LoadPlan) -> None:
                 name=new[0],
                 layer=layer,
             )
+
+
+def _taken_away(post_load: PostLoad, layers: Mapping[str, str]) -> dict[str, str]:
+    """Those of the layers without a transforming step whose parameters are empty now: another layer's step did that."""
+    modules, own = dict(post_load.model.named_modules()), post_load.transformed()
+    return {
+        name: method
+        for name, method in layers.items()
+        if name not in own and any(one is not None and not one.numel() for one in modules[name]._parameters.values())
+    }
 
 
 def restore_layers(model: torch.nn.Module) -> None:
