@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -40,12 +40,20 @@ class GlooCommunicator:
         self._sent[data.data_ptr()] = work, data  # the former transfer from this slot was acknowledged
 
     def receive(self, slot: torch.Tensor, nbytes: int, connection: wire.Connection, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        try:
-            # the whole slot: what is longer than the memory would end the process
-            self._group.recv([slot], self._peer, self._count).wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise (TimeoutError if time.monotonic() >= end else ConnectionError)(_first_line(error)) from None
+        problems: list[str] = []
+
+        def wait() -> None:
+            try:
+                # the whole slot: what is longer than the memory would end the process
+                self._group.recv([slot], self._peer, self._count).wait(timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                problems.append(_first_line(error))
+
+        deadline = wire.Deadline(timeout_s)
+        if not _run(wait, connection, deadline) or problems:
+            if not deadline.remaining():
+                raise TimeoutError
+            raise ConnectionError(problems[0] if problems else "the peer has closed the connection")
         self._count += 1
 
     def settle(self) -> None:
@@ -70,13 +78,7 @@ def _joined(meeting: _Meeting, connection: wire.Connection, end: int, timeout_s:
         except Exception as error:
             made.append(meeting.error or UnsupportedError(f"Gloo cannot join the two ends: {_first_line(error)}"))
 
-    # Gloo takes a multiple of its timeout if the peer is gone. The thread is then left behind, and ends by itself.
-    thread = threading.Thread(target=make, name="rl-memory-gloo", daemon=True)
-    thread.start()
-    deadline = wire.Deadline(timeout_s)
-    while thread.is_alive() and deadline.remaining() and not connection.is_ended():
-        thread.join(0.02)
-    thread.join(min(deadline.remaining(), 0.5))  # it may read why the peer has ended the connection
+    _run(make, connection, wire.Deadline(timeout_s))
     meeting.is_over = True
     if not made and connection.is_ended():
         connection.raise_cause("left while the two ends were joined")
@@ -87,6 +89,19 @@ def _joined(meeting: _Meeting, connection: wire.Connection, end: int, timeout_s:
         return found
     finally:
         del found  # breaks the reference cycle between the error and this frame
+
+
+def _run(call: Callable[[], None], connection: wire.Connection, deadline: wire.Deadline) -> bool:
+    """Call something that waits for the peer. Returns whether it ended before the deadline and the connection did.
+
+    Gloo may notice neither the end of a peer nor its own timeout. Its thread is then left behind, and ends by itself.
+    """
+    thread = threading.Thread(target=call, name="rl-memory-gloo", daemon=True)
+    thread.start()
+    while thread.is_alive() and deadline.remaining() and not connection.is_ended():
+        thread.join(0.02)
+    thread.join(min(deadline.remaining(), 0.5))  # what ended the connection may end the call too
+    return not thread.is_alive()
 
 
 class _Closed:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_gpu import gpu_rank
 from links import through
-from test_network_update import assert_next_update_right, offered, send, update
+from test_network_update import Large, assert_next_update_right, offered, send, update
 from test_update import counts, failing_loader
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
@@ -127,6 +127,24 @@ def test_a_source_that_fails_in_the_middle_says_why():
         assert "the gather failed" in str(outcome) and "the gather failed" in str(thread.error)
         assert rank.manager.content is Content.FAILED
         assert_next_update_right(rank, **GLOO)
+
+
+def test_ranks_learn_at_once_that_a_source_has_failed_while_large_buckets_travel():
+    """Gloo itself sometimes notices it only at its timeout."""
+    source = dying.as_source({name: torch.ones(4 << 20) for name in "abcd"})
+
+    class Failing:
+        specs = source.specs
+
+        def tensors(self):
+            yield from list(source.tensors())[:3]
+            raise RuntimeError("the gather failed")
+
+    ranks = [Rank(Large(), number) for number in range(2)]
+    for _ in range(8):
+        outcome, threads = update(ranks, Failing(), bucket_bytes=8 << 20, timeout_s=30.0, **GLOO)
+        assert "the gather failed" in str(outcome)
+        assert ["the gather failed" in str(thread.error) for thread in threads] == [True, True]
 
 
 def test_without_gloo_an_update_says_so(monkeypatch):
