@@ -82,7 +82,6 @@ class Routes:
     Args:
         transport, keep_mapped: As for `WeightSender`.
         resident: The tensors, if all of them exist before the update.
-        tls: Whether the bytes of tensors must travel encrypted.
 
     Attributes:
         own_device: The GPU on which this process stages what NCCL sends, or the CPU.
@@ -97,7 +96,6 @@ class Routes:
         keep_mapped: bool,
         resident: Sequence[torch.Tensor] | None,
         stable: bool,
-        tls: bool,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
@@ -106,7 +104,6 @@ class Routes:
         self._stable = stable
         gpus = cuda_ipc.local_gpus(initialise=transport in ("cuda_ipc", "nccl"))
         self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
-        self._tls = tls
         self._own_gpu = self._source_gpu or _current_gpu(gpus)
         index = gpus.get(self._own_gpu or "")
         self.own_device = torch.device("cpu") if index is None else torch.device("cuda", index)
@@ -175,8 +172,6 @@ class Routes:
 
     def _require_nccl(self, device: str) -> None:
         """Raise `UnsupportedError` if NCCL cannot join this process and a rank's device."""
-        if self._tls:
-            raise UnsupportedError("NCCL encrypts nothing, and tls= is set")
         if self._own_gpu is None:
             raise UnsupportedError("this process uses no GPU")
         if self._own_gpu == device:
@@ -278,9 +273,9 @@ def candidate_transports(
     """
     if wanted != "auto":
         return [wanted]
+    # Not `nccl`, before a GPU has run it: a fault in it would end the engine, where TCP or shared memory do as well.
     found = ["cuda_direct"] if device == source_gpu and local else []
     found += ["cuda_ipc"] if device in gpus else []
-    found += ["nccl"] if device.startswith("GPU-") and (gpus or not local) else []
     if not local:
         return [*found, "tcp"]
     return [*found, "shm_pinned", "shm"] if device.startswith(("GPU-", "MIG-")) else ["shm"]

@@ -101,7 +101,6 @@ class WeightSender:
             raise InvalidRequestError(f"{transport} encrypts nothing: with tls= use tcp", field="tls")
         self._transport = transport
         self._keep_mapped = keep_mapped
-        self._tls = bool(tls)
         self._bucket_bytes = bucket_bytes
         self._slots = slots
         self._timeout_s = timeout_s
@@ -163,7 +162,6 @@ class WeightSender:
                 keep_mapped=self._keep_mapped,
                 resident=resident,
                 stable=resident is not None or (isinstance(source, StableSource) and source.stable),
-                tls=self._tls,
             )
             answers, buckets = self._offer(manifest, routes)
             unused = self._require_accepted(answers)

@@ -10,7 +10,6 @@ import dying
 import pytest
 import torch
 from fake_gpu import gpu_rank
-from links import through
 from test_network_update import Large, assert_next_update_right, offered, send, update
 from test_update import counts, failing_loader
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
@@ -153,17 +152,6 @@ def test_without_gloo_an_update_says_so(monkeypatch):
     outcome, (thread,) = update([rank], checkpoint(), **GLOO)
     assert isinstance(outcome, UnsupportedError) and "built without Gloo" in str(outcome)
     assert rank.manager.content is Content.VALID
-
-
-@pytest.mark.parametrize(("tls", "why"), [(False, "uses no GPU"), (True, "encrypts nothing")])
-def test_the_report_says_why_nccl_is_not_used_to_a_gpu_of_another_host(tls, why):
-    rank, tensors = gpu_rank(), checkpoint()
-    with WeightSender(1, bucket_bytes=256, timeout_s=10, advertise="127.0.0.1", tls=tls) as sender:
-        thread = Receiving(rank, through(sender, sender.endpoints["*"][1:]))
-        report = send(sender, tensors)
-    assert thread.join().error is None and report["transport"] == "tcp"
-    assert [(one["transport"], why in one["reason"]) for one in report["fallbacks"]] == [("nccl", True)]
-    rank.model.assert_unchanged(loaded(tensors))
 
 
 def test_nccl_is_refused_where_there_is_no_gpu():

@@ -50,10 +50,10 @@ def send(ranks, source, **options):
 @pytest.mark.parametrize(
     ("wanted", "device", "home", "expected"),
     [
-        ("auto", "GPU-a", "GPU-a", ["cuda_direct", "cuda_ipc", "nccl", "shm_pinned", "shm"]),
-        ("auto", "GPU-a", None, ["cuda_ipc", "nccl", "shm_pinned", "shm"]),
-        ("auto", "GPU-b", "GPU-a", ["cuda_ipc", "nccl", "shm_pinned", "shm"]),
-        ("auto", "GPU-z", "GPU-a", ["nccl", "shm_pinned", "shm"]),
+        ("auto", "GPU-a", "GPU-a", ["cuda_direct", "cuda_ipc", "shm_pinned", "shm"]),
+        ("auto", "GPU-a", None, ["cuda_ipc", "shm_pinned", "shm"]),
+        ("auto", "GPU-b", "GPU-a", ["cuda_ipc", "shm_pinned", "shm"]),
+        ("auto", "GPU-z", "GPU-a", ["shm_pinned", "shm"]),
         ("auto", "MIG-c", "GPU-a", ["shm_pinned", "shm"]),
         ("auto", "cpu:0", "GPU-a", ["shm"]),
         ("cuda_ipc", "GPU-z", None, ["cuda_ipc"]),
@@ -220,9 +220,9 @@ def test_each_gpu_has_staging_of_its_own(gpus):
 @pytest.mark.parametrize(
     ("denied", "transport", "refused"),
     [
-        ({"export"}, "shm_pinned", ["cuda_direct", "cuda_ipc", "nccl"]),
-        ({"open"}, "shm_pinned", ["cuda_direct", "cuda_ipc", "nccl"]),
-        ({"open", "register"}, "shm", ["cuda_direct", "cuda_ipc", "nccl", "shm_pinned"]),
+        ({"export"}, "shm_pinned", ["cuda_direct", "cuda_ipc"]),
+        ({"open"}, "shm_pinned", ["cuda_direct", "cuda_ipc"]),
+        ({"open", "register"}, "shm", ["cuda_direct", "cuda_ipc", "shm_pinned"]),
     ],
 )
 def test_what_is_denied_is_named_and_replaced(gpus, denied, transport, refused):
@@ -305,7 +305,7 @@ def test_no_memory_for_staging_is_no_reason_to_fail(gpus):
     gpu.capacity = 1
     report, _ = send([rank], OneByOne(checkpoint(4)))
     assert report["transport"] == "shm_pinned"
-    assert [one["transport"] for one in report["fallbacks"]] == ["cuda_ipc", "nccl"]
+    assert [one["transport"] for one in report["fallbacks"]] == ["cuda_ipc"]
 
 
 def test_a_transport_that_is_asked_for_is_used_or_nothing_is(gpus):
