@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 from rl_memory_plugins import commands
-from rl_memory_plugins.admission import require_weights
+from rl_memory_plugins.admission import require_version, require_weights
 from rl_memory_plugins.coordination import RankGroup, call_or_undo, raise_failures
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
@@ -69,11 +69,13 @@ class Adapters:
             InvalidRequestError: there is no adapter of this name to remove, or there are too many; or `config` asks for
                 something that the engine cannot do; or the token is not new.
             ManifestError: the tensors do not fit the model.
-            StateConflictError: the weights are asleep, with the memory of the adapters.
+            StateConflictError: the weights are asleep, with the memory of the adapters, or have another version than
+                the command needs.
         """
         if isinstance(command, commands.RemoveAdapter):
             return self._decide(operation, self._remove(command, operation))
         require_weights(self._state.status, "an update of an adapter")
+        require_version(self._state.status, command.base_version)
         return self._decide(operation, self._update(command, operation))
 
     def knows(self, number: int) -> bool:

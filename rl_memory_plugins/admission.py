@@ -62,6 +62,20 @@ def require_weights(engine: EngineStatus, operation: str) -> None:
         raise StateConflictError(f"the weights are asleep: wake_up(tags=['weights']) before {operation}", asleep=asleep)
 
 
+def require_version(engine: EngineStatus, base_version: str | None) -> None:
+    """
+    Raises:
+        StateConflictError: the weights have another version, and an update needs this one.
+    """
+    if base_version not in (None, engine.weight_version):
+        raise StateConflictError(
+            f"the update needs the weights of version {base_version!r}, but those of the engine have version "
+            f"{engine.weight_version!r}: send a complete update first",
+            base_version=base_version,
+            weight_version=engine.weight_version,
+        )
+
+
 def _refuse(reason: str, why: str, **details: object) -> EngineAsleepError:
     return EngineAsleepError(
         f"the engine does not admit requests: {why}", reason=reason, retry_after_s=RETRY_AFTER_SECONDS, **details

@@ -126,6 +126,12 @@ class EngineClient:
             engines = self.memory(timeout_s=timeout_s)["engines"]
             return [rank["device"] for engine in engines for rank in engine["ranks"]]
 
+    def weights_state(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """`content`, `weight_version`, `admitting` and `reason` of `memory`."""
+        with self._expected():
+            memory = self.memory(timeout_s=timeout_s)
+            return {name: memory[name] for name in ("content", "weight_version", "admitting", "reason")}
+
     def asleep_bytes(self, tag: str, *, timeout_s: float | None = None) -> list[tuple[str, int]]:
         """The device of each rank, and the bytes that a wake of a tag takes there."""
         with self._expected():

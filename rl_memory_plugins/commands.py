@@ -42,7 +42,7 @@ class UpdateWeights(Command, frozen=True):
     `endpoints` maps the name of a device (`RankStatus.device`) to the socket of the trainer process that serves the
     device, or to several of which a receiver takes the first that answers; see `weights.addresses`. `"*"` serves every
     device that has no entry. The default of `timeout_s` is the engine's option
-    `update_timeout_s`.
+    `update_timeout_s`. If there is a `base_version`, an engine whose weights have another version refuses the update.
     """
 
     name: ClassVar[str] = "update_weights"
@@ -51,6 +51,7 @@ class UpdateWeights(Command, frozen=True):
     weight_version: str | None = None
     mode: PauseMode = PauseMode.KEEP
     timeout_s: float | None = None
+    base_version: str | None = None
     hold: str = ""
     call: str = ""
 
@@ -58,7 +59,8 @@ class UpdateWeights(Command, frozen=True):
 class UpdateAdapter(Command, frozen=True):
     """Take the tensors of a LoRA adapter from a trainer's sockets. Requests that come afterwards use them.
 
-    `config` is PEFT's `adapter_config.json`. `endpoints`, `token` and `timeout_s`: as for `UpdateWeights`.
+    `config` is PEFT's `adapter_config.json`. `endpoints`, `token`, `timeout_s` and `base_version`: as for
+    `UpdateWeights`.
     """
 
     name: ClassVar[str] = "update_adapter"
@@ -68,6 +70,7 @@ class UpdateAdapter(Command, frozen=True):
     token: str
     adapter_version: str | None = None
     timeout_s: float | None = None
+    base_version: str | None = None
     hold: str = ""
 
 

@@ -213,6 +213,7 @@ class Controller:
         self.require_free()
         self._require_none_waiting(command.hold)
         admission.require_weights(self.status, "an update")
+        admission.require_version(self.status, command.base_version)
         operation = PendingTransition(command.name, command.hold, command.call)
         received: list[Reply[Any]] = []
 

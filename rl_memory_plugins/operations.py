@@ -66,6 +66,7 @@ def update_weights(
     weight_version: object = None,
     mode: object = "keep",
     timeout_s: object = None,
+    base_version: object = None,
 ) -> commands.UpdateWeights:
     """Build the command; see `commands.UpdateWeights`.
 
@@ -79,6 +80,7 @@ def update_weights(
         "weight_version": weight_version,
         "mode": parse_mode(mode),
         "timeout_s": timeout_s,
+        "base_version": base_version,
     }
     command: commands.UpdateWeights = _checked(given, commands.UpdateWeights, "weight update")
     _require_version("weight update", "weight_version", command.weight_version)
@@ -92,6 +94,7 @@ def update_adapter(
     token: object = None,
     adapter_version: object = None,
     timeout_s: object = None,
+    base_version: object = None,
 ) -> commands.UpdateAdapter:
     """Build the command; see `commands.UpdateAdapter`. Raises as `update_weights` does."""
     given = {
@@ -101,6 +104,7 @@ def update_adapter(
         "token": token,
         "adapter_version": adapter_version,
         "timeout_s": timeout_s,
+        "base_version": base_version,
     }
     command: commands.UpdateAdapter = _checked(given, commands.UpdateAdapter, "adapter update")
     _require_name("adapter update", command.adapter)

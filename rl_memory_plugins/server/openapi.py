@@ -107,12 +107,16 @@ _UPDATE: Json = {
         "maximum": LONGEST_S,
         "description": "The longest silence of the trainer; the option `update_timeout_s` if none is given.",
     },
+    "base_version": {
+        "type": ["string", "null"],
+        "description": "The version that the weights must have; any if none is given.",
+    },
 }
 _NAME: Json = {"type": "string", "minLength": 1, "maxLength": LONGEST_ADAPTER, "description": "The adapter's name."}
 _ADAPTER: Json = {
     "name": _NAME,
     "config": {"type": "object", "description": "PEFT's `adapter_config.json`."},
-    **{name: _UPDATE[name] for name in ("endpoints", "token", "timeout_s")},
+    **{name: _UPDATE[name] for name in ("endpoints", "token", "timeout_s", "base_version")},
     "adapter_version": {
         "type": ["string", "null"],
         "maxLength": LONGEST_ADAPTER,

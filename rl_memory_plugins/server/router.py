@@ -79,7 +79,7 @@ def build_router(
         if answer is not None:
             return answer
         reject_unknown(request.query_params.keys(), ())  # a token has no place in a URL
-        reject_unknown(given, {"endpoints", "token", "weight_version", "mode", "timeout_s"})
+        reject_unknown(given, {"endpoints", "token", "weight_version", "mode", "timeout_s", "base_version"})
         command = operations.update_weights(**given)
         api = engine()
         report = await api.run(api.transition(command))
@@ -88,7 +88,7 @@ def build_router(
     async def update_adapter(request: Request) -> AdapterUpdated:
         given = await read_body(request)
         reject_unknown(request.query_params.keys(), ())
-        reject_unknown(given, {"name", "config", "endpoints", "token", "adapter_version", "timeout_s"})
+        reject_unknown(given, {"name", "config", "endpoints", "token", "adapter_version", "timeout_s", "base_version"})
         command = operations.update_adapter(**given)
         api = engine()
         report = await api.run(api.transition(command))

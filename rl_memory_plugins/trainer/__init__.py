@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject
     from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
     from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
+    from rl_memory_plugins.trainer.outcomes import EngineFailure
     from rl_memory_plugins.trainer.pausable import PausableMemory
     from rl_memory_plugins.trainer.pausable_part import PausablePart
     from rl_memory_plugins.trainer.peers import Peers
@@ -48,6 +49,7 @@ __all__ = [
     "CheckpointSource",
     "EngineClient",
     "EngineDtypes",
+    "EngineFailure",
     "EngineHandle",
     "EngineObject",
     "FSDP1Source",
@@ -95,6 +97,7 @@ _MODULES = {
     f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],
     f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
     f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
+    f"{__name__}.outcomes": ["EngineFailure"],
     f"{__name__}.pausable": ["PausableMemory"],
     f"{__name__}.pausable_part": ["PausablePart"],
     f"{__name__}.peers": ["Peers"],

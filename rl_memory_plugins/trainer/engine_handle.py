@@ -8,14 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from rl_memory_plugins import admission
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.records import EngineStatus, weight_version
 from rl_memory_plugins.tags import TagState
+
+#: Posts the body of an update to an engine, and returns the answer.
+Post = Callable[[dict[str, Any]], Any]
 
 
 @runtime_checkable
 class EngineHandle(Protocol):
-    """The calls that a trainer makes to an engine. `client.EngineClient` and `EngineObject` implement them."""
+    """The calls that a trainer makes to an engine. `client.EngineClient` and `EngineObject` implement them.
+
+    A handle may have two more methods of theirs: `post_adapter` for adapters; and `weights_state`, without which errors
+    do not tell the state of the engine.
+    """
 
     def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> Any:
         """`keep` is left out where no weights are to be kept."""
@@ -60,6 +69,17 @@ class EngineObject:
         tags = [(rank.device, rank.tags[tag]) for rank in ranks]
         return [(device, 0 if one.state is TagState.RESIDENT else one.bytes) for device, one in tags]
 
+    def weights_state(self) -> dict[str, Any]:
+        """See `EngineClient.weights_state`."""
+        engines = self._result(self._engine.memory_status())
+        refusal = admission.first_refusal(engines)
+        return {
+            "content": EngineStatus(ranks=[rank for engine in engines for rank in engine.ranks]).content.value,
+            "weight_version": weight_version(engines),
+            "admitting": refusal is None,
+            "reason": None if refusal is None else refusal.details["reason"],
+        }
+
     def post_update(self, body: dict[str, Any]) -> Any:
         return self._result(self._engine.update_weights_from_ipc(**body))
 
@@ -102,7 +122,11 @@ def on_all(engines: Sequence[EngineHandle], call: Callable[[EngineHandle], objec
             raise error
 
 
-def post_adapter_of(engine: EngineHandle) -> Callable[[dict[str, Any]], Any]:
+def post_update_of(engine: EngineHandle) -> Post:
+    return engine.post_update
+
+
+def post_adapter_of(engine: EngineHandle) -> Post:
     """`post_update` for a LoRA adapter: the method `post_adapter` of a handle, which not every handle has.
 
     Raises:

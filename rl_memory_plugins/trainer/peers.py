@@ -76,14 +76,17 @@ class Peers:
         error: BaseException | None = None,
         severity: Callable[[Exception], int] = lambda _: 0,
         as_type: Any = Any,
+        beside: str = "",
     ) -> list[Any]:
         """Exchange values or errors. Returns the values of all ranks, in their order.
 
         Args:
             value: Numbers, strings, and lists, mappings, named tuples, dataclasses and `msgspec.Struct`s of them.
-            error: The error of this rank, which is shared instead of `value`.
+            error: The error of this rank, which all ranks raise instead.
             severity: Ranks errors. All ranks raise the most severe error, of the lowest rank that has it.
             as_type: The type of the values, for `msgspec`. Without it, structured values arrive as lists and dicts.
+            beside: The values are lists, and an error that is raised has those of all ranks, joined, in this field of
+                its details.
 
         Raises:
             Exception: a rank has shared an error. The rank that has shared it raises it unchanged; the others raise it
@@ -93,6 +96,8 @@ class Peers:
         """
         if self.size == 1:
             if error is not None:
+                if beside and isinstance(error, RLMemoryError):
+                    error.details[beside] = msgspec.to_builtins(value)
                 raise error
             return [value]
         sent, error = self._encoded(value, error, severity)
@@ -111,11 +116,17 @@ class Peers:
         if not failures:
             return [msgspec.msgpack.decode(message.value, type=as_type) for message in messages]
         worst = max(failures, key=lambda rank: (failures[rank][0], -rank))
-        if worst == self.rank and error is not None:
-            raise error
-        other = from_record(failures[worst][1])
-        other.details.setdefault("trainer_rank", worst)
-        raise other
+        raised: BaseException | None = error
+        if worst != self.rank or error is None:
+            raised = from_record(failures[worst][1])
+            raised.details.setdefault("trainer_rank", worst)
+        if beside and isinstance(raised, RLMemoryError):
+            values = [msgspec.msgpack.decode(message.value) for message in messages]
+            raised.details[beside] = [one for value in values for one in value or ()]
+        try:
+            raise raised  # type: ignore[misc]
+        finally:
+            del raised  # breaks the reference cycle between the error and this frame
 
     def announce_failure(self, error: BaseException) -> None:
         """`share` an error in the background. The next agreement of this process waits until it is shared.

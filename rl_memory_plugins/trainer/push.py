@@ -141,8 +141,8 @@ class EngineCall:
         self._on_error = on_error
         self._error: RLMemoryError | None = None
         self.answer: Any = None
-        run = on_this_gpu(lambda: self._run(post, body))
-        self._thread = threading.Thread(target=run, name="rl-memory-update-weights", daemon=True)
+        ask = on_this_gpu(lambda: post(body))
+        self._thread = threading.Thread(target=self._run, args=(ask,), name="rl-memory-update-weights", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # this process cannot start more threads
@@ -157,9 +157,9 @@ class EngineCall:
         error, self._error = self._error, None  # the error's traceback refers to this object
         return error
 
-    def _run(self, post: Callable[[dict[str, Any]], Any], body: dict[str, Any]) -> None:
+    def _run(self, ask: Callable[[], Any]) -> None:
         try:
-            self.answer = post(body)
+            self.answer = ask()  # may fail before it asks: the GPU can be broken
         except Exception as error:
             self._fail(error)
 

@@ -5,35 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import secrets
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.adapters import Adapter
-from rl_memory_plugins.trainer.engine_handle import as_engines, post_adapter_of
-from rl_memory_plugins.trainer.gpu import own_gpu
+from rl_memory_plugins.trainer.engine_handle import Post, as_engines, post_adapter_of, post_update_of
 from rl_memory_plugins.trainer.once import Once
+from rl_memory_plugins.trainer.outcomes import Outcome, outcomes_of
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
+from rl_memory_plugins.trainer.several import SeveralEngines
+from rl_memory_plugins.trainer.sites import Site, fail_senders, server_of, this_site
 from rl_memory_plugins.trainer.sources.drafted import with_draft
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.addresses import Endpoints, places_of
+from rl_memory_plugins.weights.addresses import Endpoints
 from rl_memory_plugins.weights.answers import Findings, of_senders
-from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.manifest import manifest_error
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.source import TensorSource
 
-
-class _Site(NamedTuple):
-    """A trainer process."""
-
-    token: str  # a proposal; all processes use the token of the first
-    gpu: str | None  # the UUID
-    engines: list[list[str]]  # the device names of each engine that the process controls
+ON_FAILURE = ("abort", "continue")
 
 
 def push_from_all(
@@ -47,9 +41,13 @@ def push_from_all(
     mode: str = "keep",
     timeout_s: float | None = None,
     adapter: Adapter | None = None,
+    on_failure: str = "abort",
+    base_version: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Update all engines. All trainer processes call the function, and it succeeds on all or fails on all.
+
+    With `on_failure="continue"` it succeeds if an engine has the new weights, and the report names the others.
 
     All processes iterate over the source once and in step, because a source may gather. A process sends to the engine
     ranks on its own GPU. An engine rank on a GPU without a trainer process receives from the process that controls its
@@ -66,14 +64,40 @@ def push_from_all(
         partial, weight_version, mode, timeout_s: As for `push_weights`, the same on every process.
         adapter: Update this LoRA adapter, and not the base weights. `tensors` is then a PEFT model, or has the names of
             `adapter_model.safetensors`; `weight_version` is the version of the adapter, and `mode` has no meaning.
+        on_failure: What follows if an engine fails, the same on every process. `abort`: the update fails at all
+            engines. None begins before all have accepted the manifest; afterwards the failure of one leaves all that
+            are not done `failed`. `continue`: each engine gets the update or fails for itself. Each then has a sender
+            of its own, with its own staging, and a port of `advertise` is that of the first engine of a process; the
+            others take the ports that follow. An engine that falls silent holds the others up for `timeout_s`, once,
+            unless all tensors of the source exist. The engines therefore wait for the trainer for `timeout_s` times
+            their number plus one.
+        base_version: The version that the weights of the engines must have. An engine with another one refuses the
+            update before anything is sent. A partial update with `on_failure="continue"` needs it: an engine that was
+            away would mix two versions.
         **options: Options of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
     Returns: the sender's report of this process (`receivers` is empty if it did not send), and under `engines` the
-        answers of the engines that it controls.
+        answers of the engines that it controls, `None` for one that has failed. Under `failed`, with
+        `on_failure="continue"`, an `EngineFailure` for each engine of any process that has failed.
 
     Raises:
-        RLMemoryError: on every process the most specific error; see `Peers.share`.
+        InvalidRequestError: `on_failure` is unknown, or a partial update that may continue names no `base_version`.
+        RLMemoryError: on every process the most specific error; see `Peers.share`. If an engine may have changed,
+            `details["engines"]` has an `Outcome` for each engine, as a dict.
     """
+    if on_failure not in ON_FAILURE:
+        raise InvalidRequestError(
+            f"on_failure is one of {', '.join(ON_FAILURE)}, not {on_failure!r}",
+            field="on_failure",
+            got=on_failure,
+            allowed=list(ON_FAILURE),
+        )
+    if on_failure == "continue" and partial and base_version is None:
+        raise InvalidRequestError(
+            "a partial update that may leave engines out needs base_version, the version that the weights of the "
+            "engines must have: an engine that was left out before would mix two versions",
+            field="base_version",
+        )
     engines = as_engines(engines)
     peers = peers or Peers()
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
@@ -81,44 +105,49 @@ def push_from_all(
         source = with_draft(as_source(tensors), None if draft is None else as_source(draft))
     else:
         source = adapter.source(tensors)
-    sites: list[_Site] = peers.agree(
-        lambda: _Site(secrets.token_urlsafe(32), own_gpu(), [engine.devices() for engine in engines]), as_type=_Site
-    )
+    request: dict[str, Any] = {} if base_version is None else {"base_version": base_version}
+    if adapter is None:
+        request |= {"weight_version": weight_version, "mode": mode}
+    else:
+        request |= {"name": adapter.name, "adapter_version": weight_version}
+    post_of = post_update_of if adapter is None else post_adapter_of
+    config = None if adapter is None else functools.partial(adapter.sent_config, tensors)
+    if on_failure == "continue":
+        update = SeveralEngines(engines, source, peers, wait_s, options)
+        return update.push(request, post_of, partial=partial, config=config)
+    sites: list[Site] = peers.agree(lambda: this_site([engine.devices() for engine in engines]), as_type=Site)
     token = sites[0].token
     served = [
         device
         for controller, site in enumerate(sites)
         for devices in site.engines
         for device in devices
-        if _server_of(device, controller, sites) == peers.rank
+        if server_of(device, controller, sites) == peers.rank
     ]
     begin = _Begin(peers)
-    request: dict[str, Any] = {"token": token, "timeout_s": timeout_s}
-    if adapter is None:
-        request |= {"weight_version": weight_version, "mode": mode}
-    else:
-        request |= {"name": adapter.name, "adapter_version": weight_version}
     sender: WeightSender | None = None
     report: dict[str, Any] = {}
     failure: Exception | None = None
+    posts: list[Post] = []
     calls: list[EngineCall] = []
 
     def listen() -> Endpoints:
         nonlocal sender
+        posts.extend(post_of(engine) for engine in engines)
         if not served:
             return {}
         sender = WeightSender(served, timeout_s=wait_s, token=token, senders=begin, **options)
         return sender.endpoints
 
     try:
-        if adapter is not None:
-            request["config"] = peers.agree(lambda: adapter.sent_config(tensors))[peers.rank]
+        if config is not None:
+            request["config"] = peers.agree(config)[peers.rank]
         sockets = peers.agree(listen)
-        for engine, devices in zip(engines, sites[peers.rank].engines, strict=True):
-            endpoints = {device: sockets[_server_of(device, peers.rank, sites)][device] for device in devices}
-            fail = functools.partial(_fail_senders, [(device, endpoints[device]) for device in devices], token)
-            post = engine.post_update if adapter is None else post_adapter_of(engine)
-            calls.append(EngineCall(post, {"endpoints": endpoints, **request}, fail))
+        for post, devices in zip(posts, sites[peers.rank].engines, strict=True):
+            endpoints = {device: sockets[server_of(device, peers.rank, sites)][device] for device in devices}
+            fail = functools.partial(fail_senders, [(device, endpoints[device]) for device in devices], token)
+            body = {"endpoints": endpoints, "token": token, "timeout_s": timeout_s, **request}
+            calls.append(EngineCall(post, body, fail))
         try:
             report = _send(sender, source, begin, partial)
         except Exception as error:
@@ -126,14 +155,16 @@ def push_from_all(
     finally:
         if sender is not None:
             sender.close()
-    failure = most_specific([failure, *(call.finish(wait_s) for call in calls)])
+    errors = [call.finish(wait_s) for call in calls]
+    failure = most_specific([failure, *errors])
     try:
-        peers.share(None, failure, specificity)
+        outcomes = outcomes_of(engines, errors, peers.rank)
+        peers.share(outcomes, failure, specificity, as_type=list[Outcome], beside="engines")
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        del failure  # breaks the reference cycle between the error and this frame
+        del failure, errors  # breaks the reference cycle between the errors and this frame
     return {**report, "engines": [call.answer for call in calls]}
 
 
@@ -152,11 +183,6 @@ def require_options(options: Mapping[str, Any]) -> None:
     of_sender = options.keys() - {"draft", "partial"}
     sender = {name: options[name] for name in of_sender if options[name] is not None}
     WeightSender(**sender).close()
-
-
-def _server_of(device: str, controller: int, sites: Sequence[_Site]) -> int:
-    """The rank of the trainer process that sends to `device`: the first on that GPU, else `controller`."""
-    return next((rank for rank, site in enumerate(sites) if site.gpu == device), controller)
 
 
 def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
@@ -225,17 +251,3 @@ class _Begin:
         votes = self.peers.share(findings, as_type=Findings | None)
         self.agreed = None
         return of_senders([vote for vote in votes if vote is not None])
-
-
-def _fail_senders(endpoints: Sequence[tuple[str, str | list[str]]], token: str, error: RLMemoryError) -> None:
-    """Report a failed request to the senders of these devices and sockets, because no rank of the engine will connect.
-
-    A sender refuses the report if the rank has connected.
-    """
-    for device, places in endpoints:
-        with (
-            contextlib.suppress(RLMemoryError),
-            contextlib.closing(wire.Connection(dial(places_of(places), None, 1.0), "the trainer")) as connection,
-        ):
-            connection.send(wire.Hello(wire.PROTOCOL, device, token, rank=-1), 1.0)
-            connection.fail(error)

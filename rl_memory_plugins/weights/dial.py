@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Sequence
 
 from rl_memory_plugins.errors import PermissionDeniedError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.weights import addresses, tls, wire
 from rl_memory_plugins.weights.update_hosts import UpdateHosts
+
+REACH_S = 5.0
+"""How long an address may leave a connection unanswered if others are left. The kernel asks three times by then."""
 
 
 def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> socket.socket:
@@ -16,7 +20,8 @@ def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> 
     Args:
         places: Places as in `addresses.Endpoints`, at least one.
         hosts: The hosts that may be connected to; `None` for all.
-        timeout_s: The time for all attempts, in seconds. An attempt leaves the later ones their shares.
+        timeout_s: The time for all attempts, in seconds. An attempt leaves the later ones their shares, and
+            an address that does not answer at all leaves them more: an engine may wait longer than the trainer does.
 
     Raises:
         PermissionDeniedError: a place is not allowed, and no other one answers.
@@ -27,7 +32,8 @@ def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> 
     refused: PermissionDeniedError | None = None
     for number, place in enumerate(places):
         try:
-            return _connect(place, hosts, deadline.remaining() / (len(places) - number))
+            left = len(places) - number
+            return _connect(place, hosts, deadline.remaining() / left, REACH_S if left > 1 else math.inf)
         except PermissionDeniedError as error:
             refused = error
         except (OSError, UnicodeError, ValueError) as error:  # `ValueError`: a path with a null character
@@ -46,7 +52,8 @@ def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> 
     )
 
 
-def _connect(place: str, hosts: UpdateHosts | None, timeout_s: float) -> socket.socket:
+def _connect(place: str, hosts: UpdateHosts | None, timeout_s: float, reach_s: float) -> socket.socket:
+    timeout_s = max(timeout_s, 0.001)  # 0 would mean not to wait
     address = addresses.parse(place)
     if address is not None and hosts is not None:
         hosts.require(address.host)
@@ -57,8 +64,9 @@ def _connect(place: str, hosts: UpdateHosts | None, timeout_s: float) -> socket.
         target = (address.host, address.port)  # type: ignore[assignment]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(max(timeout_s, 0.001))  # 0 would mean not to wait
+        sock.settimeout(min(timeout_s, reach_s))
         sock.connect(target)
+        sock.settimeout(timeout_s)
         if address is None:
             return sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -6,6 +6,8 @@ import httpx
 import pytest
 
 from integration.engines.base import Server
+from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.trainer import push_from_all
 from tests.conformance.conftest import PROMPT, Weights, long_answer
 from tests.conformance.trainers import push
 
@@ -32,6 +34,18 @@ def test_a_request_that_is_kept_over_an_update_names_both_weights(server: Server
         request.answer()
     assert versions(request.outcome) == ("before", "after")
     assert versions(server.post(PROMPT)) == ("after", "after")
+
+
+def test_an_update_for_other_weights_is_refused(server: Server, weights: Weights) -> None:
+    push(server, weights.other, weight_version="step-41")
+    norm = {"model.norm.weight": weights.other.state_dict()["model.norm.weight"]}
+    options = {"partial": True, "weight_version": "step-42"}
+    with pytest.raises(StateConflictError, match="'step-40'") as refused:
+        push_from_all(server.control, norm, base_version="step-40", **options)
+    assert refused.value.details["weight_version"] == "step-41"
+    assert versions(server.post(PROMPT)) == ("step-41", "step-41")
+    push_from_all(server.control, norm, base_version="step-41", **options)
+    assert versions(server.post(PROMPT)) == ("step-42", "step-42")
 
 
 def test_a_sleep_that_preserves_the_weights_keeps_their_version(server: Server, weights: Weights) -> None:

@@ -127,6 +127,13 @@ def test_versions_count_by_name_or_are_named(world: World) -> None:
     assert world.listed == {"one": "3", "two": "1", "three": "step 5"}
 
 
+def test_an_adapter_for_other_weights_is_refused(world: World) -> None:
+    with pytest.raises(StateConflictError, match="version '7'"):
+        world.update("one", "a", base_version="7")
+    world.update("one", "b", base_version="default")
+    assert world.listed == {"one": "1"}
+
+
 def test_a_former_version_goes_at_a_later_change_once_no_request_uses_it(world: World) -> None:
     world.update(token="a")
     world.update(token="b")

@@ -413,6 +413,17 @@ def test_the_option_decides_how_long_a_trainer_may_be_silent_unless_the_update_d
     assert given == [used, used]
 
 
+def test_an_update_for_other_weights_is_refused_before_anything_happens(world: World) -> None:
+    update = commands.UpdateWeights({"*": "/x"}, "t", weight_version="2", base_version="1")
+    with pytest.raises(StateConflictError, match="complete update") as refused:
+        world.run(update)
+    assert refused.value.details == {"base_version": "1", "weight_version": "default"}
+    assert world.engine.calls == [] and world.ranks[0].manager.content is Content.VALID
+    world.run(commands.UpdateWeights({"*": "/x"}, "t", weight_version="1", base_version="default"))
+    world.run(update)
+    assert world.controller.status.weight_version == "2"
+
+
 def test_noise_is_answered(world: World) -> None:
     reply = decode_reply(world.controller.execute(b"\xc1noise").result())
     assert reply.error["error"] == InvalidRequestError.__name__

@@ -243,6 +243,7 @@ def test_an_update_without_a_time_leaves_it_to_the_engine() -> None:
     command = operations.update_weights({"*": "/s"}, "t", weight_version="v", mode="wait")
     assert command == commands.UpdateWeights({"*": "/s"}, "t", weight_version="v", mode="wait", timeout_s=None)
     assert operations.update_weights({"*": "/s"}, "t", timeout_s=2).timeout_s == 2
+    assert operations.update_weights({"*": "/s"}, "t", base_version="7").base_version == "7"
 
 
 @pytest.mark.parametrize(

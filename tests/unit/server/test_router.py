@@ -1,5 +1,6 @@
 import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.parameters import MAX_BODY_BYTES
 from rl_memory_plugins.server.router import build_router
 from rl_memory_plugins.tags import Content, TagState
+from rl_memory_plugins.trainer import EngineObject
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
 PREFIXES = ["", "/v1/rl_memory"]
@@ -194,6 +196,8 @@ def test_the_worst_engine_decides(client, control, engine, reason, sleeping, con
     assert answer["content"] == content
     assert client.get("/weight_version").json() == {"weight_version": "default", "content": content}
     assert client.get("/is_sleeping").json() == {"is_sleeping": sleeping}
+    in_process = EngineObject(SimpleNamespace(memory_status=lambda: control.engines)).weights_state()
+    assert in_process == {name: answer[name] for name in ("content", "weight_version", "admitting", "reason")}
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

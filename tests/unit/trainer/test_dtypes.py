@@ -15,8 +15,8 @@ from rl_memory_plugins.trainer import (
     StreamSource,
     TensorSpec,
     push_from_all,
+    sites,
 )
-from rl_memory_plugins.trainer import update as update_module
 from rl_memory_plugins.trainer.sources.megatron import Replicated
 from rl_memory_plugins.weights.casts import CastRule
 
@@ -166,7 +166,7 @@ def each_sender_learns(rank):
     finally:
         from rl_memory_plugins.trainer.gpu import own_gpu
 
-        update_module.own_gpu = own_gpu
+        sites.own_gpu = own_gpu
 
 
 def all_fail(rank):

@@ -18,17 +18,19 @@ from rl_memory_plugins.errors import (
     ManifestError,
     RLMemoryError,
     StateConflictError,
+    UnsupportedError,
     WeightUpdateError,
 )
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import (
+    Adapter,
     ModelSource,
     Offloader,
     Peers,
     RolloutHandoff,
     push_from_all,
     push_weights,
-    update,
+    sites,
 )
 
 OPTIONS = {"bucket_bytes": 256, "timeout_s": 30.0}
@@ -55,7 +57,7 @@ def engine_of(rank, tp=2):
 
 def on_engines_gpus(rank):
     """Have this trainer rank share a device with the engine's rank of that number."""
-    update.own_gpu = lambda: f"fake:{rank}"
+    sites.own_gpu = lambda: f"fake:{rank}"
 
 
 def assert_loaded(engines, tensors):
@@ -82,10 +84,10 @@ def each_serves_its_own_gpu(rank):
         assert_loaded(engines, tensors)
         return len(report["receivers"]), len(report["engines"])
     finally:
-        del update.own_gpu
+        del sites.own_gpu
         from rl_memory_plugins.trainer.gpu import own_gpu
 
-        update.own_gpu = own_gpu
+        sites.own_gpu = own_gpu
 
 
 def each_controls_its_own_engine(rank):
@@ -207,7 +209,7 @@ def recovers_from(rank, scenario, own_gpus):
         assert_loaded(engines, tensors)
         return type(caught).__name__, seconds < 15, caught.message
     finally:
-        update.own_gpu = own_gpu
+        sites.own_gpu = own_gpu
 
 
 def fail_once(method, error):
@@ -283,7 +285,7 @@ def stages_share_names(rank):
         except ManifestError as error:
             return [mismatch["name"] for mismatch in error.details["mismatches"]]
     finally:
-        update.own_gpu = own_gpu
+        sites.own_gpu = own_gpu
 
 
 def test_senders_agree_on_which_names_nobody_uses(pair):
@@ -356,6 +358,25 @@ def has_no_thread(rank):
 
 def test_a_process_that_has_no_thread_keeps_no_other_waiting(pair):
     assert pair.run(has_no_thread) == [True, True]
+
+
+def has_an_engine_without_adapters(rank):
+    """The process that controls the engine fails before it asks the engine: the other one learns that."""
+    engines = engine_of(rank)
+    for engine in engines:
+        engine.post_adapter = None
+    caught = []
+    for on_failure in ("abort", "continue"):
+        with pytest.raises(UnsupportedError, match="no method post_adapter"):
+            push_from_all(
+                engines, checkpoint(9), Peers(), adapter=Adapter("one", {"r": 4}), on_failure=on_failure, **OPTIONS
+            )
+        caught.append(on_failure)
+    return caught
+
+
+def test_an_engine_that_takes_no_adapters_keeps_no_process_waiting(pair):
+    assert pair.run(has_an_engine_without_adapters) == [["abort", "continue"]] * 2
 
 
 def leaves_its_sources(rank):

@@ -50,8 +50,15 @@ class ToyEngine:
     def devices(self):
         return [rank.manager.device.name for rank in self.ranks]
 
+    def weights_state(self):
+        contents = {rank.manager.content.value for rank in self.ranks}
+        content = "valid" if contents == {"valid"} else "failed"
+        return {"content": content, "weight_version": self.version, "admitting": self.open, "reason": None}
+
     def post_update(self, body):
         self._call("post_update", body["weight_version"])
+        if body.get("base_version") not in (None, self.version):
+            raise StateConflictError("the weights have another version")
         if "weights" not in self.awake:
             raise StateConflictError("the weights are asleep")
         self.valid = False

@@ -1,0 +1,119 @@
+"""How an update of several engines ended at each of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
+from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.trainer.engine_handle import EngineHandle
+from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.wire import Deadline
+
+STATE_S = 5.0
+"""How long an engine may take to tell its state after a failure."""
+
+T = TypeVar("T")
+
+
+class Outcome(msgspec.Struct):
+    """How an update ended at one engine.
+
+    Attributes:
+        trainer_rank: The trainer process that controls the engine.
+        engine: The index of the engine among those of this process.
+        error: The record of the error; `None` if the engine has the new weights.
+        state: Of a failed engine its `content`, `weight_version`, `admitting` and `reason`; `None` if it does not tell.
+    """
+
+    trainer_rank: int
+    engine: int
+    error: dict[str, Any] | None = None
+    state: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class EngineFailure:
+    """An engine that an update with `on_failure="continue"` did not reach.
+
+    Attributes:
+        trainer_rank, engine, state: See `Outcome`.
+        error: Why.
+    """
+
+    trainer_rank: int
+    engine: int
+    error: RLMemoryError
+    state: dict[str, Any] | None
+
+
+def outcomes_of(engines: Sequence[EngineHandle], errors: Sequence[RLMemoryError | None], rank: int) -> list[Outcome]:
+    """The outcomes at the engines of this process. Asks those that failed for their states, all at once.
+
+    Args:
+        errors: Of each engine; `None` if it has the new weights.
+        rank: The rank of this process.
+    """
+    failed = [number for number, error in enumerate(errors) if error is not None]
+    states = dict(zip(failed, on_each([engines[number] for number in failed], _state, STATE_S), strict=True))
+    return [
+        Outcome(
+            rank,
+            number,
+            None if error is None else record_of(error),
+            state if isinstance(state := states.get(number), dict) else None,
+        )
+        for number, error in enumerate(errors)
+    ]
+
+
+def record_of(error: RLMemoryError) -> dict[str, Any]:
+    """The record of an error, for an agreement of all processes: details that it cannot carry become strings."""
+    record: dict[str, Any] = msgspec.to_builtins(error.to_record(), enc_hook=str)
+    return record
+
+
+def _state(engine: EngineHandle) -> Any:
+    """See `EngineClient.weights_state`. A handle may lack the method."""
+    ask = getattr(engine, "weights_state", None)
+    return None if ask is None else ask()
+
+
+def on_each(
+    engines: Sequence[EngineHandle], call: Callable[[EngineHandle], T], timeout_s: float
+) -> list[T | RLMemoryError]:
+    """Call all engines at once. Returns the result or the error of each.
+
+    Args:
+        timeout_s: How long all of them may take together. The call of an engine that takes longer is left to itself.
+    """
+    found: list[T | RLMemoryError] = [
+        WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled", timeout_s=timeout_s)
+        for _ in engines
+    ]
+
+    def ask(number: int) -> None:
+        try:
+            found[number] = call(engines[number])
+        except Exception as error:
+            found[number] = wire.as_update_error(error).with_traceback(None)
+
+    threads = [
+        threading.Thread(target=on_this_gpu(lambda number=number: ask(number)), name="rl-memory-engine", daemon=True)  # type: ignore[misc]
+        for number in range(len(engines))
+    ]
+    deadline = Deadline(timeout_s)
+    for number, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError as error:  # this process cannot start more threads
+            found[number] = wire.as_update_error(error)
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(deadline.remaining())
+    return list(found)
