@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 from rl_memory_plugins.errors import StateConflictError
@@ -10,6 +11,8 @@ from rl_memory_plugins.memory.ranges import subtract
 from rl_memory_plugins.memory.transitions import Transitions
 from rl_memory_plugins.memory.weights_content import PreparedSleep
 from rl_memory_plugins.tags import Tag, TagState
+
+logger = logging.getLogger(__name__)
 
 
 class SleepCopies(Transitions):
@@ -94,8 +97,12 @@ class SleepCopies(Transitions):
                     )
 
     def _free_new_backups(self, prepared: PreparedSleep) -> None:
+        """Wait for the copies that nobody needs any more. If one fails, nothing is lost: its tag is resident."""
         for tag, backup in prepared.backups.items():
-            if backup is self._backups.get(tag):
-                backup.finish()
-            else:
-                backup.free()
+            try:
+                if backup is self._backups.get(tag):
+                    backup.finish()
+                else:
+                    backup.free()
+            except Exception:  # it must hide no error before it, and keep no other copy
+                logger.warning("the copy of %s, which is no longer needed, has failed", tag, exc_info=True)

@@ -19,6 +19,7 @@ from rl_memory_plugins.weights.buffers import (
     ShmStaging,
     StagingBuffer,
     StreamedStaging,
+    staged,
 )
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, joining, over_nccl
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, align
@@ -181,12 +182,14 @@ class Routes:
     def _staging(self, device: str, stable: bool) -> CudaStaging:
         """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
 
-        A source that creates tensors one at a time also needs memory for the largest tensor and its inputs. Without
-        that memory the source would fail after the engine has written the first bytes.
+        A source that creates tensors one at a time also needs memory for the largest tensor and its inputs, and a
+        stable one for its next tensors while two groups wait for their copies. Without that memory the source would
+        fail after the engine has written the first bytes.
         """
-        needed = (
-            0 if self._resident is not None else 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
-        )
+        needed = 0
+        if self._resident is None:
+            needed = 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
+            needed += 3 * staged.GROUP_BYTES if stable else 0
         cut = _with_buckets(self._manifest, _staged_bucket_bytes(self._manifest))
         while True:
             try:

@@ -81,7 +81,7 @@ class ReadingSource(TensorSource, Protocol):
     Attributes:
         only_reads: No write to them runs while the source is in use, not even one that it undoes later, as of adapters
             that it merges. The weights may then be copied to host memory meanwhile. Without it a handoff copies them
-            after the update.
+            after the update. It says nothing about a subclass with `specs` or `tensors` of its own.
     """
 
     @property

@@ -117,10 +117,12 @@ def test_a_source_may_use_its_memory_again(engine, place):
         assert_arrived(engine, tensors)
 
 
+@pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm_pinned"])
-def test_a_source_may_give_each_tensor_on_another_stream(engine, transport):
+def test_a_source_may_give_each_tensor_on_another_stream(engine, transport, stable):
     tensors = randomised(seed=6)
     source = OneByOne(tensors)
+    source.stable = stable
 
     def made_on_two_streams():
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]

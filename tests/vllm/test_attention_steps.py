@@ -26,12 +26,13 @@ HEADS = 4
 
 
 class Backend:
-    """As FlashInfer's: a copy of the sinks from the step, and a product of scales from the first forward pass."""
+    """As FlashInfer's: a copy of the sinks from the step, and products of scales from the first forward pass."""
 
     def __init__(self, sinks: torch.Tensor) -> None:
         self._sinks_source = sinks
         self.sinks: torch.Tensor | None = None
         self.bmm1_scale: float | None = None
+        self.bmm2_scale: float | None = None
         self.largest = 0.0
         self.steps = 0
 
@@ -44,6 +45,15 @@ class Backend:
             self.bmm1_scale = 0.125 * layer._k_scale_float
         return self.bmm1_scale
 
+    def forward_to_fp8(self, layer: Any, output_scale: torch.Tensor) -> float:
+        """As FlashInfer, where the output is quantised in the kernel. The layer keeps one of the two numbers."""
+        if self.bmm2_scale is None:
+            self.bmm2_scale = layer._v_scale_float
+        if layer._o_scale_float is None:
+            layer._o_scale_float = output_scale.item()
+            self.bmm2_scale /= layer._o_scale_float
+        return self.bmm2_scale
+
 
 class Attention(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
     def __init__(self, sinks: torch.Tensor) -> None:
@@ -52,6 +62,7 @@ class Attention(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
         self.kv_cache_dtype = "fp8"
         self.num_kv_heads = 2
         set_default_quant_scales(self, register_buffer=True)
+        self._o_scale_float: float | None = None
 
     def get_attn_backend(self) -> Any: ...
 
@@ -138,6 +149,15 @@ def test_a_number_of_a_forward_pass_is_derived_again() -> None:
     attention._k_scale_float = 4.0
     steps.repeat(plan_of(model, "layers.0.weight"))
     assert attention.impl.forward(attention) == 0.5
+
+
+def test_a_number_that_the_layer_keeps_is_derived_again_too() -> None:
+    """The backend would divide its new product by no scale of outputs, because the layer has the former one."""
+    model, steps = started()
+    attention = model.layers[0].attn
+    for scale in (0.5, 0.25):
+        assert attention.impl.forward_to_fp8(attention, torch.tensor(scale)) == 1 / scale
+        steps.repeat(plan_of(model, "layers.0.weight"))
 
 
 @pytest.mark.parametrize("eager", [True, False])

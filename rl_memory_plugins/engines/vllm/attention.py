@@ -40,10 +40,10 @@ class AttentionSteps:
             if isinstance(layer, AttentionLayerBase) and callable(getattr(layer, STEP, None))
         }
         self._fresh = [  # what a forward pass may replace by what it derives
-            (name, backend, key, value)
+            (name, owner, key, value)
             for name, layer in self._layers.items()
-            for backend in _backends(layer)
-            for key, value in vars(backend).items()
+            for owner in (layer, *_backends(layer))  # FlashInfer divides by the layer's scale of outputs once
+            for key, value in vars(owner).items()
             if value is None or isinstance(value, torch.nn.Parameter)
         ]
         self._reading: WeakKeyDictionary[LoadPlan, dict[str, torch.nn.Module]] = WeakKeyDictionary()
@@ -55,8 +55,8 @@ class AttentionSteps:
             WeightUpdateError: a step has changed what must not change, such as a number that is part of CUDA graphs;
                 or what a forward pass has derived is no cast copy.
         """
-        for name, backend, key, fresh in self._fresh:
-            self._forget(f"{name}.{key}", vars(backend), key, fresh)
+        for name, owner, key, fresh in self._fresh:
+            self._forget(f"{name}.{key}", vars(owner), key, fresh)
         if plan not in self._reading:
             self._reading[plan] = dict(self._readers(plan))
         for name, layer in self._reading[plan].items():

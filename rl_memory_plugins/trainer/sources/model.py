@@ -175,4 +175,12 @@ def as_source(tensors: Tensors, kind: type[ModelSource] = ModelSource) -> Tensor
 def only_reads(tensors: Tensors) -> bool:
     """Whether an update with these tensors writes to none of the trainer's weights; see `ReadingSource`."""
     source = as_source(tensors)
-    return isinstance(source, ReadingSource) and source.only_reads
+    if not isinstance(source, ReadingSource):
+        return False
+    said, *done = (_depth(type(source), name) for name in ("only_reads", "specs", "tensors"))
+    return said <= min(done) and source.only_reads
+
+
+def _depth(kind: type, name: str) -> int:
+    """How many classes above this one define an attribute; -1 if objects have it by themselves."""
+    return next((depth for depth, one in enumerate(kind.__mro__) if name in vars(one)), -1)

@@ -22,7 +22,7 @@ from rl_memory_plugins.weights.plan import can_group_copy
 
 _BOUNCE_BYTES = 64 << 20
 
-_GROUP_BYTES = 64 << 20
+GROUP_BYTES = 64 << 20
 """Small tensors are copied together when they have so many bytes. Those that a source has made live until then."""
 
 
@@ -47,6 +47,7 @@ class _CudaSlots:
         self._bounce: _BounceBuffers | None = None
         self._small_copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
         self._small_bytes = 0
+        self._small_stream: Any = None  # where the small tensors were made
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         self._streams = Streams()
         self.nbytes = slot_bytes * slots
@@ -56,11 +57,15 @@ class _CudaSlots:
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
         if self._stable and tensor.device == memory.device and can_group_copy(tensor, tensor.dtype):
+            stream = self._current_stream()
+            if stream != self._small_stream:
+                self._copy_small()
+                self._small_stream = stream
             targets, tensors = self._small_copies
             targets.append(self._target(slot, entry, spec, tensor))
             tensors.append(tensor)
             self._small_bytes += entry.nbytes
-            if self._small_bytes >= _GROUP_BYTES:
+            if self._small_bytes >= GROUP_BYTES:
                 self._copy_small()
             return entry
         stream = self._current_stream()
@@ -99,10 +104,9 @@ class _CudaSlots:
         return self._streams.current(memory.device)
 
     def _copy_small(self) -> None:
-        self._current_stream()
         targets, tensors = self._small_copies
         if targets:
-            with torch.no_grad():
+            with torch.no_grad(), torch.cuda.stream(self._small_stream):
                 torch._foreach_copy_(targets, tensors, non_blocking=True)
         self._small_copies, self._small_bytes = ([], []), 0
 

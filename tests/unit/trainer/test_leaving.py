@@ -464,6 +464,24 @@ def test_which_sources_only_read(tmp_path):
         assert only_reads(quantised) is expected
 
 
+def test_a_source_that_changes_how_another_reads_must_say_again_that_it_only_reads():
+    """A `ModelSource` that merges adapters into the weights inherits what `ModelSource` says."""
+
+    class Merged(ModelSource):
+        def tensors(self):
+            return Merging(self._model, ModelSource(self._model)).tensors()
+
+    class Renamed(ModelSource):
+        def _named(self):
+            return super()._named()
+
+    class Said(Merged):
+        only_reads = True
+
+    model = Paged()
+    assert [only_reads(kind(model)) for kind in (Merged, Renamed, Said)] == [False, True, True]
+
+
 def test_a_draft_that_may_write_counts_too(monkeypatch):
     setup = Behind(monkeypatch)
     own = setup.handoff._source
@@ -499,6 +517,22 @@ def test_a_copy_that_fails_leaves_its_tag_on_the_device(monkeypatch, tag, step, 
     assert states(setup.memory)["parameters"] == AWAKE and states(setup.memory)["optimizer"] == left
     setup.handoff.sync()
     setup.assert_handed_over()
+    setup.assert_nothing_lost()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one memory", "two memories"])
+def test_copies_that_fail_too_hide_no_error_of_the_engine(monkeypatch, apart):
+    """And each memory is as before: what an abort could not copy is on the device."""
+    setup = Behind(monkeypatch, apart=apart)
+    memories = dict.fromkeys([setup.memory, setup.of_state])
+    setup.engine.fail["post_update"] = StateConflictError("busy")
+    setup.link.failing = {tag: RuntimeError("an uncorrectable error") for tag in ("optimizer", "parameters")}
+    with pytest.raises(StateConflictError, match="busy"):
+        setup.step()
+    assert setup.link.under_way == 0 and not setup.link.failing
+    for memory in memories:
+        assert set(states(memory).values()) == {AWAKE}
+        assert all(one.host_bytes == 0 for one in memory.status().values())
     setup.assert_nothing_lost()
 
 

@@ -270,21 +270,28 @@ def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
         rank.model.assert_unchanged(loaded(tensors, i, 2))
 
 
-def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypatch):
+@pytest.mark.parametrize("stable", [False, True])
+def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypatch, stable):
+    """Stable ones wait for a common copy, and may have been made together with others."""
     monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(buffers.staged, "GROUP_BYTES", 128)
     tensors = checkpoint(6)
-    largest = max(tensor.nbytes for tensor in tensors.values())
+    room = 2 * max(tensor.nbytes for tensor in tensors.values()) + (3 * 128 if stable else 0)
     gpu, left = gpus["GPU-0"], []
-    gpu.capacity = 2048 + largest  # room for two slots of 1 KiB, and not for the tensors beside them
+    gpu.capacity = 2048 + room - 1  # room for two slots of 1 KiB, and not for the tensors beside them
 
     class Watched(OneByOne):
+        def __init__(self, tensors):
+            super().__init__(tensors)
+            self.stable = stable
+
         def tensors(self):
             for name, tensor in super().tensors():
                 left.append(gpu.free_bytes())
                 yield name, tensor
 
     report, _ = send([gpu_rank()], Watched(tensors), bucket_bytes=1024)
-    assert report["transport"] == "cuda_ipc" and min(left) >= 2 * largest
+    assert report["transport"] == "cuda_ipc" and min(left) >= room
     rank = gpu_rank()
     gpu.capacity += 1 << 16
     report, _ = send([rank], gpu.place(tensors), bucket_bytes=1024, transport="cuda_ipc")
@@ -569,6 +576,35 @@ def test_staging_on_a_gpu_takes_tensors_of_any_layout(gpus, monkeypatch, stable)
             arrived = buffers.typed(memory, entry.offset, entry.nbytes, dtype, tensor.shape)
             assert torch.equal(arrived.to(torch.float64), tensor.to(torch.float64)), entry
         attached.close()
+    staging.close()
+
+
+def test_tensors_that_are_copied_together_are_copied_where_each_was_made(gpus, monkeypatch):
+    """On another stream a copy would read memory that is not written yet."""
+    current, copied = ["a"], []
+    foreach_copy = torch._foreach_copy_
+
+    @contextmanager
+    def entered(stream):
+        former, current[0] = current[0], stream
+        yield
+        current[0] = former
+
+    def kernel(targets, tensors, **options):
+        copied.append((current[0], len(tensors)))
+        foreach_copy(targets, tensors, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", kernel)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    staging = buffers.CudaStaging("GPU-0", 8192, 1, stable=True)
+    monkeypatch.setattr(staging, "_current_stream", lambda: current[0])
+    for number, stream in enumerate(["a", "a", "b", "b", "b", "a"]):
+        current[0] = stream
+        tensor = torch.full((4,), float(number))
+        staging.put(0, BucketEntry(number, 512 * number, 16), spec_of(str(number), tensor), tensor)
+    current[0] = "c"
+    staging.publish()
+    assert copied == [("a", 2), ("b", 3), ("a", 1)]
     staging.close()
 
 
