@@ -74,8 +74,8 @@ _GDN = _experts(
     shared_expert_intermediate_size=128,
     linear_num_value_heads=4,
     linear_num_key_heads=2,
-    linear_key_head_dim=64,
-    linear_value_head_dim=64,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
     layer_types=["linear_attention", "full_attention"],
 )
 _POWER_MOE = {**_llama(layers=2), "model_type": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2}
