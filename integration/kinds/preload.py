@@ -22,7 +22,7 @@ def preload(engine: str) -> None:
     if gpus():
         modules = [] if engine == "sglang" else modules  # SGLang's modules use the GPU, and no fork can use it then
     elif engine == "vllm":
-        modules = [*modules, CPU_WORKER]
+        modules = [*modules, CPU_WORKER, "integration.engines.without_amx"]
     else:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_IN_KERNELS), os.environ.get("PYTHONPATH")]))
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"

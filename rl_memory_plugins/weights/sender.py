@@ -222,6 +222,7 @@ class WeightSender:
             for rank in waiting:
                 with timed(self._seconds, "open"):
                     description, fds = routes.assign(rank).export(rank)
+                    description = {**description, "timeout_s": self._timeout_s}
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
             with timed(self._seconds, "open"):
                 early = joining.join_all(waiting, self._timeout_s, routes.own_device)

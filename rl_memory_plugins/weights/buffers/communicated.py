@@ -34,7 +34,9 @@ def communicated(
     if communicator is None:
         index = cuda_ipc.local_gpus().get(device)
         own = torch.device("cpu") if index is None else torch.device("cuda", index)
-        communicator = join(description, connection, ENGINE, timeout_s * JOIN_SHARE, own)
+        # An engine may be told to wait for longer than the trainer does: both must give up at the same time.
+        join_s = min(timeout_s, float(description.get("timeout_s", timeout_s))) * JOIN_SHARE
+        communicator = join(description, connection, ENGINE, join_s, own)
     try:
         return CommunicatedAttached(description, communicator, kept, device)
     except BaseException:

@@ -18,6 +18,7 @@ from rl_memory_plugins.errors import (
     ManifestError,
     RLMemoryError,
     StateConflictError,
+    UnsupportedError,
     WeightUpdateError,
 )
 from rl_memory_plugins.tags import Content
@@ -35,6 +36,7 @@ from rl_memory_plugins.trainer import (
 )
 from rl_memory_plugins.trainer.lane import next_ports
 from rl_memory_plugins.weights import dial
+from rl_memory_plugins.weights.communicators import over_gloo
 from rl_memory_plugins.weights.source import spec_of
 
 CONTINUE = {**OPTIONS, "on_failure": "continue"}
@@ -368,6 +370,19 @@ def test_an_engine_that_finds_one_of_the_addresses_silent_takes_the_next_in_time
         report = push_from_all([engine], tensors, transport="tcp", **{**CONTINUE, "timeout_s": 6.0})
     assert report["failed"] == []
     assert_loaded([engine], tensors)
+
+
+def test_engines_that_cannot_be_joined_say_so_while_the_trainer_waits(monkeypatch):
+    """They are more patient than the trainer, which may have another transport."""
+
+    def dropped(meeting, connection, end, timeout_s):
+        time.sleep(timeout_s)
+        raise UnsupportedError("the hosts drop the packets of the other")
+
+    monkeypatch.setattr(over_gloo, "_joined", dropped)
+    engines = [ToyEngine(first_device=number) for number in range(5)]
+    with pytest.raises(UnsupportedError):
+        push_from_all(engines, checkpoint(), transport="gloo", **{**CONTINUE, "timeout_s": 3.0})
 
 
 def test_each_engine_of_a_process_has_the_next_port():
