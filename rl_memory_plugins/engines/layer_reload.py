@@ -6,7 +6,7 @@ into the old memory, where CUDA graphs read it. The temporary memory is that of 
 arrive layer by layer.
 
 SGLang itself can load such a layer again for few quantisation methods only, and then at new addresses. vLLM's own
-reload takes the whole model apart, and loses weights that a model copies into its parameters by itself.
+reload loses weights that a model copies into its parameters by itself.
 
 A tensor is written by the copies that the trace of the model's loader recorded. A tensor of which the loader computes
 something goes to the loader; the layers that it may write keep their temporary memory until the loader returns.
@@ -82,19 +82,6 @@ class LayerReload:
             why = "they keep tensors that CUDA graphs use and that a reload would replace: disable CUDA graphs"
             raise unsupported(hidden, why)
         self._templates = {name: templates[layer] for name, layer in self._layers.items()}
-        plain = {
-            id(parameter)
-            for name, module in modules.items()
-            if name not in self._layers
-            for parameter in module._parameters.values()
-            if parameter is not None
-        }
-        for name, template in self._templates.items():
-            table = self._layers[name]._parameters
-            template.shared = frozenset(key for key in template.parameters if id(table.get(key)) in plain)
-        reading = {name: layers[name] for name, template in self._templates.items() if template.shared & template.read}
-        if reading:
-            raise unsupported(reading, "their step reads a parameter of another layer, which may come after theirs")
         self._known: MutableMapping[LoadPlan, dict[str, list[tuple[str, str, Step]]]] = WeakKeyDictionary()
         self._places = {  # by the address of a blank parameter
             _address(blank): (name, key)
@@ -120,8 +107,6 @@ class LayerReload:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
         """See `Reload`."""
-        if self._graphs is not None:
-            self._post_load.require_default_scales(plan)
         held = self._held(plan)
         routes = self._routes(plan)
         layers_of = {name: {layer for layer, _, _ in route if layer} for name, route in routes.items()}
@@ -161,7 +146,6 @@ class LayerReload:
                     opened.pop(layer).close_if_written(written, self._templates[layer].optional, self._graphs)
                 for layer in self._without_tensors(plan, held | missing.keys()):
                     self._open(layer, plan).close(self._graphs)
-                    self._post_load.renewed.discard(self._layers[layer])
         except BaseException:
             for one in opened.values():
                 one.saved.restore()
@@ -195,17 +179,7 @@ class LayerReload:
         """The layers of a complete update without tensors in the checkpoint. They get their defaults again."""
         if plan.partial:
             return []
-        return [
-            name
-            for name in self._layers.keys() - loaded
-            if not (self._is_kept(name, plan.omitted) or self._has_defaults(name))
-        ]
-
-    def _has_defaults(self, layer: str) -> bool:
-        """Whether a layer is as a first load left it that had nothing for it, and has no parameter to be discarded."""
-        has_parameters = any(one is not None for one in self._layers[layer]._parameters.values())
-        renewed = self._layers[layer] in self._post_load.renewed
-        return not (has_parameters or renewed) and self._templates[layer].is_still
+        return [name for name in self._layers.keys() - loaded if not self._is_kept(name, plan.omitted)]
 
     def _is_kept(self, layer: str, omitted: Set[str]) -> bool:
         return any(f"{layer}.{name}" in omitted for name in self._layers[layer]._parameters)

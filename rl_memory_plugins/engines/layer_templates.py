@@ -37,9 +37,6 @@ class LayerTemplate:
     Attributes:
         parameters: By name; on the meta device, with their classes and attributes. `None` where the layer has none.
         optional: The parameters that the first load left as they were, because the checkpoint does not have them.
-        shared: The parameters that the layer has in common with one that nothing transforms. They stay in place.
-        is_still: Whether the first load left all parameters as they were.
-        read: The parameters of which the first steps have made something.
         ready: Whether a first step has begun.
     """
 
@@ -52,9 +49,6 @@ class LayerTemplate:
         buffers = self._buffers if self.has_kv_scales else {}
         self._first_buffers = {name: _first_values(one) for name, one in buffers.items() if one is not None}
         self.optional: frozenset[str] = frozenset()
-        self.shared: frozenset[str] = frozenset()
-        self.read: set[str] = set()
-        self.is_still = False
         self.ready = False
         self._dtype = torch.get_default_dtype()
         self._before: list[tuple[Any, dict[str, Any]]] = []  # attributes of the layer, and of its method's objects
@@ -79,10 +73,11 @@ class LayerTemplate:
         layer = self._layer
         self.ready = True
         self._dtype = torch.get_default_dtype()
-        own = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
-        still = frozenset(name for name, parameter in own.items() if _is_still(parameter, self._first.get(name)))
-        self.is_still = len(still) == len(own)
-        self.optional = frozenset(own) if self._has_default() else still
+        self.optional = frozenset(
+            name
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and (_is_still(parameter, self._first.get(name)) or self._has_default())
+        )
         # Not those of a backend: the layer's own step changes it, and finds what it has made before.
         owners = [
             owner
@@ -112,23 +107,21 @@ class LayerTemplate:
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:
         """The parameters without physical memory, each at an address of its own, for a trace of the loader."""
-        return {name: without_memory(meta) for name, meta in self._own().items()}
-
-    def _own(self) -> dict[str, torch.Tensor]:
-        return {name: one for name, one in self.parameters.items() if one is not None and name not in self.shared}
+        return {name: without_memory(meta) for name, meta in self.parameters.items() if meta is not None}
 
     def materialised(self, device: torch.device, padded: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """New parameters on a device. Large ones are zero if they are among `padded`, as engines make these; else
         undefined."""
         made: dict[str, torch.Tensor] = {}
-        for name, meta in self._own().items():
-            make = torch.zeros if name in padded else torch.empty
-            memory = make(extent(meta), dtype=meta.dtype, device=device)
-            tensor = memory.as_strided(meta.shape, meta.stride())
-            first = self._first.get(name)
-            if first is not None:
-                tensor.copy_(first)
-            made[name] = like(tensor, meta)
+        for name, meta in self.parameters.items():
+            if meta is not None:
+                make = torch.zeros if name in padded else torch.empty
+                memory = make(extent(meta), dtype=meta.dtype, device=device)
+                tensor = memory.as_strided(meta.shape, meta.stride())
+                first = self._first.get(name)
+                if first is not None:
+                    tensor.copy_(first)
+                made[name] = like(tensor, meta)
         return made
 
     def rewind(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -145,11 +138,10 @@ class LayerTemplate:
                     vars(owner).pop(name, None)
 
     def give(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Give the layer these parameters in place of its own, but for shared ones."""
+        """Give the layer these parameters in place of its own."""
         table = self._layer._parameters
-        stay = {name: table[name] for name in self.shared if name in table}
         table.clear()
-        table.update({name: stay.get(name, parameters.get(name)) for name in self.parameters})
+        table.update({name: parameters.get(name) for name in self.parameters})
 
     @contextmanager
     def default_dtype(self) -> Iterator[None]:

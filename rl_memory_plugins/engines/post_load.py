@@ -21,7 +21,6 @@ from rl_memory_plugins.engines.layer_templates import LayerTemplate
 from rl_memory_plugins.engines.layer_tensors import STEP, held_by_methods, tensors_of
 from rl_memory_plugins.engines.saved_layers import Graphs
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
-from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.trace import takes_shape_only
 from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
 
@@ -40,7 +39,6 @@ class PostLoad:
         templates: The layouts of layers before their weights were loaded; empty without `keep_templates`.
         dummy: Whether the first weights are random numbers.
         default_scales: The names of the layers that `give_default_scales` has changed.
-        renewed: The layers whose steps have run again since the first load.
     """
 
     def __init__(self, model: torch.nn.Module, *, dummy: bool = False) -> None:
@@ -54,7 +52,6 @@ class PostLoad:
         self.graphs = Graphs(self._is_derived)
         self.templates: dict[torch.nn.Module, LayerTemplate] = {}
         self.default_scales: list[str] = []
-        self.renewed: set[torch.nn.Module] = set()
 
     def watch(self) -> None:
         """Wrap the steps that are not wrapped yet. Engines replace quantisation methods between loads."""
@@ -85,24 +82,6 @@ class PostLoad:
             if template is not None and template.has_kv_scales:
                 template.give_first_values()
                 self.default_scales.append(name)
-
-    def require_default_scales(self, plan: LoadPlan) -> None:
-        """Check that an update brings no scales of the KV cache to CUDA graphs that were captured with the defaults.
-
-        Raises:
-            WeightUpdateError: it does, and graphs may have the scales as numbers.
-        """
-        modules = dict(self.model.named_modules())
-        for layer in self.default_scales:
-            scales = self.templates[modules[layer]].parameters
-            new = [name for name in plan.opaque if name.rpartition(".")[2] in scales]
-            if new:
-                raise WeightUpdateError(
-                    f"{new[0]} is a scale of the KV cache, but CUDA graphs have the scales of {layer} as numbers, from "
-                    "a start with dummy weights: start with the checkpoint's weights, or with enforce_eager",
-                    name=new[0],
-                    layer=layer,
-                )
 
     def transformed(self) -> dict[str, str]:
         """The layers whose weights were transformed at the first load, with their quantisation methods."""
@@ -190,23 +169,12 @@ class PostLoad:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             layer: torch.nn.Module = next(iter((*args, *kwargs.values()))) if owner is None else owner
-            template = self.templates.get(layer)
-            if template is not None and template.ready and owner is None:
-                self.renewed.add(layer)
-            if self._this_load is not self._first_load:
-                template = None
+            template = self.templates.get(layer) if self._this_load is self._first_load else None
             with template.first_step() if template is not None else nullcontext():
                 before = _layout(layer)
-                stored = {
-                    name: StorageWeakRef(one.untyped_storage())
-                    for name, one in layer._parameters.items()
-                    if one is not None and not _is_lazy(one)
-                }
                 reads = _Derivations(layer.parameters())
                 with reads, _Calls(reads):
                     result = step(*args, **kwargs)
-            if template is not None and owner is None:
-                template.read |= {name for name, one in stored.items() if one in reads.inputs}
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if reads.keeping:
                 self._keeping.add(layer)
@@ -240,12 +208,6 @@ def of(model: torch.nn.Module) -> PostLoad | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def template_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters of the templates of a watched model; see `LayerTemplate`."""
-    for template in getattr(model, _ATTRIBUTE).templates.values():
-        yield from (parameter for parameter in template.parameters.values() if parameter is not None)
-
-
 def has_dummy_weights(model: torch.nn.Module) -> bool:
     """Whether a watched model was started with random numbers for weights."""
     watch = of(model)
@@ -265,7 +227,6 @@ class _Derivations(TorchDispatchMode):  # type: ignore[misc]
         operators: The operators that derived tensors from weights, or wrote weights.
         keeping: The operators among them without a result: they keep derived tensors where nothing can find them.
         storages: The memory of derived tensors.
-        inputs: The memory that these operators have read or written.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
@@ -274,7 +235,6 @@ class _Derivations(TorchDispatchMode):  # type: ignore[misc]
         self.keeping: set[str] = set()
         self.storages: list[StorageWeakRef] = []
         self._of_weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights if not _is_lazy(weight)}
-        self.inputs: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -290,7 +250,6 @@ class _Derivations(TorchDispatchMode):  # type: ignore[misc]
         gave_nothing = not tensors_in(out) and not written
         if made or written or gave_nothing:
             self.operators.add(str(func))
-            self.inputs |= inputs
             self.storages += (made | written) - self._of_weights
             self._of_weights |= made | written
         if gave_nothing and func.namespace != "aten":

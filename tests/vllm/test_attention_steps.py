@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention.attention import set_default_quant_sca
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from rl_memory_plugins.engines import post_load
-from rl_memory_plugins.engines.vllm import first_load
+from rl_memory_plugins.engines.vllm import first_load, reload
 from rl_memory_plugins.engines.vllm.attention import AttentionSteps
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.manifest import Manifest
@@ -239,8 +239,8 @@ def test_graphs_with_default_scales_take_no_others() -> None:
     model = started_with_dummy_weights(kv_methods()["fp8"])
     watch: Any = post_load.of(model)
     plan = plan_of(model, "layers.0.weight")
-    watch.require_default_scales(plan)
+    reload._require_default_scales(watch, plan)
     plan.opaque = {"layers.1.attn.k_scale": "whole layers"}
     with pytest.raises(WeightUpdateError, match="a start with dummy weights") as error:
-        watch.require_default_scales(plan)
+        reload._require_default_scales(watch, plan)
     assert error.value.details["layer"] == "layers.0.attn"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +111,6 @@ def _watch(original: Callable[..., None]) -> Callable[..., None]:
         original(model)
         if _loading is not None:
             post_load.attach(model, templates=True)
-            for parameter in post_load.template_parameters(model):
-                restore_own_loader(parameter)
             first_load = FirstLoad(model)
             setattr(model, _ATTRIBUTE, first_load)
             _loading.append(first_load)
@@ -131,14 +128,6 @@ def _with_default_scales(original: Callable[..., None]) -> Callable[..., None]:
             watch.give_default_scales()
 
     return load_weights
-
-
-def restore_own_loader(tensor: Any) -> None:
-    """Remove vLLM's collecting loader from around a parameter's own."""
-    loader: Any = getattr(tensor, "weight_loader", None)
-    own = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
-    if own is not loader:
-        tensor.weight_loader = own
 
 
 def _keep_weights_in_parameters(original: Callable[..., None]) -> Callable[..., None]:

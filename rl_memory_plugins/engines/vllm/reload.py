@@ -8,8 +8,7 @@ plain tensors keep their addresses, and every post-load step of the first load r
 
 from __future__ import annotations
 
-import logging
-import weakref
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,16 +21,11 @@ from rl_memory_plugins.engines.layer_tensors import STEP
 from rl_memory_plugins.engines.post_load import PostLoad, method_of, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
-from rl_memory_plugins.engines.vllm.first_load import restore_own_loader
 from rl_memory_plugins.engines.vllm.update_session import own_reload
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.loader_run import Loader
 from rl_memory_plugins.weights.model_loader import Reload
 from rl_memory_plugins.weights.plan import LoadPlan
-
-logger = logging.getLogger(__name__)
-
-PACKED = "compiled code on the CPU keeps packed weights: start with enforce_eager"
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 #: The symbols that this package uses; `worker.py` requires them at the start.
@@ -60,13 +54,15 @@ def reload_of(
     region: Callable[[], AbstractContextManager[None]],
     shared: Collection[torch.nn.Module] = (),
 ) -> Reload | None:
-    """This package's reload of a model; or vLLM's own, see `LayerwiseReload`, for what this package's cannot repeat.
+    """vLLM's own reload of a model; or this package's, where vLLM's would lose weights. See `LayerwiseReload`.
 
     Returns: `None` if vLLM has transformed no layer of the model.
 
     Raises:
         UnsupportedError: neither can transform a layer again, or the load format hides which layers are transformed.
     """
+    from vllm.config import set_current_vllm_config
+
     watch = post_load.of(model)
     if watch is None:
         load_format = vllm_config.load_config.load_format
@@ -78,43 +74,13 @@ def reload_of(
     if not layers:
         return None
     graphs = not vllm_config.model_config.enforce_eager
-    known: tuple[Any, LayerReload] | None = getattr(model, _ATTRIBUTE, None)
-    if known is not None and known[0] == (layers, load_weights):
-        return known[1]
-    try:
-        made = _own(watch, layers, vllm_config, load_weights, graphs)
-        setattr(model, _ATTRIBUTE, ((layers, load_weights), made))
-        return made
-    except UnsupportedError as error:
-        refused = error
-    found = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
-    if found.loses_weights():
-        raise refused
-    if model not in _told:
-        _told.add(model)
-        logger.info("updates take vLLM's own reload, which is slower: %s", refused)
-    return found
-
-
-_ATTRIBUTE = "_rl_memory_reload"  # of a model: its `LayerReload`, and what it was made for
-_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # the models whose reload the log has named
-
-
-def _own(
-    watch: PostLoad, layers: Mapping[str, str], vllm_config: Any, load_weights: Loader, graphs: bool
-) -> LayerReload:
-    """This package's reload, which loads and transforms only the layers that vLLM has transformed.
-
-    Raises:
-        UnsupportedError: it cannot transform a layer again.
-    """
-    from vllm.config import set_current_vllm_config
-
+    own = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
+    if not own.loses_weights():
+        return own
     steps = watch.own_steps()
     if steps:
-        raise unsupported(steps, "their own step makes something of the weights of several layers")
-    if graphs and next(watch.model.parameters()).device.type == "cpu":
-        raise unsupported(layers, PACKED)
+        why = "the model's load_weights copies into parameters by itself, where vLLM's reload sees no weights"
+        raise unsupported(steps, why)
     return LayerReload(
         watch,
         layers,
@@ -174,7 +140,7 @@ class LayerwiseReload:
         if taken:
             raise unsupported(taken, "attention has packed them into memory of its own and taken them out of the layer")
         if graphs and self._device.type == "cpu":
-            raise unsupported(layers, PACKED)
+            raise unsupported(layers, "compiled code on the CPU keeps packed weights: start with enforce_eager")
         hidden = post_load.hidden()
         if graphs and hidden:
             why = "they keep tensors that CUDA graphs use and that a reload would replace: start with enforce_eager"
@@ -231,7 +197,7 @@ class LayerwiseReload:
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         if self._graphs:
-            self._post_load.require_default_scales(plan)
+            _require_default_scales(self._post_load, plan)
         config = self._vllm_config.model_config
         # Not the hook of `worker.py`, which watches the loads of other callers.
         finalize = getattr(layerwise.finalize_layerwise_processing, "__wrapped__")  # noqa: B009
@@ -262,7 +228,26 @@ class LayerwiseReload:
             # vLLM leaves its collecting loader on parameters that it does not take apart (`bias`), in layers that the
             # update omits. The loader would ignore the weights of the next update.
             for parameter in self._model.parameters():
-                restore_own_loader(parameter)
+                _restore_own_loader(parameter)
+
+
+def _require_default_scales(post_load: PostLoad, plan: LoadPlan) -> None:
+    """Check that an update brings no scales of the KV cache to CUDA graphs that were captured with the defaults.
+
+    Raises:
+        WeightUpdateError: it does, and graphs may have the scales as numbers. Nothing has been written.
+    """
+    modules = dict(post_load.model.named_modules())
+    for layer in post_load.default_scales:
+        scales = post_load.templates[modules[layer]].parameters
+        new = [name for name in plan.opaque if name.rpartition(".")[2] in scales]
+        if new:
+            raise WeightUpdateError(
+                f"{new[0]} is a scale of the KV cache, but CUDA graphs have the scales of {layer} as numbers, from a "
+                "start with dummy weights: start with the checkpoint's weights, or with enforce_eager",
+                name=new[0],
+                layer=layer,
+            )
 
 
 def _taken_away(post_load: PostLoad, layers: Mapping[str, str]) -> dict[str, str]:
@@ -290,17 +275,14 @@ def restore_layers(model: torch.nn.Module) -> None:
 
 
 def transformed_layers(post_load: PostLoad) -> dict[str, str]:
-    """The layers with an observed transformation, and those whose parameters differ from vLLM's record of them.
-
-    A parameter of another class may hold the same values, but its loader does not take it any more.
-    """
+    """The layers with an observed transformation, and those whose parameters differ from vLLM's record of them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     found = post_load.transformed()
     for name, layer in post_load.model.named_modules():
         for key, recorded in get_layerwise_info(layer).restore_metadata[0].items():
             now = layer._parameters.get(key)
-            if now is None or (now.shape, now.dtype, type(now)) != (recorded.shape, recorded.dtype, type(recorded)):
+            if now is None or (now.shape, now.dtype) != (recorded.shape, recorded.dtype):
                 found.setdefault(name, method_of(layer))
     return found
 
@@ -308,8 +290,16 @@ def transformed_layers(post_load: PostLoad) -> dict[str, str]:
 def _without_memory(recorded: torch.Tensor) -> torch.Tensor:
     """A tensor like the recorded one, with its own loader, without physical memory."""
     tensor: Any = without_memory(recorded)
-    restore_own_loader(tensor)  # the first load may have left its collecting loader
+    _restore_own_loader(tensor)  # the first load may have left its collecting loader
     return tensor
+
+
+def _restore_own_loader(tensor: Any) -> None:
+    """Remove vLLM's collecting loader from around a parameter's own."""
+    loader: Any = getattr(tensor, "weight_loader", None)
+    own = inspect.unwrap(loader, stop=lambda found: getattr(found, "__name__", "") != "online_process_loader")
+    if own is not loader:
+        tensor.weight_loader = own
 
 
 @contextmanager

@@ -201,51 +201,6 @@ def test_a_partial_update_has_the_layers_that_the_loader_reads() -> None:
     assert_equal(state(model), state(loaded({**weights(1), **changed}, absorbs=True)))
 
 
-class Gate(torch.nn.Module):
-    def __init__(self, bias: torch.nn.Parameter) -> None:
-        super().__init__()
-        self.bias = bias
-
-
-class Routed(Model):
-    """A layer that is transformed has a parameter of one that is not, as experts have the bias of their gate."""
-
-    def __init__(self, method: Any = Packing) -> None:
-        bias = torch.nn.Parameter(torch.empty(SIZE).fill_(9), requires_grad=False)
-        super().__init__(method=method)
-        self.gate = Gate(bias)
-        self.two.bias = bias
-        self._modules = {"gate": self._modules.pop("gate"), **self._modules}
-
-
-def test_a_parameter_of_a_plain_layer_stays_where_it_is() -> None:
-    def routed(seed: int) -> dict[str, torch.Tensor]:
-        return {**weights(seed), "gate.bias": torch.randn(SIZE)}
-
-    model, new = loaded(routed(1), Routed), routed(2)
-    loader, before = loader_of(model), addresses(model)
-    update(loader, new)
-    assert_equal(state(model), state(loaded(new, Routed)))
-    assert addresses(model) == before and model.two.bias is model.gate.bias
-    update(loader, {"two.weight": routed(1)["two.weight"]}, partial=True)
-    assert torch.equal(model.two.bias, new["gate.bias"])
-
-
-class ReadingBias(Packing):
-    def process_weights_after_loading(self, layer: Any) -> None:
-        super().process_weights_after_loading(layer)
-        if hasattr(layer, "bias"):
-            layer.cast_bias = layer.bias.double()
-
-
-def test_a_step_that_reads_a_parameter_of_a_plain_layer_is_refused() -> None:
-    """It may run before that parameter has come."""
-    model = loaded({**weights(1), "gate.bias": torch.randn(SIZE)}, Routed, method=ReadingBias)
-    watch: Any = post_load.of(model)
-    with pytest.raises(UnsupportedError, match="two by ReadingBias.*reads a parameter of another layer"):
-        LayerReload(watch, watch.transformed(), model.load_weights, engine="vLLM", graphs=False)
-
-
 def test_what_the_first_load_left_as_it_was_is_known() -> None:
     watch: Any = post_load.of(loaded(weights(1)))
     assert watch.unfilled() == ["one.multiplier", "two.multiplier"]
@@ -473,77 +428,6 @@ def test_a_layer_that_no_checkpoint_fills_goes_back_to_the_state_of_a_first_load
     assert float(model.attention.k_scale) == 0.5
     multipliers = {f"{layer}.multiplier": torch.ones(()) for layer in ("one", "two")}
     update(loader_of(model), weights(2) | multipliers)  # the steps still count as they did
-
-
-class Consuming(BaseKVCacheMethod):
-    """As vLLM's: the step takes the scale away, and the layer keeps what it made of it."""
-
-    steps = 0
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        Consuming.steps += 1
-        scale = float(layer.k_scale)
-        layer._k_scale.fill_(scale if scale > 0 else 1.0)
-        layer._k_scale_float = float(layer._k_scale)
-        del layer.k_scale
-
-
-def consuming() -> Cached:
-    model = Cached()
-    model.attention.quant_method = Consuming()
-    model.attention.register_buffer("_k_scale", torch.ones(()))
-    post_load.attach(model, templates=True)
-    model.load_weights(weights(1).items())
-    for layer in (model.one, model.two, model.attention):
-        layer.quant_method.process_weights_after_loading(layer)
-    return model
-
-
-def kv_scale(model: Cached) -> float:
-    assert float(model.attention._k_scale) == model.attention._k_scale_float
-    return float(model.attention._k_scale)
-
-
-def test_scales_of_a_former_update_do_not_stay() -> None:
-    model = consuming()
-    loader, first, address = loader_of(model, graphs=False), Consuming.steps, model.attention._k_scale.data_ptr()
-    update(loader, weights(2))
-    assert Consuming.steps == first  # nothing has changed the scale, and the step waits for the device
-    update(loader, {**weights(2), "attention.k_scale": torch.tensor(0.5)})
-    assert kv_scale(model) == 0.5
-    for _ in range(2):
-        update(loader, weights(1))
-        assert kv_scale(model) == 1.0
-    assert Consuming.steps == first + 2 and model.attention._k_scale.data_ptr() == address
-
-
-def test_graphs_keep_the_scales_that_they_have() -> None:
-    model = consuming()
-    loader = loader_of(model)
-    with pytest.raises(WeightUpdateError, match=r"changed attention\._k_scale_float, which must not change"):
-        update(loader, {**weights(2), "attention.k_scale": torch.tensor(0.5)})
-    update(loader, weights(2))
-    assert kv_scale(model) == 1.0
-    update(loader, {**weights(1), "attention.k_scale": torch.tensor(1.0)})
-
-
-def test_scales_of_an_update_that_broke_off_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = consuming()
-    loader = loader_of(model, graphs=False)
-
-    def fail(self: Any, layer: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(Packing, "process_weights_after_loading", fail)
-        for layer in (model.one, model.two):
-            vars(layer.quant_method).pop("process_weights_after_loading")
-        update(loader, {"attention.k_scale": torch.tensor(0.5), **weights(2)})
-    for layer in (model.one, model.two):
-        vars(layer.quant_method).pop("process_weights_after_loading")
-    assert kv_scale(model) == 0.5
-    update(loader, weights(1))
-    assert kv_scale(model) == 1.0
 
 
 def test_a_scale_of_the_kv_cache_that_the_checkpoint_had_must_come_again() -> None:
