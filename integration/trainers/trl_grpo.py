@@ -260,6 +260,8 @@ def run_subject(subject: str, arguments: argparse.Namespace, folder: Path) -> No
     if arguments.device == "cpu":
         from vllm import _custom_ops
 
+        import integration.engines.without_amx  # noqa: F401
+
         # vLLM for CPUs would replace the weights of linear layers by packed ones, and could load none. With the
         # package it does not.
         _custom_ops._supports_onednn = False
