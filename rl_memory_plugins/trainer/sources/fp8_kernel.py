@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_memory_plugins.trainer.sources.formats import FP8
+
 LARGEST_TILE = 1 << 15
 """Values that one program holds in registers."""
-
-FP8 = torch.float8_e4m3fn
 
 ALIGNMENT = 16
 """Bytes, and elements, by which memory is accessed if all addresses and sizes are multiples of it."""

@@ -123,8 +123,7 @@ class QuantisedSource:
             for weights in alike.values():
                 each = list(weights.values())
                 made.update(zip(weights, many(each) if many else map(self._format.quantise, each), strict=True))
-        while group:
-            name, tensor = group.pop(0)
+        for name, tensor in group:
             if name in made:
                 base = name.removesuffix("weight")
                 yield from ((f"{base}{part}", value) for part, value in made.pop(name).items())
