@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_memory_plugins.trainer.sources.formats import FP8
-
 LARGEST_TILE = 1 << 15
 """Values that one program holds in registers."""
 
@@ -129,6 +127,6 @@ def round_blocks(
             num_warps=warps,
         )
     return [
-        (codes[: weight.numel()].view(FP8).view(weight.shape), scales.view(grid))
+        (codes[: weight.numel()].view(torch.float8_e4m3fn).view(weight.shape), scales.view(grid))
         for weight, codes, scales, grid in zip(weights, all_codes, all_scales, grids, strict=True)
     ]
