@@ -54,16 +54,21 @@ PROPERTIES := tests/conformance/test_schema_properties.py
 SUITE := tests/conformance --ignore tests/conformance/test_long_run.py --ignore $(PROPERTIES)
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
-# What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour.
-RANKS_SUITE := $(foreach rule,sleep_wake shared_backup modes freeze faults handoff updates kept_weights,tests/conformance/test_$(rule).py)
+# What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour. All of it
+# runs in test-long.
+TOGETHER := sleep_wake modes faults updates
+RULES_tp := $(TOGETHER) freeze handoff kept_weights
+RULES_dp := $(TOGETHER) shared_backup
+RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \
+	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
 # Adapters were run on one version of each engine.
 ADAPTERS := tests/conformance/test_adapters.py
 WITHOUT_ADAPTERS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),,--ignore $(ADAPTERS))
 WITHOUT_ADAPTERS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),,--ignore $(ADAPTERS))
 # The first of the arguments: their server has stopped when that of the other rules starts.
 ADAPTERS_OF_RANKS := $(ADAPTERS)::test_all_ranks_of_all_engines_have_an_adapter
-RANKS_SUITE_vllm := $(if $(WITHOUT_ADAPTERS_vllm),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
-RANKS_SUITE_sglang := $(if $(WITHOUT_ADAPTERS_sglang),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
+RANKS_SUITE_vllm = $(if $(WITHOUT_ADAPTERS_vllm),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
+RANKS_SUITE_sglang = $(if $(WITHOUT_ADAPTERS_sglang),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
 
 # Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
 export PYTHONDONTWRITEBYTECODE :=
