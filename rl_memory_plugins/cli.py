@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,6 +162,21 @@ def wake_up(tags: Tags = None, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_
 
 
 @app.command()
+def load(
+    path: Annotated[str, typer.Argument(help="A folder of safetensors files, or one file, on the engine's host.")],
+    weight_version: Annotated[str | None, typer.Option("--version", help="The version of the new weights.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="The files hold only some of the weights.")] = False,
+    mode: Annotated[str, typer.Option(help="Running requests: abort, wait, keep or freeze.")] = "keep",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: AsJson = False,
+) -> None:
+    """Replace the weights by those of a checkpoint. They must be awake."""
+    body = {"path": path, "weight_version": weight_version, "partial": partial, "mode": mode}
+    _control("POST", url, "/update_weights_from_checkpoint", api_key, as_json, _print_update, body, math.inf)
+
+
+@app.command()
 def checksums(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
     """Show checksums of the weights as they are."""
     _control("GET", url, "/weights/checksums", api_key, as_json, lambda answer: Console().print_json(data=answer))
@@ -183,10 +199,11 @@ def _control(
     as_json: bool,
     show: Callable[[dict[str, Any]], None],
     body: dict[str, Any] | None = None,
+    timeout_s: float | None = None,
 ) -> None:
     """Call a control route, and print its answer: with `--json` as it is, else by `show`."""
     with _reported(as_json):
-        answer = _call(method, url, route, api_key, body)
+        answer = _call(method, url, route, api_key, body, timeout_s)
         if as_json:
             typer.echo(json.dumps(answer, indent=2))
             return
@@ -196,9 +213,11 @@ def _control(
             raise RLMemoryError("the server did not answer as control routes do; --json shows its answer") from None
 
 
-def _call(method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None) -> dict[str, Any]:
+def _call(
+    method: str, url: str, route: str, api_key: str, body: dict[str, Any] | None, timeout_s: float | None
+) -> dict[str, Any]:
     with EngineClient(url, api_key) as engine:
-        return engine.call(method, route, body)
+        return engine.call(method, route, body, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -248,6 +267,13 @@ def _print_transition(answer: dict[str, Any]) -> None:
     console = Console()
     console.print(answer["status"])
     console.print(table)
+    console.print(", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items()))
+
+
+def _print_update(answer: dict[str, Any]) -> None:
+    report = msgspec.convert(answer["report"], Report)
+    console = Console()
+    console.print(f"weights {answer['content']}, version {answer['weight_version']}")
     console.print(", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -164,6 +165,31 @@ class EngineClient:
         return push_weights(
             self.post_update, tensors, receivers=self.devices() if receivers is None else receivers, **options
         )
+
+    def update_weights_from_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        partial: bool = False,
+        weight_version: str | None = None,
+        mode: Any = "keep",
+        update_timeout_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Have the engine take weights from safetensors files on its own host.
+
+        Args:
+            path: A folder, or one file, as the engine's host knows it.
+            partial: The files hold only some of the weights. The other weights must be valid.
+            weight_version: The version of the weights after the update.
+            mode: How the engine treats running requests during the update: a `PauseMode`.
+            update_timeout_s: The longest silence of either side of the update, in seconds.
+            timeout_s: See above.
+        """
+        given = {"weight_version": weight_version, "mode": mode, "timeout_s": update_timeout_s}
+        body = {"path": os.fspath(path), "partial": partial, **given}
+        limit = math.inf if timeout_s is None and self._has_default else timeout_s
+        return self.call("POST", "/update_weights_from_checkpoint", body, timeout_s=limit)
 
     def update_adapter(
         self, name: str, tensors: Any, config: Any = None, *, receivers: Sequence[str] | None = None, **options: Any

@@ -81,6 +81,22 @@ class EngineApi(ABC):
         """Take weights from a trainer's sockets. Ends when all ranks hold them. See `commands.UpdateWeights`."""
         return (yield from self.transition(operations.update_weights(endpoints, token, **options)))
 
+    def update_weights_from_checkpoint(self, path: object, *, partial: object = False, **options: Any) -> Operation:
+        """Take weights from safetensors files on the engine's host, as from a trainer that sends them.
+
+        Args:
+            path: A folder of safetensors files as `save_pretrained` writes it, or one file.
+            partial: The files hold only some of the weights. The other weights must be valid.
+            **options: `weight_version`, `mode`, `timeout_s` and `base_version`; see `commands.UpdateWeights`.
+        """
+        from rl_memory_plugins.trainer.file_sender import FileSender
+
+        engines = yield from self.status()
+        devices = [rank.device for engine in engines for rank in engine.ranks]
+        with FileSender(path, devices, partial=partial, timeout_s=options.get("timeout_s")) as sender:
+            command = operations.update_weights(sender.endpoints, sender.token, **options)
+            return (yield from self.transition(command))
+
     def update_adapter_from_ipc(
         self, name: str, config: dict[str, Any], endpoints: Endpoints, token: str, **options: Any
     ) -> Operation:

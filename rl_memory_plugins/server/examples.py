@@ -78,6 +78,7 @@ _UPDATE_REPORT = Report(
     details={"weight_version": "step-41", "ranks": [{"rank": 0, "device": "cpu:0", "bytes": 2097152}]},
 )
 UPDATED: Json = {"one rank": _sent(Updated("updated", "step-41", Content.VALID, _UPDATE_REPORT))}
+CHECKPOINT: Json = {"a folder": {"path": "/models/Qwen2.5-7B-Instruct", "weight_version": "instruct"}}
 ADAPTER: Json = {
     "one trainer process for all ranks": {
         "name": "policy",

@@ -112,6 +112,19 @@ _UPDATE: Json = {
         "description": "The version that the weights must have; any if none is given.",
     },
 }
+_CHECKPOINT: Json = {
+    "path": {
+        "type": "string",
+        "minLength": 1,
+        "description": "A folder of safetensors files on the engine's host, or one file.",
+    },
+    "partial": {
+        "type": "boolean",
+        "default": False,
+        "description": "The files hold only some of the weights, and the others are valid.",
+    },
+    **{name: _UPDATE[name] for name in ("weight_version", "mode", "timeout_s", "base_version")},
+}
 _NAME: Json = {"type": "string", "minLength": 1, "maxLength": LONGEST_ADAPTER, "description": "The adapter's name."}
 _ADAPTER: Json = {
     "name": _NAME,
@@ -152,7 +165,7 @@ class _Route(msgspec.Struct, frozen=True):
 
     @property
     def query(self) -> Json:
-        """The parameters that the query may hold. A body with required parameters holds a token: no place in a URL."""
+        """The parameters that the query may hold: none where the body has required ones, among them a secret token."""
         if self.required:
             return {}
         lists = {"tags": _TAGS, "keep": _GLOBS}
@@ -183,6 +196,18 @@ def _routes() -> list[_Route]:
             _UPDATE,
             examples.UPDATE,
             required=("endpoints", "token"),
+        ),
+        _Route(
+            "post",
+            "/update_weights_from_checkpoint",
+            "update_weights_from_checkpoint",
+            "Take weights from safetensors files on the engine's host; ends when they are in place",
+            Updated,
+            examples.UPDATED,
+            (409, 422, 502, 504, 507),
+            _CHECKPOINT,
+            examples.CHECKPOINT,
+            required=("path",),
         ),
         _Route(
             "post",

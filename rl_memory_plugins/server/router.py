@@ -85,6 +85,14 @@ def build_router(
         report = await api.run(api.transition(command))
         return Updated("updated", *_version(await status()), report)
 
+    async def update_from_checkpoint(request: Request) -> Updated:
+        given = await read_body(request)
+        reject_unknown(request.query_params.keys(), ())
+        reject_unknown(given, {"path", "partial", "weight_version", "mode", "timeout_s", "base_version"})
+        api = engine()
+        report = await api.run(api.update_weights_from_checkpoint(given.pop("path", None), **given))
+        return Updated("updated", *_version(await status()), report)
+
     async def update_adapter(request: Request) -> AdapterUpdated:
         given = await read_body(request)
         reject_unknown(request.query_params.keys(), ())
@@ -133,6 +141,7 @@ def build_router(
             ("GET", "/is_sleeping", sleeping),
             ("GET", "/memory", memory),
             ("POST", UPDATE_ROUTE, update),
+            ("POST", "/update_weights_from_checkpoint", update_from_checkpoint),
             ("POST", "/update_adapter", update_adapter),
             ("POST", "/remove_adapter", remove_adapter),
             ("GET", "/weight_version", weight_version),

@@ -59,7 +59,8 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{ENGINE}.update_weights_from_ipc", _update_weights_from_ipc)
     hooks.require("sglang.srt.managers.io_struct:hook_custom_types")
     reads = ("is_sleeping", "memory_status", "weight_version", "weight_checksums")
-    for name in ("sleep", "wake_up", *reads, "update_adapter_from_ipc", "remove_adapter"):
+    updates = ("update_weights_from_checkpoint", "update_adapter_from_ipc", "remove_adapter")
+    for name in ("sleep", "wake_up", *reads, *updates):
         setattr(engine, name, _method(name))
 
 

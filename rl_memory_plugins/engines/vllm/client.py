@@ -38,6 +38,7 @@ ADDED = {
     "memory_status": "memory_status",
     "wake_up_with_report": "wake_up",
     "update_weights_from_ipc": "update_weights_from_ipc",
+    "update_weights_from_checkpoint": "update_weights_from_checkpoint",
     "weight_version": "weight_version",
     "weight_checksums": "weight_checksums",
     "update_adapter_from_ipc": "update_adapter_from_ipc",

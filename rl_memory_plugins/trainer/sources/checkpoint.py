@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.extras import needs
@@ -25,7 +25,7 @@ class CheckpointSource:
         dtype, rename: See `Outgoing`.
 
     Raises:
-        InvalidRequestError: a file is missing.
+        InvalidRequestError: a file is missing; later, when its turn comes, a file is no whole safetensors file.
     """
 
     only_reads = True  # see `weights.source.ReadingSource`
@@ -57,14 +57,20 @@ class CheckpointSource:
 
     def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors as mappings of the files: no bytes are read before they are used."""
-        with needs("checkpoints"):
-            from safetensors import safe_open
-
         for path in self._files:
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     if (sent := self._outgoing.name(name)) is not None:
                         yield sent, file.get_tensor(name)
+
+
+def _opened(path: Path) -> Any:
+    with needs("checkpoints"):
+        from safetensors import SafetensorError, safe_open
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InvalidRequestError(f"{path} cannot be read as a safetensors file: {error}", file=str(path)) from None
 
 
 def _files(path: Path) -> list[Path]:

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from fake_control import rank_status
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from safetensors.torch import save_file
 
 from rl_memory_plugins import errors
 from rl_memory_plugins.commands import RemoveAdapter, UpdateAdapter, UpdateWeights
@@ -20,7 +22,8 @@ from rl_memory_plugins.trainer import EngineObject
 ALL = ["kv_cache", "weights", "cuda_graph"]
 PREFIXES = ["", "/v1/rl_memory"]
 GETS = ["/is_sleeping", "/memory", "/weight_version", "/weights/checksums"]
-POSTS = ["/sleep", "/wake_up", "/update_weights_from_ipc", "/update_adapter", "/remove_adapter"]
+CHECKPOINT = "/update_weights_from_checkpoint"
+POSTS = ["/sleep", "/wake_up", "/update_weights_from_ipc", CHECKPOINT, "/update_adapter", "/remove_adapter"]
 UPDATE = {"endpoints": {"*": "/tmp/trainer.sock"}, "token": "t0ken"}
 ADAPTER = {"name": "policy", "config": {"r": 4}, **UPDATE}
 BODIES = {"/update_weights_from_ipc": UPDATE, "/update_adapter": ADAPTER, "/remove_adapter": {"name": "policy"}}
@@ -162,6 +165,39 @@ def test_bad_updates_are_refused_before_anything_happens(client, control, body):
 def test_a_token_in_the_query_is_refused(client, control):
     error = error_of(client.post("/update_weights_from_ipc?token=t", json=UPDATE), 422)
     assert error["details"]["got"] == ["token"]
+    assert control.calls == []
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_an_update_from_a_checkpoint_is_an_update(client, control, tmp_path, prefix):
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    given = {"path": str(tmp_path), "weight_version": "step-3", "mode": "abort", "timeout_s": 5}
+    answer = client.post(f"{prefix}{CHECKPOINT}", json=given)
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["status"], answer.json()["weight_version"]) == ("updated", "v7")
+    [(name, command)] = control.calls
+    assert name == "update_weights"
+    assert (command.weight_version, command.mode, command.timeout_s) == ("step-3", "abort", 5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        {},
+        {"path": ""},
+        {"path": 3},
+        {"path": "/nonexistent"},
+        {"path": "/tmp", "partial": "yes"},
+        {"path": ".", "mode": "later"},
+        {"path": ".", "timeout_s": 0},
+        {"path": ".", "token": "t0ken"},
+        {"path": ".", "endpoints": {"*": "s"}},
+    ],
+)
+def test_bad_updates_from_a_checkpoint_are_refused_before_anything_happens(client, control, body):
+    error_of(client.post(CHECKPOINT, json=body), 422)
+    error_of(client.post(f"{CHECKPOINT}?path=.", json={}), 422)
     assert control.calls == []
 
 
