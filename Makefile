@@ -49,9 +49,10 @@ DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
 PYTEST_FLAGS = -q --timeout 900 --durations=25 -m "not gpu" -o cache_dir=.pytest_cache/$@
-# What only test-long runs of the common suite, but for test_long_run.py with fewer updates on vLLM.
+# What only test-long runs of the common suite, but for the long tests, which are shorter on vLLM.
 PROPERTIES := tests/conformance/test_schema_properties.py
-SUITE := tests/conformance --ignore tests/conformance/test_long_run.py --ignore $(PROPERTIES)
+LONG_TESTS := tests/conformance/test_long_run.py tests/conformance/test_turns.py
+SUITE := tests/conformance $(addprefix --ignore ,$(LONG_TESTS) $(PROPERTIES))
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour. All of it
@@ -99,7 +100,7 @@ test-vllm-own: env-vllm
 
 test-vllm-suite: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --ignore $(PROPERTIES) $(WITHOUT_ADAPTERS_vllm) \
-		--engine vllm --fork --updates 100
+		--engine vllm --fork --updates 100 --traffic-s 15
 
 test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_vllm) --engine vllm --fork --$* 2
@@ -138,7 +139,7 @@ test-long-vllm: $(LONG_vllm)
 test-long-sglang: $(LONG_sglang)
 
 test-long-vllm-updates test-long-sglang-updates: test-long-%-updates: env-%
-	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance/test_long_run.py --engine $*
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(LONG_TESTS) --engine $*
 
 test-long-vllm-properties test-long-sglang-properties: test-long-%-properties: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(PROPERTIES) --engine $*

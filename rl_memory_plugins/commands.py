@@ -28,6 +28,7 @@ class Sleep(Command, frozen=True):
     keep: tuple[str, ...] | None = None  # globs of weights that level 2 preserves; `None`: the engine's default
     hold: str = ""  # a ticket: stop after the first phase, and wait for the `Decide` with this ticket
     call: str = ""  # the name for `CancelDrain`
+    idle_s: float | None = None  # sleep only if no request came for so long; then a request may wake the engine
 
 
 class WakeUp(Command, frozen=True):

@@ -18,7 +18,7 @@ from rl_memory_plugins.timing import LONGEST_S
 from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
 with needs("server"):
-    from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+    from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, ValidationInfo
     from pydantic_settings import BaseSettings, SettingsConfigDict
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,12 @@ def _parse_bytes(value: object) -> object:
 def _checked_hosts(networks: str) -> str:
     UpdateHosts(networks)
     return networks
+
+
+def _with_wakes(turn_s: float | None, given: ValidationInfo) -> float | None:
+    if turn_s is not None and given.data.get("wake_on_request_s") is None:
+        raise ValueError("needs wake_on_request_s: nothing would wake the engine for its next turn")
+    return turn_s
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0)]
@@ -111,6 +117,17 @@ class RLMemoryConfig(BaseSettings):
 
     drain_timeout_s: Seconds = 600.0
     """How long a transition waits for running requests. Then it fails, and admission opens again."""
+
+    idle_sleep_s: Seconds | None = None
+    """A server puts its engine to sleep, at level 1, when no request came for so long."""
+
+    wake_on_request_s: Seconds | None = None
+    """A server wakes an engine for a request if the engine sleeps because it was idle. The request waits for so long;
+    then it is refused, as it is at once without this option."""
+
+    take_turns_s: Annotated[Seconds | None, AfterValidator(_with_wakes)] = None
+    """A server's engine is awake only in its turn on its GPUs, and other engines of this user with this option only in
+    theirs. It keeps the GPUs for so long at least. Needs `wake_on_request_s`."""
 
     strict_dtypes: bool = False
     """Refuse a weight whose dtype differs from the parameter's. By default a cast that keeps every value is made, and a

@@ -160,6 +160,8 @@ class Controller:
         if command.mode in (PauseMode.KEEP, PauseMode.FREEZE):
             self._require_none_waiting(command.hold)
         keep = checked_globs(command, self._keep, self._ranks)
+        if command.idle_s is not None:
+            self._require_idle(command.idle_s)
         operation = PendingTransition(command.name, command.hold, command.call)
 
         def act() -> Any:
@@ -177,7 +179,12 @@ class Controller:
                 self._state.note(paused=True)
             return operation.report(replies)
 
-        return self._drain_then(operation, command.mode, act)
+        self._state.note(idle=command.idle_s is not None)  # until it wakes, or another caller puts it to sleep
+        try:
+            return self._drain_then(operation, command.mode, act)
+        except BaseException:
+            self._state.note(idle=False)
+            raise
 
     def _wake_up(self, command: commands.WakeUp) -> Future[bytes]:
         self.require_free()
@@ -200,6 +207,7 @@ class Controller:
                 if self.status.asleep_tags():
                     self._state.note(paused=paused)
                 raise
+            self._state.note(idle=False)  # a caller who wakes some tags has taken the engine over
             self.refresh()
             if not self.status.asleep_tags():
                 self._state.note(paused=False)
@@ -386,6 +394,16 @@ class Controller:
                 "another call still waits for running requests: let it end, or call sleep(mode='abort')",
                 waiting=waiting,
             )
+
+    def _require_idle(self, seconds: float) -> None:
+        """
+        Raises:
+            StateConflictError: the engine had a request in this time, or is closed by a caller.
+        """
+        refusal = self.refusal()
+        if refusal is not None or not self._engine.is_idle(seconds):
+            why = "it had requests" if refusal is None else refusal.message
+            raise StateConflictError(f"the engine was not idle for {seconds:g} s: {why}", reason="not_idle")
 
     def _resume_if_admitting(self, *, lift_pause: bool) -> None:
         """Schedule again if the admission rule holds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins import admission, operations
 from rl_memory_plugins.board import Boards
@@ -18,6 +18,9 @@ from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply, Report
 from rl_memory_plugins.weights.addresses import Endpoints
+
+if TYPE_CHECKING:
+    from rl_memory_plugins.config import RLMemoryConfig
 
 ANSWER_S = 0.25
 """How long a status request waits for an engine on another host. An idle engine answers in a millisecond."""
@@ -165,13 +168,15 @@ class AsyncioApi(EngineApi):
 
     Args:
         drain_timeout_s: How long a transition waits for running requests.
+        options: The engine's options, for its server.
     """
 
     _asks_in_background = True
 
-    def __init__(self, drain_timeout_s: float) -> None:
+    def __init__(self, drain_timeout_s: float, options: RLMemoryConfig | None = None) -> None:
         super().__init__()
         self._drain_timeout_s = drain_timeout_s
+        self.options = options
         self._turns = asyncio.Lock()
         self._asking: asyncio.Task[Boards] | None = None
 

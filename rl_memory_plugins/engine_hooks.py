@@ -27,6 +27,12 @@ class EngineHooks(Protocol):
             lift_pause: Also lift a pause by the engine's own API, as the engine's own wake does.
         """
 
+    def is_idle(self, seconds: float) -> bool:
+        """Whether no request is here, none came for `seconds`, the engine has not resumed since, and nothing pauses it.
+
+        Ranks that run the controller in step get the same answer.
+        """
+
     def reset_caches(self, *, frozen: bool = False) -> None:
         """Drop everything that was computed from the old weights or that lies in the KV cache.
 

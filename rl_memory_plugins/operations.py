@@ -55,6 +55,11 @@ def sleep(level: object = 1, tags: object = None, mode: object = "abort", keep: 
     return command
 
 
+def sleep_if_idle(seconds: float) -> commands.Sleep:
+    """Build the command by which a server puts an engine to sleep that had no request for so long."""
+    return commands.Sleep(idle_s=seconds)
+
+
 def wake_up(tags: object = None) -> commands.WakeUp:
     """Build the command from a caller's values; raises as `sleep` does."""
     return commands.WakeUp(parse_tags(tags))  # type: ignore[arg-type]

@@ -60,6 +60,8 @@ class PublishedState:
         ranks = self._ask_ranks("status")
         busy = self._under_way() if self.status.busy == UNKNOWN else self.status.busy
         self.publish(ranks=ranks, busy=busy)
+        if self.status.idle and not busy and not self.status.asleep_tags():
+            self.publish(idle=False)
 
     def refresh_content(self, contents: Sequence[WeightsStatus] | None) -> None:
         """Publish content and epoch alone: trainers load tensor by tensor, and the whole status takes longer."""

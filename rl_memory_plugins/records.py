@@ -98,6 +98,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     engine_rank: int = 0
     capabilities: Capabilities = EVERYTHING
     adapters: tuple[AdapterStatus, ...] = ()
+    idle: bool = False  # asleep, or about to be, because no request came (`Sleep.idle_s`)
 
     @property
     def under_way(self) -> str:

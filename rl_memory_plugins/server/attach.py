@@ -9,6 +9,7 @@ from rl_memory_plugins.engine_api import EngineApi
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.gate import AdmissionGate, posts_to
+from rl_memory_plugins.server.idle import IdleEngine
 from rl_memory_plugins.server.openapi import described, specification
 from rl_memory_plugins.server.router import PREFIXES, NativeUpdate, build_router
 
@@ -37,9 +38,13 @@ def attach(
     Returns: our routes.
     """
     auth = ControlAuth(keys)
-    routes: list[Any] = list(build_router(engine, auth, native_update=native_update).routes)
+    idle = IdleEngine(engine, status)
+    router = build_router(engine, auth, native_update=native_update, before_wake=idle.before_wake)
+    routes: list[Any] = list(router.routes)
     app.router.routes[:0] = routes
     ours = specification(PREFIXES, has_key=auth.has_key, native_update=native_update is not None)
     app.openapi = described(app.openapi, ours)
-    app.add_middleware(AdmissionGate, status=status, is_generation=posts_to(generation), is_held=is_held)
+    app.router.lifespan_context = idle.watching(app.router.lifespan_context)
+    guarded = posts_to(generation)
+    app.add_middleware(AdmissionGate, status=status, is_generation=guarded, is_held=is_held, idle=idle)
     return routes

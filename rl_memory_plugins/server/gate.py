@@ -27,6 +27,8 @@ from rl_memory_plugins.server.responses import error_response
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from rl_memory_plugins.server.idle import IdleEngine
+
 ADMITTED_VERSION = b"x-weight-version"
 ANSWERED_VERSION = b"x-weight-version-end"
 
@@ -82,6 +84,7 @@ class AdmissionGate:
         status: Returns the status of the engines; must not block (`board.BoardReader.read`).
         is_generation: Whether the scope of a request or a WebSocket runs the model, e.g. `posts_to(...)`.
         is_held: Whether the engine's own pause holds back a request that comes now.
+        idle: Sleeps and wakes of an engine that nobody asks.
     """
 
     def __init__(
@@ -90,8 +93,10 @@ class AdmissionGate:
         status: Callable[[], Iterable[EngineStatus]],
         is_generation: Callable[[Scope], bool],
         is_held: Callable[[], bool] = lambda: False,
+        idle: IdleEngine | None = None,
     ) -> None:
         self._app = app
+        self._idle = idle
         self._status = status
         self._is_generation = is_generation
         self._is_held = is_held
@@ -100,6 +105,14 @@ class AdmissionGate:
         if scope["type"] not in ("http", "websocket") or not self._is_generation(scope):
             await self._app(scope, receive, send)
             return
+        if self._idle is None:
+            await self._admit(scope, receive, send)
+            return
+        await self._idle.opened()
+        with self._idle.running():
+            await self._admit(scope, receive, send)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             engines = list(self._status())
             refusal: RLMemoryError | None = first_refusal(engines, held=self._is_held())

@@ -50,6 +50,7 @@ def build_router(
     *,
     prefixes: Sequence[str] = PREFIXES,
     native_update: NativeUpdate | None = None,
+    before_wake: Callable[[], Awaitable[None]] | None = None,
 ) -> APIRouter:
     """The routes under each of `prefixes`.
 
@@ -60,6 +61,7 @@ def build_router(
         auth: The check of the caller.
         native_update: The engine's own route with the path `UPDATE_ROUTE`: returns its answer, or `None` for a body
             that is not meant for it.
+        before_wake: Awaited before a wake.
     """
 
     async def sleep(request: Request) -> Slept:
@@ -70,6 +72,8 @@ def build_router(
     async def wake_up(request: Request, as_engine: bool = False) -> Woken:
         given = await read_arguments(request, {"tags"})
         api = engine()
+        if before_wake is not None:
+            await before_wake()
         report = await api.run(api.wake_as_engine(**given) if as_engine else api.wake_up(**given))
         return Woken("sleeping" if is_sleeping(await status()) else "awake", given.get("tags"), report)
 

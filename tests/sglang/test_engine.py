@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from typing import Any
 
@@ -34,6 +35,23 @@ def test_ranks_with_their_own_requests_refuse_together(other: bool) -> None:
         with pytest.raises(StateConflictError):
             engine.drain(PauseMode.WAIT)
         assert not engine.draining
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_are_idle_together(other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = types.SimpleNamespace(_engine_paused=False, is_fully_idle=lambda: True)
+    engine = SglangEngine(scheduler, Ranks(other))  # type: ignore[arg-type]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 10)
+    assert engine.is_idle(9) is other
+    assert not engine.is_idle(11)
+    engine.note_request()
+    assert not engine.is_idle(1)
+    engine._since = now
+    scheduler._engine_paused = True
+    assert not engine.is_idle(9)
+    scheduler._engine_paused, scheduler.is_fully_idle = False, lambda: False
+    assert not engine.is_idle(9)
 
 
 class PausedScheduler:

@@ -39,6 +39,9 @@ class IdleEngine:
 
     def resume(self, *, lift_pause: bool) -> None: ...
 
+    def is_idle(self, seconds: float) -> bool:
+        return True
+
     def reset_caches(self, *, frozen: bool = False) -> None: ...
 
     def adapters_in_use(self) -> set[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 from helpers import FakeRank, LocalRanks
 
@@ -37,6 +38,7 @@ class Engine:
         self.later: list[Any] = []
         self.drains: list[Future[None]] = []
         self.used_adapters: set[int] = set()
+        self.idle_for = 60.0
 
     def drain(self, mode: PauseMode) -> Future[None]:
         self.calls.append(f"drain:{mode}")
@@ -48,6 +50,9 @@ class Engine:
 
     def resume(self, *, lift_pause: bool) -> None:
         self.calls.append("resume")
+
+    def is_idle(self, seconds: float) -> bool:
+        return seconds <= self.idle_for
 
     def reset_caches(self, *, frozen: bool = False) -> None:
         self.calls.append("reset_caches:frozen" if frozen else "reset_caches")
@@ -104,6 +109,51 @@ def test_the_engine_resumes_only_when_all_is_resident_and_valid(world: World) ->
     assert "resume" not in world.engine.calls
     world.run(commands.WakeUp())
     assert world.engine.calls[-1] == "resume"
+
+
+def test_an_idle_engine_sleeps_and_says_why(world: World) -> None:
+    world.run(commands.Sleep(idle_s=60))
+    assert world.reader.read().idle
+    world.run(commands.WakeUp())
+    assert not world.reader.read().idle
+    assert world.controller.refusal() is None
+
+
+@pytest.mark.parametrize("closed", [None, commands.Sleep(level=0), commands.Sleep(level=1)])
+def test_an_engine_that_is_not_idle_or_that_a_caller_has_closed_does_not_sleep(world: World, closed: Any) -> None:
+    if closed is None:
+        world.engine.idle_for = 59.0
+    else:
+        world.run(closed)
+    before = msgspec.to_builtins(world.reader.read())
+    with pytest.raises(StateConflictError, match="not idle"):
+        world.run(commands.Sleep(idle_s=60))
+    assert msgspec.to_builtins(world.reader.read()) == before
+
+
+@pytest.mark.parametrize(
+    "by_hand", [commands.Sleep(level=2), commands.Sleep(level=0), commands.WakeUp(tags=["weights"])]
+)
+def test_a_caller_takes_an_idle_engine_over(world: World, by_hand: Any) -> None:
+    world.run(commands.Sleep(idle_s=60))
+    world.run(by_hand)
+    assert world.reader.read().asleep_tags()
+    assert not world.reader.read().idle
+
+
+@pytest.mark.parametrize("where", ["drain", "prepare"])
+def test_an_idle_sleep_that_fails_leaves_no_trace(world: World, monkeypatch: Any, where: str) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise HostMemoryError("full")
+
+    if where == "drain":
+        monkeypatch.setattr(world.engine, "drain", fail)
+    else:
+        monkeypatch.setattr(world.ranks[1].agent.manager, "prepare_sleep", fail)
+    with pytest.raises(HostMemoryError):
+        world.run(commands.Sleep(idle_s=60))
+    assert world.controller.refusal() is None
+    assert not world.controller.status.idle
 
 
 def test_stale_weights_keep_the_engine_closed(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,30 @@ def test_a_stop_that_peers_have_not_agreed_to_is_taken_back() -> None:
     assert not core.pending_pause  # type: ignore[attr-defined]
     assert core.scheduler.pause_state is PauseState.UNPAUSED
     assert core.paused, "vLLM's own way would wait for the peers"
+
+
+def test_an_engine_is_idle_from_its_last_request_or_resume_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished: list[str] = []
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(has_unfinished_requests=lambda: bool(unfinished)), is_scheduler_paused=lambda: paused
+    )
+    paused = False
+    engine = VllmEngine(core)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 10)
+    assert engine.is_idle(9)
+    assert not engine.is_idle(11)
+    unfinished.append("a request")
+    assert not engine.is_idle(9)
+    unfinished.clear()
+    paused = True
+    assert not engine.is_idle(9)
+    paused = False
+    engine.note_request()
+    assert not engine.is_idle(1)
+    engine._since = now
+    engine.resume(lift_pause=True)
+    assert not engine.is_idle(1)
 
 
 def test_a_pause_of_the_users_own_survives_until_a_wake() -> None:

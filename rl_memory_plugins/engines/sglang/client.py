@@ -68,7 +68,7 @@ class SglangApi(AsyncioApi):
     """The contract over a `TokenizerManager`. Its coroutines run on that manager's event loop."""
 
     def __init__(self, tokenizer: Any, config: RLMemoryConfig) -> None:
-        super().__init__(config.drain_timeout_s)
+        super().__init__(config.drain_timeout_s, config)
         self.tokenizer = tokenizer
         self.server_args = tokenizer.server_args
         self.native_updates = asyncio.Lock()  # for updates that bypass SGLang's own lock

@@ -264,6 +264,10 @@ def _refuse_while_closed(
     added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_req: Any, **kwargs: Any
 ) -> Any:
     """Refuse requests that were sent before the engine closed and arrive after."""
+    from sglang.srt.managers.utils import is_health_check_generate_req
+
+    if not is_health_check_generate_req(recv_req):
+        added.engine.note_request()
     refusal = added.controller.refusal() or added.refusal_of_adapter(recv_req)
     return original(scheduler, recv_req, **kwargs) if refusal is None else added.refuse(recv_req, refusal)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -82,6 +83,15 @@ class SglangEngine:
         self.namespace = frozen_requests.Namespace()
         self.paused_natively = False
         self._shown_version: str | None = None
+        self._since = time.monotonic()  # the latest request, or resume
+
+    def note_request(self) -> None:
+        self._since = time.monotonic()
+
+    def is_idle(self, seconds: float) -> bool:
+        waited = time.monotonic() - self._since >= seconds
+        busy = self._scheduler._engine_paused or not self._scheduler.is_fully_idle()
+        return self._ranks.all(bool(waited and not busy))
 
     def drain(self, mode: PauseMode) -> Future[None]:
         never_ends = mode is PauseMode.WAIT and self._scheduler._engine_paused
@@ -166,6 +176,7 @@ class SglangEngine:
         self._scheduler.abort_request(AbortReq(abort_all=True))
 
     def resume(self, *, lift_pause: bool) -> None:
+        self._since = time.monotonic()
         # SGLang's own resume does not lift a pause by pause_generation, so `lift_pause` has no effect.
         self._drains.clear()
         paused_here, self._paused_here = self._paused_here, False

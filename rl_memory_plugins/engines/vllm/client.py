@@ -153,7 +153,7 @@ class AsyncApi(VllmApi, AsyncioApi):
     """Over `AsyncLLM`."""
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
-        super().__init__(engine, config.drain_timeout_s)
+        super().__init__(engine, config.drain_timeout_s, config)
         self._pauses: set[asyncio.Future[None]] = set()  # vLLM's own pauses that are under way
 
     def _measured(self, command: Transition) -> AbstractContextManager[None]:

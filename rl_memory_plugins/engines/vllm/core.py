@@ -21,7 +21,6 @@ from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.core_hooks import (
     VllmEngine,
     VllmRanks,
-    note_request,
     settle,
     worker_here,
 )
@@ -372,7 +371,7 @@ def _guarded_rpc(
 
 @on_enabled()
 def _note_request(controller: Controller, original: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
-    note_request(core)
+    core.rl_memory_engine.note_request()
     original(core, *args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -41,6 +42,16 @@ class VllmEngine:
         self._paused_here = False
         self._paused_natively = False
         self._waits: list[Future[None]] = []
+        self._since = time.monotonic()  # the latest request, or resume
+
+    def note_request(self) -> None:
+        """Note that a request comes, whose results the core may keep in its caches."""
+        self._core.rl_memory_has_no_caches = False
+        self._since = time.monotonic()
+
+    def is_idle(self, seconds: float) -> bool:
+        busy = self._core.scheduler.has_unfinished_requests() or self._core.is_scheduler_paused()
+        return not busy and time.monotonic() - self._since >= seconds
 
     def drain(self, mode: PauseMode) -> Future[None]:
         if mode not in self._modes:
@@ -118,6 +129,7 @@ class VllmEngine:
         return idle
 
     def resume(self, *, lift_pause: bool) -> None:
+        self._since = time.monotonic()
         if not self._paused_here and not lift_pause:
             return  # nothing of ours is to be undone, and a pause that stands is the user's
         self._waits.clear()
@@ -252,11 +264,6 @@ def reset_caches(core: Any) -> None:
     core.reset_encoder_cache()
     # A paused scheduler with kept requests says that it has none.
     core.rl_memory_has_no_caches = not core.scheduler.requests
-
-
-def note_request(core: Any) -> None:
-    """Note that a request comes, whose results the core may keep in its caches."""
-    core.rl_memory_has_no_caches = False
 
 
 def settle(future: Future[Any], done: Future[Any], result: Any = None) -> None:
