@@ -2,7 +2,7 @@
 
     python -m integration.report
 
-Rewrites the text between the markers in README.md, docs/index.md and docs/benchmarks.md, and the plots in docs/.
+Rewrites the text between the markers in README.md and the pages of docs/, and the plots in docs/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from integration import report_kinds, report_steps, report_upstream, report_weights
+from integration import report_kinds, report_plan, report_steps, report_upstream, report_weights
 from integration.models import SHAPES, weight_bytes
 from integration.report_weights import Metrics, Record, Run
 
@@ -350,6 +350,8 @@ def texts() -> dict[Place, list[str]]:
         Place(docs / "benchmarks.md", "steps"): report_steps.pages(results, docs, NAMES),
         Place(docs / "compatibility.md"): report_upstream.table(results, NAMES),
         Place(docs / "compatibility.md", "kinds"): report_kinds.table(results, NAMES),
+        Place(docs / "plan.md", "records"): report_plan.table(results),
+        **{Place(docs / "plan.md", name): report_plan.output(name) for name in report_plan.SHOWN},
         Place(docs / "index.md"): front(engines),
         Place(REPOSITORY / "README.md"): headline(engines),
     }
@@ -363,6 +365,7 @@ def main() -> None:
     runs, _ = load()
     draw_times({run: runs[run] for run in newest(runs, "sleep_l1_first_s")}, REPOSITORY / "docs" / "benchmarks.png")
     draw_sizes(runs, REPOSITORY / "docs" / "benchmarks-sizes.png")
+    report_plan.draw_plan(REPOSITORY / "docs" / "plan.png")
     for place, lines in texts().items():
         place.page.write_text(place.replaced(place.page.read_text(), lines))
 

@@ -1,4 +1,4 @@
-"""`rl-memory`: start an engine with the plugin, and control a running one over HTTP."""
+"""`rl-memory`: plan memory, start an engine with the plugin, and control a running one over HTTP."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import rl_memory_plugins
 from rl_memory_plugins.client import EngineClient
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.extras import needs
+from rl_memory_plugins.plan.command import plan
 from rl_memory_plugins.records import EngineStatus, Report
 
 with needs("cli"):
@@ -32,6 +33,7 @@ FLAG = "--rl-memory"
 app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 serve = typer.Typer(no_args_is_help=True, help="Start an engine's server with the plugin enabled.")
 app.add_typer(serve, name="serve")
+app.command("plan")(plan)
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 

@@ -20,6 +20,7 @@ PUBLIC = [
     "rl_memory_plugins.integrations.slime",
     "rl_memory_plugins.integrations.trl",
     "rl_memory_plugins.integrations.vllm_transfer",
+    "rl_memory_plugins.plan",
     "rl_memory_plugins.ray",
     "rl_memory_plugins.sglang",
     "rl_memory_plugins.trainer",

@@ -1,0 +1,65 @@
+"""Sizes that no rule gives, and the record of `integration/results` that each was taken from.
+
+`integration/report_plan.py` compares plans with these records and with all others; the tests hold the others to 10 %.
+All sizes are of one process on one GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MIB = 1 << 20
+
+
+class EngineSizes(NamedTuple):
+    """What an engine's process holds beside weights, KV cache and graphs. Bytes.
+
+    Attributes:
+        context: CUDA's context.
+        workspace: Workspaces, and all else that stays during a sleep.
+        communicators: NCCL's memory and the buffers of all-reduces, with more than one rank.
+        graph: Of the CUDA graph of one batch size in one layer.
+        host: Resident host memory of the engine's processes, without copies of weights.
+        host_rank: Resident host memory of each further rank's process.
+    """
+
+    context: int
+    workspace: int
+    communicators: int
+    graph: int
+    host: int
+    host_rank: int
+
+
+ENGINES = {
+    "vllm": EngineSizes(
+        # sleep-vllm-0.32.0-7b-third-host.json, gpu_left_mib 1055: context 680, workspace 180, other 158, and 37 more
+        context=680 * MIB,
+        workspace=375 * MIB,
+        # ranks-vllm-0.33.0-7b-tp2-h200.json, left_mib_first 1789, less the above
+        communicators=734 * MIB,
+        # grpo-vllm-0.26.0-h200.json, "all of the GPU" 109892, less the rest of its plan: 67 batch sizes, 28 layers
+        graph=int(1.51 * MIB),
+        # sleep-vllm-0.32.0-7b-third-host.json, host_held_mib 17418, less 14525 of weights and 465 of graphs
+        host=2428 * MIB,
+        host_rank=1500 * MIB,  # not measured
+    ),
+    "sglang": EngineSizes(
+        # sleep-sglang-0.5.20-7b-third-host.json, gpu_left_mib 1068: context 680, workspace 270, other 80, and 38 more
+        context=680 * MIB,
+        workspace=388 * MIB,
+        # ranks-sglang-0.5.23-7b-tp2-h200.json, left_mib_first 2582, less the above
+        communicators=1514 * MIB,
+        graph=int(1.51 * MIB),  # vLLM's
+        # sleep-sglang-0.5.20-7b-third-host.json, host_held_mib 18732, less 14525 of weights and 465 of graphs
+        host=3742 * MIB,
+        host_rank=1500 * MIB,  # not measured
+    ),
+}
+
+#: ranks-vllm-0.33.0-7b-tp2-h200.json, left_mib_first, the cause `context` of a rank
+TRAINER_CONTEXT = 610 * MIB
+#: NCCL's memory in a trainer with several processes: that of vLLM's ranks
+TRAINER_COMMUNICATORS = ENGINES["vllm"].communicators
+#: step-vllm-0.33.0-3b.json, host_mib 36830 of `pausable_overlap`, less the copies of parameters and states
+TRAINER_HOST = 1515 * MIB
