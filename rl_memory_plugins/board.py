@@ -141,6 +141,10 @@ class Boards:
         """Whether the processes that write the boards on this host live."""
         return all(engine.writer_lives() for engine in self._engines if isinstance(engine, BoardReader))
 
+    def paths(self) -> list[tuple[str, bool]]:
+        """The boards on this host: the path of each, and whether the process that writes it lives."""
+        return [(one.path, one.writer_lives()) for one in self._engines if isinstance(one, BoardReader)]
+
     def read(self, busy: str = "") -> list[EngineStatus]:
         """
         Args:

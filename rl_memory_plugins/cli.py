@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 
 import rl_memory_plugins
+from rl_memory_plugins.byte_size import size
 from rl_memory_plugins.client import EngineClient
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.extras import needs
@@ -184,6 +185,24 @@ def checksums(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = Fa
     _control("GET", url, "/weights/checksums", api_key, as_json, lambda answer: Console().print_json(data=answer))
 
 
+@app.command()
+def doctor(
+    against: Annotated[str | None, typer.Option(help="The address of a running engine's server to ask too.")] = None,
+    api_key: ApiKey = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
+) -> None:
+    """Check this machine, this environment and a running engine. Exit code 1 if a check fails."""
+    from rl_memory_plugins.doctor import examine
+    from rl_memory_plugins.doctor.show import show
+
+    found = examine(against, api_key)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found)
+    raise typer.Exit(0 if found.healthy else 1)
+
+
 @app.command("version")
 def print_version() -> None:
     """Show the versions of this package and of the engines."""
@@ -277,17 +296,6 @@ def _print_update(answer: dict[str, Any]) -> None:
     console = Console()
     console.print(f"weights {answer['content']}, version {answer['weight_version']}")
     console.print(", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items()))
-
-
-def size(count: float) -> str:
-    """A number of bytes for a person: `1.5 GiB`."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} TiB"
 
 
 if __name__ == "__main__":

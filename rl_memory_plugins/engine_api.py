@@ -60,6 +60,10 @@ class EngineApi(ABC):
         """The status without waiting; empty if it is not known. The engines refuse requests then."""
         return self._known()
 
+    def boards(self) -> list[tuple[str, bool]]:
+        """See `Boards.paths`. Empty before the first status."""
+        return [] if self._boards is None else self._boards.paths()
+
     def _known(self) -> list[EngineStatus]:
         if self._boards is None:
             return []

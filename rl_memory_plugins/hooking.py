@@ -11,6 +11,13 @@ from typing import Any
 
 from rl_memory_plugins.errors import UnsupportedError
 
+_all: list[Hooks] = []
+
+
+def replaced() -> dict[str, list[str]]:
+    """The symbols that this package has replaced in this process, by the engine that has them."""
+    return {hooks.engine: sorted(hooks.table) for hooks in _all if hooks.table}
+
 
 class Hooks:
     """The symbols of one engine that this package has replaced in this process.
@@ -21,8 +28,11 @@ class Hooks:
 
     def __init__(self, *distribution: str) -> None:
         self._distributions = distribution
+        self.engine = distribution[0]
         self.table: dict[str, Callable[..., Any]] = {}  # "module:Owner.name" → the engine's own function
+        self.asked: set[str] = set()  # every path that was asked for, also those that are used and not replaced
         self._absent: dict[str, Exception] | None = None  # the symbols that `install` has missed so far, and why
+        _all.append(self)
 
     def install(self, *roles: Callable[[Hooks], None]) -> None:
         """Put in the hooks of all roles.
@@ -68,6 +78,7 @@ class Hooks:
 
     def _find(self, path: str) -> tuple[Any, str, Any]:
         """The owner, the name and the object of a path. During `install` the owner of a missing symbol is `None`."""
+        self.asked.add(path)
         module, _, attributes = path.partition(":")
         *owners, name = attributes.split(".")
         missing = module

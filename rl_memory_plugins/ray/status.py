@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rl_memory_plugins.byte_size import size
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.handle import EngineActorHandle
@@ -53,8 +54,6 @@ def table(states: list[EngineState]) -> Table:
     """The states for a person. `rich.print(table(status(fleet)))` prints it."""
     with needs("cli"):
         from rich.table import Table
-
-    from rl_memory_plugins.cli import size
 
     found = Table("engine", "node", "pid", "state", "weights", "version", "resident", "asleep")
     for one in states:

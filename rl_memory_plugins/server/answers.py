@@ -62,6 +62,23 @@ class Version(msgspec.Struct, frozen=True):
     content: Content
 
 
+class BoardFile(msgspec.Struct, frozen=True):
+    path: str
+    writer_lives: bool
+
+
+class Installation(msgspec.Struct, frozen=True):
+    version: str  # of this package, in the server's process
+    protocol: int  # of the weight stream
+    python: str
+    versions: dict[str, str]  # of the engine and of torch, by distribution
+    pid: int  # of the server's process, in its own namespace
+    host: str
+    hooks: dict[str, list[str]]  # the engine's symbols that are replaced in the server's process
+    boards: list[BoardFile]  # of the engines on this host
+    has_key: bool  # whether control routes need a key
+
+
 class ErrorFields(msgspec.Struct, frozen=True):
     code: str  # the class's name in `rl_memory_plugins.errors`
     type: Literal["rl_memory_error"]

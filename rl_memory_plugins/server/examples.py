@@ -11,6 +11,8 @@ from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChang
 from rl_memory_plugins.server.answers import (
     AdapterRemoved,
     AdapterUpdated,
+    BoardFile,
+    Installation,
     Memory,
     Sleeping,
     Slept,
@@ -118,6 +120,21 @@ _RANK = RankStatus(
 )
 MEMORY: Json = {"one rank": _sent(Memory(True, None, False, "default", Content.VALID, [EngineStatus([_RANK])]))}
 VERSION: Json = {"discarded": _sent(Version("default", Content.STALE))}
+INSTALLATION: Json = {
+    "a vLLM server": _sent(
+        Installation(
+            version="1.2.3",
+            protocol=4,
+            python="3.11.14",
+            versions={"vllm": "0.32.0", "torch": "2.13.0"},
+            pid=4711,
+            host="node-1",
+            hooks={"vllm": ["vllm.engine.arg_utils:EngineArgs.add_cli_args", "vllm.v1.engine.core:EngineCore.sleep"]},
+            boards=[BoardFile("/tmp/rl-memory-1000/4730-x.board", True)],
+            has_key=False,
+        )
+    )
+}
 CHECKSUMS: Json = {
     "after a complete update": {
         "layout": "checkpoint",

@@ -18,6 +18,7 @@ from rl_memory_plugins.server.answers import (
     AdapterRemoved,
     AdapterUpdated,
     Failed,
+    Installation,
     Memory,
     Sleeping,
     Slept,
@@ -181,6 +182,7 @@ def _routes() -> list[_Route]:
     sleeping = "Whether any tag is released or the engine is paused"
     memory = "Every rank's memory by tag, and whether requests are admitted; never waits"
     version = "The version that the last complete update gave, and whether the weights may be used"
+    installed = "The versions, the replaced symbols and the status boards of the server"
     sums = "Checksums of the weights as they are, over all engines"
     return [
         _Route("post", "/sleep", "sleep", release, Slept, examples.SLEPT, (409, 422, 504, 507), _SLEEP, examples.SLEEP),
@@ -235,6 +237,7 @@ def _routes() -> list[_Route]:
         _Route("get", "/is_sleeping", "is_sleeping", sleeping, Sleeping, examples.SLEEPING),
         _Route("get", "/memory", "memory", memory, Memory, examples.MEMORY),
         _Route("get", "/weight_version", "weight_version", version, Version, examples.VERSION),
+        _Route("get", "/installation", "installation", installed, Installation, examples.INSTALLATION),
         _Route("get", "/weights/checksums", "weight_checksums", sums, ReplicaChecksums, examples.CHECKSUMS, (409, 422)),
     ]
 

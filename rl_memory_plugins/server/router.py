@@ -23,6 +23,7 @@ from rl_memory_plugins.records import weight_version as version_of
 from rl_memory_plugins.server.answers import (
     AdapterRemoved,
     AdapterUpdated,
+    Installation,
     Memory,
     Sleeping,
     Slept,
@@ -31,6 +32,7 @@ from rl_memory_plugins.server.answers import (
     Woken,
 )
 from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.installation import installation
 from rl_memory_plugins.server.parameters import read_arguments, read_body, reject_unknown
 from rl_memory_plugins.server.responses import error_response, json_response
 from rl_memory_plugins.tags import Content
@@ -125,6 +127,10 @@ def build_router(
     async def weight_version(request: Request) -> Version:
         return Version(*_version(await status()))
 
+    async def installed(request: Request) -> Installation:
+        await status()  # the first one of a server finds the boards
+        return installation(engine().boards(), has_key=auth.has_key)
+
     async def checksums(request: Request) -> Any:
         api = engine()
         return await api.run(api.weight_checksums())
@@ -149,6 +155,7 @@ def build_router(
             ("POST", "/update_adapter", update_adapter),
             ("POST", "/remove_adapter", remove_adapter),
             ("GET", "/weight_version", weight_version),
+            ("GET", "/installation", installed),
             ("GET", "/weights/checksums", checksums),
         ]
         for method, path, handler in routes:  # described by `openapi.py`, not by FastAPI

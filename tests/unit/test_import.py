@@ -15,6 +15,7 @@ from rl_memory_plugins import errors
 REPOSITORY = Path(__file__).parents[2]
 PUBLIC = [
     "rl_memory_plugins",
+    "rl_memory_plugins.doctor",
     "rl_memory_plugins.integrations.openrlhf",
     "rl_memory_plugins.integrations.skyrl",
     "rl_memory_plugins.integrations.slime",

@@ -18,6 +18,7 @@ ROUTES = [
     ("GET", "/is_sleeping"),
     ("GET", "/memory"),
     ("GET", "/weight_version"),
+    ("GET", "/installation"),
     ("GET", "/weights/checksums"),
 ]
 

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 from types import SimpleNamespace
 
 import httpx
@@ -10,18 +11,21 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from safetensors.torch import save_file
 
+import rl_memory_plugins
 from rl_memory_plugins import errors
 from rl_memory_plugins.commands import RemoveAdapter, UpdateAdapter, UpdateWeights
+from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.parameters import MAX_BODY_BYTES
 from rl_memory_plugins.server.router import build_router
 from rl_memory_plugins.tags import Content, TagState
 from rl_memory_plugins.trainer import EngineObject
+from rl_memory_plugins.weights.wire import PROTOCOL
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
 PREFIXES = ["", "/v1/rl_memory"]
-GETS = ["/is_sleeping", "/memory", "/weight_version", "/weights/checksums"]
+GETS = ["/is_sleeping", "/memory", "/weight_version", "/installation", "/weights/checksums"]
 CHECKPOINT = "/update_weights_from_checkpoint"
 POSTS = ["/sleep", "/wake_up", "/update_weights_from_ipc", CHECKPOINT, "/update_adapter", "/remove_adapter"]
 UPDATE = {"endpoints": {"*": "/tmp/trainer.sock"}, "token": "t0ken"}
@@ -240,6 +244,19 @@ def test_the_worst_engine_decides(client, control, engine, reason, sleeping, con
 def test_checksums(client, prefix):
     answer = client.get(f"{prefix}/weights/checksums").json()
     assert answer == {"layout": "engine", "tensors": {"layer.weight@0": "ab12"}, "partial": [], "opaque": []}
+
+
+def test_installation(client, control, tmp_path, monkeypatch):
+    hooks = Hooks("an-engine")
+    hooks.wrap("json:dumps", lambda original: original)
+    monkeypatch.setattr("rl_memory_plugins.hooking._all", [hooks, Hooks("another")])
+    control.boards = lambda: [("/tmp/one.board", True), ("/tmp/other.board", False)]
+    answer = client.get("/v1/rl_memory/installation").json()
+    assert answer["version"] == rl_memory_plugins.__version__
+    assert answer["protocol"] == PROTOCOL
+    assert (answer["pid"], answer["has_key"]) == (os.getpid(), False)
+    assert answer["hooks"] == {"an-engine": ["json:dumps"]}
+    assert [board["writer_lives"] for board in answer["boards"]] == [True, False]
 
 
 @pytest.mark.parametrize(
