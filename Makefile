@@ -215,7 +215,7 @@ test-ray: env-trainers env-verl-sglang
 
 # What of it every change runs.
 test-ray-short: env-trainers
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_one_engine.py
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_one_engine.py tests/ray/test_left_out.py
 
 # -- the engines' own tests --------------------------------------------------------------------------------------
 

@@ -134,6 +134,38 @@ def _exec(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     os.execvpe(sys.executable, [sys.executable, *arguments], environment)
 
 
+# -- relay ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def relay(
+    engines: Annotated[list[str], typer.Argument(metavar="URL...", help="The servers of the engines on this host.")],
+    host: Annotated[str, typer.Option(help="Where the relay listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port.")] = 8100,
+    api_key: Annotated[str, typer.Option(envvar="RL_MEMORY_API_KEY", help="The key that its callers must show.")] = "",
+    engine_key: Annotated[str, typer.Option(envvar="RL_MEMORY_ENGINE_KEY", help="The key of the engines.")] = "",
+    update_hosts: Annotated[str, typer.Option(help="Trainers' addresses or networks, with commas.")] = "",
+) -> None:
+    """Pass weight updates on to the engines of this host, so that they cross the network once."""
+    with _reported():
+        missing = [module for module in ("torch", "fastapi", "uvicorn") if importlib.util.find_spec(module) is None]
+        if missing:
+            raise UnsupportedError(f"a relay needs {', '.join(missing)}: run it with the Python that has the engine")
+        import uvicorn
+
+        from rl_memory_plugins.server.auth import ControlAuth
+        from rl_memory_plugins.server.relay_app import build_relay_app
+        from rl_memory_plugins.trainer.relay import Relay
+        from rl_memory_plugins.weights.update_hosts import UpdateHosts
+
+        try:
+            hosts = UpdateHosts(update_hosts.replace(",", " "))
+        except ValueError as error:
+            raise InvalidRequestError(f"update_hosts: {error}", field="update_hosts", got=update_hosts) from None
+        passes_on = Relay([EngineClient(url, engine_key) for url in engines], hosts=hosts)
+        uvicorn.run(build_relay_app(passes_on, ControlAuth([api_key])), host=host, port=port, log_level="warning")
+
+
 # -- control ----------------------------------------------------------------------------------------
 
 

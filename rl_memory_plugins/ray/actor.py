@@ -89,6 +89,10 @@ class EngineActor:
         """The engine takes part in the fleet from now on."""
         self._joined = True
 
+    async def leave(self) -> None:
+        """The engine takes no part until it has the weights of the others."""
+        self._joined = False
+
     async def call(self, method: str, route: str, body: bytes) -> tuple[int, bytes] | None:
         """Call a control route. Returns the status and the body of the answer; `None` without an engine."""
         if self._living() is None:

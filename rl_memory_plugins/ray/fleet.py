@@ -15,26 +15,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, StateConflictError
+from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import EngineActor
 from rl_memory_plugins.ray.engines import Generated, engine_class
 from rl_memory_plugins.ray.handle import EngineActorHandle
 from rl_memory_plugins.ray.handoff import FleetHandoff
 from rl_memory_plugins.records import INITIAL_VERSION
-from rl_memory_plugins.trainer import Peers, push_from_all
+from rl_memory_plugins.tags import Level, Tag
+from rl_memory_plugins.timing import LONGEST_S
+from rl_memory_plugins.trainer import EngineFailure, Peers, push_from_all
 from rl_memory_plugins.trainer.engine_handle import on_all
+from rl_memory_plugins.trainer.outcomes import on_each
 from rl_memory_plugins.trainer.sources.model import Tensors
 
 with needs("ray"):
     import ray
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-T = TypeVar("T")
 
 CALLS = 10_000
 """The most calls that an actor runs at a time. Requests wait in the engine, not before it."""
@@ -74,8 +76,8 @@ class EngineDescription:
 class EngineFleet:
     """Engines in Ray actors. A call goes to all engines that are up, and holds on all of them or raises.
 
-    An engine that dies during a call is left out, and the call is made again for the others. It takes part again after
-    `replace`. Transitions of a fleet take turns; `generate` and `status` wait for none.
+    An engine that dies during a call is left out, and so is one that fails in an update or a handoff. It takes part
+    again after `replace`. Transitions of a fleet take turns; `generate` and `status` wait for none.
 
     Args:
         engines: The engines that this process controls: those of a fleet that `start` has made, or a part of them in
@@ -85,7 +87,7 @@ class EngineFleet:
 
     def __init__(self, engines: Iterable[EngineActorHandle], group: Any = None) -> None:
         self.engines = list(engines)
-        self._turn = threading.RLock()
+        self.turn: AbstractContextManager[Any] = threading.RLock()
         self._group = group
         self._peers: Peers | None = None
         self._updates = 0
@@ -166,16 +168,22 @@ class EngineFleet:
         return self._on_all(lambda engine: engine.wake_up(tags))
 
     def update(self, tensors: Tensors, weight_version: str | None = None, **options: Any) -> dict[str, Any]:
-        """`trainer.push_from_all` to all engines.
+        """`trainer.push_from_all` to all engines, with `on_failure="continue"`.
 
         Args:
             weight_version: The name of the weights; by default the number of this update.
+            **options: Those of `push_from_all`. The `base_version` of a partial update is by default the version of the
+                fleet's last update.
         """
-        version = self.next_version(weight_version)
-        report = self.without_lost(
-            lambda engines: push_from_all(engines, tensors, self.peers(), weight_version=version, **options)
-        )
-        self._version = version
+        if options.get("partial"):
+            options = {"base_version": self._version, **options}
+        with self.turn:
+            engines, version = self.present(), self.next_version(weight_version)
+            report = push_from_all(
+                engines, tensors, self.peers(), weight_version=version, on_failure="continue", **options
+            )
+            self.leave_out(report["failed"])
+            self.updated_to(version)
         return report
 
     def handoff(self, source: Tensors, **options: Any) -> FleetHandoff:
@@ -183,7 +191,9 @@ class EngineFleet:
         return FleetHandoff(self, source, **{"group": self._group, **options})
 
     def replace(self, tensors: Tensors, weight_version: str | None = None, **options: Any) -> list[int]:
-        """Start an engine in each actor that Ray has restarted, give it the weights of the others, and open it.
+        """Bring back the engines that were left out: give them the weights of the others, and open them.
+
+        In an actor that Ray has restarted an engine starts first.
 
         The other engines serve meanwhile. Call it while the devices have room for an engine; in a thread, to use the
         others from this process. Processes of a trainer call it together.
@@ -199,7 +209,7 @@ class EngineFleet:
             RLMemoryError: an engine has not started, or the update has failed. The engines that were to be replaced
                 admit nothing; call again.
         """
-        with self._turn:
+        with self.turn:
             peers = self.peers()
             absent: list[EngineActorHandle] = []
 
@@ -211,7 +221,9 @@ class EngineFleet:
             if not sum(peers.agree(look)):
                 return []
             peers.agree(lambda: on_all(absent, lambda engine: engine.start(closed=True)))  # type: ignore[attr-defined]
-            peers.agree(lambda: on_all(absent, lambda engine: engine.wake_up(["weights"])))
+            # An engine that has not died has former weights. They go first: nobody may meet them.
+            peers.agree(lambda: on_all(absent, lambda engine: engine.sleep(Level.DISCARD, [Tag.WEIGHTS])))
+            peers.agree(lambda: on_all(absent, lambda engine: engine.wake_up([Tag.WEIGHTS])))
             version = weight_version or self._version
             push_from_all(absent, tensors, peers, weight_version=version, **options)
             peers.agree(lambda: on_all(absent, _open))
@@ -264,39 +276,48 @@ class EngineFleet:
         """Note the version that all engines but those left out have now."""
         self._version = weight_version
 
-    def without_lost(self, call: Callable[[list[EngineActorHandle]], T]) -> T:
-        """Call with the engines that are up, and again without those that are lost. All processes do so together.
+    def present(self) -> list[EngineActorHandle]:
+        """The engines of this process that are up. All processes ask together.
 
         Raises:
             StateConflictError: no engine of any process is up.
         """
-        with self._turn:
-            engines: list[EngineActorHandle] = []
+        engines: list[EngineActorHandle] = []
 
-            def look() -> int:
-                engines[:] = self.up()
-                return len(engines)
+        def look() -> int:
+            engines.extend(self.up())
+            return len(engines)
 
-            while True:
-                _require_some(sum(self.peers().agree(look)))
-                try:
-                    return call(engines)
-                except EngineLostError as error:
-                    for engine in self.engines:
-                        if engine.number == error.details.get("engine"):
-                            engine.end()
+        _require_some(sum(self.peers().agree(look)))
+        return engines
+
+    def leave_out(self, failures: Iterable[EngineFailure]) -> None:
+        """Have the engines of this process that have failed leave the fleet; see `EngineActorHandle.leave`."""
+        failed = {failure.engine for failure in failures if failure.trainer_rank == self.peers().rank}
+        leaving = [engine for engine in self.engines if engine.number in failed]
+        on_all(leaving, lambda engine: engine.leave())  # type: ignore[attr-defined]
 
     def _on_all(self, call: Callable[[EngineActorHandle], Any]) -> dict[int, Any]:
+        """The answers by the numbers of the engines. Those that are lost leave the fleet."""
         answers: dict[int, Any] = {}
 
-        def note(engine: Any) -> None:
-            answers[engine.number] = call(engine)
+        def run() -> int:
+            errors = []
+            for engine, answer in zip(engines, on_each(engines, call, LONGEST_S), strict=True):
+                if isinstance(answer, EngineLostError):
+                    engine.leave()
+                elif isinstance(answer, RLMemoryError):
+                    answer.details.setdefault("engine", engine.number)
+                    errors.append(answer)
+                else:
+                    answers[engine.number] = answer
+            if errors:
+                raise errors[0]
+            return len(answers)
 
-        def run(engines: list[EngineActorHandle]) -> None:
-            answers.clear()
-            on_all(engines, note)
-
-        self.without_lost(run)
+        with self.turn:
+            engines = self.present()
+            _require_some(sum(self.peers().agree(run)))
         return answers
 
     def _phases(self) -> list[str]:

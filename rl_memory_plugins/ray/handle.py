@@ -18,6 +18,10 @@ with needs("ray"):
     from ray.exceptions import GetTimeoutError, RayActorError
 
 
+LEAVE_S = 3.0
+"""How long an engine may take for each of the calls by which it leaves its fleet."""
+
+
 class EngineActorHandle(EngineClient):
     """One engine of a fleet. `RolloutHandoff` and `push_from_all` take it as they take an `EngineClient`.
 
@@ -64,13 +68,23 @@ class EngineActorHandle(EngineClient):
         """The engine takes part in the fleet from now on."""
         self.result(self.actor.join.remote(), timeout_s)
 
-    def end(self) -> None:
-        """End the actor's process, if there is one with an engine. Ray restarts the actor, without an engine."""
+    def leave(self) -> None:
+        """Take no part in the fleet from now on, and admit nothing, until `EngineFleet.replace`.
+
+        An engine that does not close is ended: it must not serve weights that the others have left behind. Ray then
+        restarts the actor, without an engine.
+        """
         try:
-            if self.about().phase == "empty":
+            self.result(self.actor.leave.remote(), LEAVE_S)
+            self.sleep(0, timeout_s=LEAVE_S)
+            return
+        except RLMemoryError:
+            pass
+        try:
+            if self.about(timeout_s=LEAVE_S).phase == "empty":
                 return
         except RLMemoryError:
-            pass  # cannot be reached: it must not serve weights that the others have left behind
+            pass  # cannot be reached
         ray.kill(self.actor, no_restart=False)
 
     def ask(self, prompt: list[int], sampling: dict[str, Any]) -> Any:

@@ -159,14 +159,14 @@ def build_router(
             ("GET", "/weights/checksums", checksums),
         ]
         for method, path, handler in routes:  # described by `openapi.py`, not by FastAPI
-            endpoint = _answering(handler, auth)
+            endpoint = answering(handler, auth)
             router.add_api_route(
                 prefix + path, endpoint, methods=[method], response_model=None, include_in_schema=False
             )
     return router
 
 
-def _answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Awaitable[Response]]:
+def answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that checks the caller first, and turns results and errors into responses."""
 
     async def endpoint(request: Request) -> Response:

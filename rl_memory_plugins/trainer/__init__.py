@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_memory_plugins.client import EngineClient
     from rl_memory_plugins.trainer.adapters import Adapter
+    from rl_memory_plugins.trainer.async_handoff import AsyncRolloutHandoff
     from rl_memory_plugins.trainer.cache import CacheClearing, aggressive_empty_cache
     from rl_memory_plugins.trainer.engine_handle import EngineHandle, EngineObject
-    from rl_memory_plugins.trainer.handoff import AsyncRolloutHandoff, HandoffReport, Movable, RolloutHandoff
+    from rl_memory_plugins.trainer.handoff import RolloutHandoff
+    from rl_memory_plugins.trainer.handoff_report import HandoffReport
     from rl_memory_plugins.trainer.offloading import Moved, Offloader, load, offload
     from rl_memory_plugins.trainer.outcomes import EngineFailure
+    from rl_memory_plugins.trainer.parts import Movable
     from rl_memory_plugins.trainer.pausable import PausableMemory
     from rl_memory_plugins.trainer.pausable_part import PausablePart
     from rl_memory_plugins.trainer.peers import Peers
@@ -93,11 +96,14 @@ _MODULES = {
     "rl_memory_plugins.weights.manifest": ["TensorSpec"],
     "rl_memory_plugins.weights.source": ["NegotiableSource", "ReadingSource", "ResidentSource", "TensorSource"],
     f"{__name__}.adapters": ["Adapter"],
+    f"{__name__}.async_handoff": ["AsyncRolloutHandoff"],
     f"{__name__}.cache": ["CacheClearing", "aggressive_empty_cache"],
     f"{__name__}.engine_handle": ["EngineHandle", "EngineObject"],
-    f"{__name__}.handoff": ["AsyncRolloutHandoff", "HandoffReport", "Movable", "RolloutHandoff"],
+    f"{__name__}.handoff": ["RolloutHandoff"],
+    f"{__name__}.handoff_report": ["HandoffReport"],
     f"{__name__}.offloading": ["Moved", "Offloader", "load", "offload"],
     f"{__name__}.outcomes": ["EngineFailure"],
+    f"{__name__}.parts": ["Movable"],
     f"{__name__}.pausable": ["PausableMemory"],
     f"{__name__}.pausable_part": ["PausablePart"],
     f"{__name__}.peers": ["Peers"],

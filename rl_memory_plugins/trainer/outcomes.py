@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
+from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.trainer.engine_handle import EngineHandle
 from rl_memory_plugins.weights import wire
@@ -18,6 +18,7 @@ from rl_memory_plugins.weights.wire import Deadline
 STATE_S = 5.0
 """How long an engine may take to tell its state after a failure."""
 
+E = TypeVar("E")
 T = TypeVar("T")
 
 
@@ -26,7 +27,7 @@ class Outcome(msgspec.Struct):
 
     Attributes:
         trainer_rank: The trainer process that controls the engine.
-        engine: The index of the engine among those of this process.
+        engine: The index of the engine among those of this process; in a fleet its number.
         error: The record of the error; `None` if the engine has the new weights.
         state: Of a failed engine its `content`, `weight_version`, `admitting` and `reason`; `None` if it does not tell.
     """
@@ -39,7 +40,7 @@ class Outcome(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineFailure:
-    """An engine that an update with `on_failure="continue"` did not reach.
+    """An engine that an update or a handoff with `on_failure="continue"` goes on without.
 
     Attributes:
         trainer_rank, engine, state: See `Outcome`.
@@ -59,17 +60,44 @@ def outcomes_of(engines: Sequence[EngineHandle], errors: Sequence[RLMemoryError 
         errors: Of each engine; `None` if it has the new weights.
         rank: The rank of this process.
     """
-    failed = [number for number, error in enumerate(errors) if error is not None]
-    states = dict(zip(failed, on_each([engines[number] for number in failed], _state, STATE_S), strict=True))
+    failed = [place for place, error in enumerate(errors) if error is not None]
+    states = dict(zip(failed, on_each([engines[place] for place in failed], state_of, STATE_S), strict=True))
     return [
         Outcome(
             rank,
-            number,
+            number_of(engines[place], place),
             None if error is None else record_of(error),
-            state if isinstance(state := states.get(number), dict) else None,
+            state if isinstance(state := states.get(place), dict) else None,
         )
-        for number, error in enumerate(errors)
+        for place, error in enumerate(errors)
     ]
+
+
+def number_of(engine: EngineHandle, place: int) -> int:
+    """How failures name an engine: by its attribute `number` if it has one, else by its place in the list."""
+    return int(getattr(engine, "number", place))
+
+
+def failures_of(outcomes: Sequence[Outcome], specificity: Callable[[Exception], int]) -> list[EngineFailure]:
+    """The engines that have failed, if one is left that has not.
+
+    Args:
+        outcomes: Those of all processes.
+        specificity: Ranks errors.
+
+    Raises:
+        RLMemoryError: all engines have failed. The most specific error, with all of `outcomes` in its details.
+    """
+    failed = [
+        EngineFailure(one.trainer_rank, one.engine, from_record(one.error), one.state)
+        for one in outcomes
+        if one.error is not None
+    ]
+    if failed and len(failed) == len(outcomes):
+        error = max((one.error for one in failed), key=specificity)
+        error.details["engines"] = msgspec.to_builtins(outcomes)
+        raise error
+    return failed
 
 
 def record_of(error: RLMemoryError) -> dict[str, Any]:
@@ -78,15 +106,13 @@ def record_of(error: RLMemoryError) -> dict[str, Any]:
     return record
 
 
-def _state(engine: EngineHandle) -> Any:
+def state_of(engine: EngineHandle) -> dict[str, Any] | None:
     """See `EngineClient.weights_state`. A handle may lack the method."""
     ask = getattr(engine, "weights_state", None)
     return None if ask is None else ask()
 
 
-def on_each(
-    engines: Sequence[EngineHandle], call: Callable[[EngineHandle], T], timeout_s: float
-) -> list[T | RLMemoryError]:
+def on_each(engines: Sequence[E], call: Callable[[E], T], timeout_s: float) -> list[T | RLMemoryError]:
     """Call all engines at once. Returns the result or the error of each.
 
     Args:

@@ -35,7 +35,7 @@ class Pausable(Protocol):
 
 
 class PausablePart:
-    """Tags of a `PausableMemory`, as a `handoff.Movable`."""
+    """Tags of a `PausableMemory`, as a `parts.Movable`."""
 
     def __init__(self, memory: Pausable, tags: list[str]) -> None:
         self.memory = memory

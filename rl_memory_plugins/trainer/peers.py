@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,6 +53,23 @@ class Peers:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             if self.size > 1:
                 self._group = _gloo_group(group)
+
+    @contextlib.contextmanager
+    def at(self, step: str) -> Iterator[None]:
+        """Name the step in the agreements with the other processes, and in the details of errors.
+
+        Raises:
+            RLMemoryError: also for an error of another type.
+        """
+        self.step = step
+        try:
+            yield
+        except RLMemoryError as error:
+            error.details["step"] = step
+            raise
+        except Exception as error:
+            message = f"{step}: {type(error).__name__}: {error}"
+            raise RLMemoryError(message, step=step, type=type(error).__name__) from error
 
     def agree(self, run: Callable[[], T], as_type: Any = Any) -> list[T]:
         """Call `run` on every rank. Returns the results of all ranks, in their order.

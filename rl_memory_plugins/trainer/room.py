@@ -34,7 +34,11 @@ def room(engines: Sequence[EngineHandle], memories: Iterable[Pausable]) -> Room:
         ask = getattr(engine, "asleep_bytes", None)
         if ask is None:
             return Room(None, free)
-        for device, nbytes in ask(Tag.WEIGHTS.value):
+        try:
+            asleep = ask(Tag.WEIGHTS.value)
+        except RLMemoryError:
+            continue  # it will hardly wake; and if it does and lacks memory, it wakes again later
+        for device, nbytes in asleep:
             needed[device] = needed.get(device, 0) + nbytes
     return Room(needed, free)
 

@@ -22,7 +22,7 @@ from rl_memory_plugins.trainer.engine_handle import EngineHandle, Post
 from rl_memory_plugins.trainer.fan_out import FanOut
 from rl_memory_plugins.trainer.lane import Lane
 from rl_memory_plugins.trainer.once import Once
-from rl_memory_plugins.trainer.outcomes import EngineFailure, Outcome, on_each, outcomes_of, record_of
+from rl_memory_plugins.trainer.outcomes import Outcome, failures_of, on_each, outcomes_of, record_of
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, specificity
 from rl_memory_plugins.trainer.sites import Site, fail_senders, server_of, this_site
@@ -297,15 +297,7 @@ class SeveralEngines:
         Raises:
             RLMemoryError: no engine has got the weights.
         """
-        failed = [
-            EngineFailure(one.trainer_rank, one.engine, from_record(one.error), one.state)
-            for one in outcomes
-            if one.error is not None
-        ]
-        if failed and len(failed) == len(outcomes):
-            error = max((one.error for one in failed), key=specificity)
-            error.details["engines"] = msgspec.to_builtins(outcomes)
-            raise error
+        failed = failures_of(outcomes, specificity)
         reports = [lane.report for lane in self._lanes.values() if lane.report is not None]
         answers = [self._calls[number].answer if number in self._calls else None for number in self._own]
         return {**merged(reports), "engines": answers, "failed": failed}

@@ -85,13 +85,7 @@ def push_from_all(
         RLMemoryError: on every process the most specific error; see `Peers.share`. If an engine may have changed,
             `details["engines"]` has an `Outcome` for each engine, as a dict.
     """
-    if on_failure not in ON_FAILURE:
-        raise InvalidRequestError(
-            f"on_failure is one of {', '.join(ON_FAILURE)}, not {on_failure!r}",
-            field="on_failure",
-            got=on_failure,
-            allowed=list(ON_FAILURE),
-        )
+    require_on_failure(on_failure)
     if on_failure == "continue" and partial and base_version is None:
         raise InvalidRequestError(
             "a partial update that may leave engines out needs base_version, the version that the weights of the "
@@ -166,6 +160,21 @@ def push_from_all(
     finally:
         del failure, errors  # breaks the reference cycle between the errors and this frame
     return {**report, "engines": [call.answer for call in calls]}
+
+
+def require_on_failure(on_failure: Any) -> None:
+    """Check what follows if an engine fails; see `push_from_all`.
+
+    Raises:
+        InvalidRequestError: it is neither `abort` nor `continue`.
+    """
+    if on_failure not in ON_FAILURE:
+        raise InvalidRequestError(
+            f"on_failure is one of {', '.join(ON_FAILURE)}, not {on_failure!r}",
+            field="on_failure",
+            got=on_failure,
+            allowed=list(ON_FAILURE),
+        )
 
 
 def require_options(options: Mapping[str, Any]) -> None:

@@ -16,10 +16,11 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, StreamedAttached, attach, typed
+from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, StreamedAttached, attach
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached, communicated
 from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
+from rl_memory_plugins.weights.entries import next_spec, tensor_of
 from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.plan import LoadPlan, Write
@@ -236,7 +237,7 @@ class Session:
             memory = buffer.memory(bucket.slot, entry)
             spec = self._take(entry, manifest, len(memory))
             if self.check_finite:
-                _require_finite(spec.name, _tensor(memory, entry, spec))
+                _require_finite(spec.name, tensor_of(memory, entry, spec))
             planned = self._writes(plan, spec, memory, entry)
             if planned is not None:
                 writes += planned
@@ -257,25 +258,10 @@ class Session:
     def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
         """Count the entry as received. Checks that it is the next tensor or its next whole rows, inside the slot."""
         expected = (self._next_tensor, self._received_bytes)
-        if (entry.index, entry.start) != expected or entry.index >= len(manifest.tensors):
-            raise WeightUpdateError(
-                f"the trainer sent tensor {entry.index} out of order: tensor {self._next_tensor} was next",
-                rank=self.manager.rank,
-            )
-        spec = manifest.tensors[entry.index]
-        nbytes = spec.nbytes
-        if (
-            not 0 <= entry.nbytes <= nbytes - entry.start
-            or (entry.nbytes == 0 and nbytes > 0)
-            or (entry.nbytes != nbytes and entry.nbytes % spec.row_nbytes)
-            or not 0 <= entry.offset <= slot_bytes - entry.nbytes
-            or entry.offset % ITEMSIZE[spec.dtype]
-        ):
-            problem = f"the trainer announced an invalid byte range for {spec.name}"
-            raise WeightUpdateError(problem, name=spec.name, rank=self.manager.rank)
+        spec = next_spec(entry, expected, manifest, slot_bytes, rank=self.manager.rank)
         self._received_bytes += entry.nbytes
         self._total_bytes += entry.nbytes
-        if self._received_bytes == nbytes:
+        if self._received_bytes == spec.nbytes:
             self._next_tensor += 1
             self._received_bytes = 0
         return spec
@@ -301,11 +287,11 @@ class Session:
         if writes is None or memory.is_cuda or all(_is_plain(*write) for write in writes):
             return writes
         # Copy as is, then cast or gather on the GPU: the host is slower.
-        return writes_from(_tensor(memory, entry, spec).to(writes[0][0].device, non_blocking=True), 0)
+        return writes_from(tensor_of(memory, entry, spec).to(writes[0][0].device, non_blocking=True), 0)
 
     def _assemble(self, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> torch.Tensor | None:
         """A copy of the tensor once all its rows have arrived; `None` before."""
-        rows = _tensor(memory, entry, spec)
+        rows = tensor_of(memory, entry, spec)
         if entry.nbytes == spec.nbytes:
             return rows.to(self._device, copy=True)
         if self._assembled is None:
@@ -315,14 +301,6 @@ class Session:
             return None
         whole, self._assembled = self._assembled, None
         return whole
-
-
-def _tensor(memory: torch.Tensor, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:
-    """A view of the entry: the tensor, or some of its rows."""
-    shape = spec.shape
-    if entry.nbytes != spec.nbytes:
-        shape = (entry.nbytes // spec.row_nbytes, *shape[1:])
-    return typed(memory, entry.offset, entry.nbytes, spec.dtype, shape)
 
 
 def _is_plain(destination: torch.Tensor, source: Any) -> bool:

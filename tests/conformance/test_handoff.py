@@ -14,7 +14,7 @@ import torch
 from integration.engines.base import Server
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.trainer import AsyncRolloutHandoff, ModelSource, Moved, Offloader, RolloutHandoff
-from rl_memory_plugins.trainer.handoff import STEPS
+from rl_memory_plugins.trainer.handoff_report import STEPS
 from tests.conformance.conftest import PROMPT, Weights, greedy
 from tests.conformance.trainers import BUCKET_BYTES
 

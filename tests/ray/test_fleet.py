@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from rl_memory_plugins.errors import (
     EngineLostError,
     InvalidRequestError,
     ManifestError,
+    StateConflictError,
 )
 from rl_memory_plugins.ray import EngineActorHandle, EngineDescription, EngineFleet, status, table
 from rl_memory_plugins.trainer import PausableMemory, StreamSource, TensorSpec
@@ -90,6 +92,11 @@ def test_an_update_of_all(fleet: EngineFleet, folder: Path) -> None:
         assert len(answer.logprobs) == 3 and max(answer.logprobs) < 0
 
 
+def reached(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answers of the engines that an update has reached."""
+    return [answer for answer in report["engines"] if answer is not None]
+
+
 def memory_of(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, PausableMemory]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return optimizer, PausableMemory(model, optimizer)
@@ -113,7 +120,7 @@ def test_a_handoff_goes_on_without_an_engine_that_dies_asleep(fleet: EngineFleet
         os.kill(fleet.engines[0].about().pid, 9)
     wait_until(lambda: status(fleet)[0].state == "empty", "Ray restarts the actor")
     assert (status(fleet)[1].state, status(fleet)[1].weight_version) == ("serves", "second")
-    assert len(report.update["engines"]) == 1
+    assert len(reached(report.update)) == 1
     expected = greedy_of_sleeping(memory, model)
     assert tokens(fleet, PROMPT) == [expected] * 4
     assert fleet.replace(model) == [0]
@@ -121,7 +128,7 @@ def test_a_handoff_goes_on_without_an_engine_that_dies_asleep(fleet: EngineFleet
     assert tokens(fleet, PROMPT) == [expected] * 4
     with handoff.training("third") as report:
         step(model, optimizer)
-    assert len(report.update["engines"]) == 2
+    assert len(reached(report.update)) == 2
     memory.close()
 
 
@@ -149,7 +156,7 @@ class Rank:
         with self.handoff.training(version) as report:
             if kills:
                 os.kill(self.fleet.engines[0].about().pid, 9)
-        return len(report.update["engines"])
+        return len(reached(report.update))
 
     def replace(self) -> list[int]:
         return self.fleet.replace(self.model)
@@ -239,9 +246,34 @@ def test_an_engine_that_dies_in_an_update_keeps_no_other_from_it(fleet: EngineFl
 
     specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()]
     report = fleet.update(StreamSource(specs, make), "five", bucket_bytes=1 << 20)
-    assert [answer["weight_version"] for answer in report["engines"]] == ["five"]
+    assert [answer["weight_version"] for answer in reached(report)] == ["five"]
+    assert [(failure.engine, type(failure.error)) for failure in report["failed"]] == [(0, EngineLostError)]
     assert tokens(fleet, PROMPT) == [greedy(model)] * 4
     assert [one.number for one in status(fleet) if one.state == "serves"] == [1]
+
+
+def test_an_engine_that_fails_an_update_and_lives_leaves_the_fleet_until_it_is_replaced(
+    fleet: EngineFleet, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, pid = fleet.engines[1], fleet.engines[1].about().pid
+
+    def refuse(body: dict[str, Any], **options: Any) -> None:
+        raise StateConflictError("not now")
+
+    model = model_of(folder, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, "post_update", refuse)
+        report = fleet.update(model, "eight")
+    assert [(failure.engine, str(failure.error)) for failure in report["failed"]] == [(1, "not now")]
+    left = status(fleet)[1]
+    assert (left.state, left.reason) == ("joining", "paused")
+    with pytest.raises(EngineAsleepError):
+        failing.generate(PROMPT, {"max_tokens": 1})
+    assert tokens(fleet, PROMPT) == [greedy(model)] * 4
+    assert fleet.replace(model) == [1]
+    assert failing.about().pid == pid
+    assert [(one.state, one.weight_version) for one in status(fleet)] == [("serves", "eight")] * 2
+    assert tokens(fleet, PROMPT) == [greedy(model)] * 4
 
 
 def test_an_actor_ends_with_its_engine(fleet: EngineFleet, folder: Path) -> None:

@@ -333,3 +333,18 @@ def test_version():
 )
 def test_size(count, text):
     assert cli.size(count) == text
+
+
+def test_a_relay_is_served_for_the_engines_that_are_named(monkeypatch):
+    served = []
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: served.append((app, options)))
+    done = run("relay", "http://127.0.0.1:8000", "http://127.0.0.1:8001", "--host", "10.0.0.1", "--api-key", "k")
+    assert done.exit_code == 0, done.output
+    [(app, options)] = served
+    assert (options["host"], options["port"]) == ("10.0.0.1", 8100)
+    assert "/v1/rl_memory/update_weights_from_ipc" in {route.path for route in app.routes}
+
+
+def test_a_relay_refuses_hosts_that_are_none():
+    done = run("relay", "http://127.0.0.1:8000", "--update-hosts", "nowhere/99")
+    assert done.exit_code == 1 and "update_hosts" in done.output

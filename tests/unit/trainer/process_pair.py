@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
+START_S = 300.0
+
 
 class ProcessPair:
     """Started once, since importing torch takes longer than most tests."""
@@ -52,6 +54,8 @@ class ProcessPair:
             process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
+        for pipe in self._pipes:  # the time of a test is not that of the imports
+            assert pipe.poll(START_S) and pipe.recv() == "ready"
 
     def _stop(self):
         for process in self._processes:
@@ -67,6 +71,7 @@ def _serve(pipe, rank, size, store):
     faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=size)
+    pipe.send("ready")
     while True:
         function, arguments = pipe.recv()
         try:

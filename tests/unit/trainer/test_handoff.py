@@ -25,9 +25,10 @@ from rl_memory_plugins.trainer import (
     Moved,
     RolloutHandoff,
     handoff,
+    parts,
 )
 from rl_memory_plugins.trainer.cache import CacheClearing
-from rl_memory_plugins.trainer.handoff import STEPS
+from rl_memory_plugins.trainer.handoff_report import STEPS
 
 
 class Part:
@@ -162,7 +163,7 @@ def test_the_trainer_is_limited_while_it_has_the_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: setup.log.append(("limit", share)))
-    monkeypatch.setattr(handoff, "aggressive_empty_cache", lambda **options: CacheClearing())
+    monkeypatch.setattr(parts, "aggressive_empty_cache", lambda **options: CacheClearing())
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     with setup.handoff.training("7"):
         pass
@@ -176,7 +177,7 @@ def test_the_trainer_is_limited_while_it_has_the_devices(monkeypatch):
 def test_the_cache_is_emptied_before_each_wake_and_garbage_collected_once(monkeypatch, moving):
     setup = Setup()
     if not moving:
-        setup.handoff._weights, setup.handoff._others = [], []
+        setup.handoff._parts.weights, setup.handoff._parts.others = [], []
 
     def clear(max_rounds=3, threshold_bytes=0, in_use_bytes=None):
         setup.log.append(("clear", max_rounds))
@@ -184,7 +185,7 @@ def test_the_cache_is_emptied_before_each_wake_and_garbage_collected_once(monkey
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(handoff, "aggressive_empty_cache", clear)
+    monkeypatch.setattr(parts, "aggressive_empty_cache", clear)
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     with setup.handoff.training() as report:
         pass
@@ -205,7 +206,7 @@ def test_the_weights_are_known_to_be_in_use(monkeypatch):
         known.append(in_use_bytes)
         return CacheClearing()
 
-    monkeypatch.setattr(handoff, "aggressive_empty_cache", clear)
+    monkeypatch.setattr(parts, "aggressive_empty_cache", clear)
     with RolloutHandoff(ToyEngine(), ModelSource(model), weights=[model], others=[reference]).training():
         pass
     assert known[0] == sum(parameter.nbytes for parameter in model.parameters())
@@ -223,7 +224,7 @@ def test_garbage_is_not_collected_again_for_what_a_collection_has_left(monkeypat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved[0])
-    monkeypatch.setattr(handoff, "aggressive_empty_cache", clear)
+    monkeypatch.setattr(parts, "aggressive_empty_cache", clear)
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     while reserved:
         with setup.handoff.training():
@@ -265,7 +266,7 @@ def test_without_a_fraction_the_trainers_own_limit_stays(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: pytest.fail("a limit was set"))
-    monkeypatch.setattr(handoff, "aggressive_empty_cache", lambda **options: CacheClearing())
+    monkeypatch.setattr(parts, "aggressive_empty_cache", lambda **options: CacheClearing())
     monkeypatch.setattr(handoff, "push_from_all", lambda *args, **options: {})
     with setup.handoff.training("7"):
         pass

@@ -19,6 +19,7 @@ from rl_memory_plugins.errors import (
     EngineFaultError,
     HostMemoryError,
     InvalidRequestError,
+    RLMemoryError,
     StateConflictError,
     WeightUpdateError,
 )
@@ -174,6 +175,37 @@ def test_an_engine_that_runs_out_of_memory_beside_the_state_is_asked_again_witho
     setup.assert_nothing_lost()
 
 
+def another_engine():
+    engine = Engine()
+    engine.ranks = ToyEngine(first_device=5).ranks
+    return engine
+
+
+@pytest.mark.parametrize("call", ["wake_up", "post_update"])
+def test_an_engine_that_runs_out_of_memory_beside_the_state_is_not_left_out(monkeypatch, call):
+    setup = Setup(monkeypatch, on_failure="continue")
+    setup.handoff.engines.append(another_engine())
+    setup.step()
+    setup.engine.fail[call] = SHORT
+    calls = setup.step()
+    assert calls == BESIDE[: 1 + (call == "post_update")] + BEFORE
+    assert setup.report.failed == [] and all(engine.open for engine in setup.handoff.engines)
+    setup.assert_nothing_lost()
+
+
+def test_an_engine_that_does_not_answer_keeps_no_state_on_the_device(monkeypatch):
+    setup = Setup(monkeypatch, on_failure="continue")
+    dead = another_engine()
+    setup.handoff.engines.append(dead)
+
+    def gone(*args):
+        raise RLMemoryError("cannot reach it")
+
+    dead.asleep_bytes = dead.devices = dead.wake_up = gone
+    assert setup.step() == BESIDE
+    assert [one.engine for one in setup.report.failed] == [1]
+
+
 def test_an_engine_that_runs_out_of_memory_without_the_state_fails(monkeypatch):
     setup = Setup(monkeypatch, overlap=False)
     setup.engine.fail["wake_up"] = DeviceMemoryError("a wake needs 3 bytes")
@@ -236,7 +268,7 @@ def test_the_cache_is_emptied_once_of_the_gradients_too_and_before_the_copies_be
         done.append((step, here, setup.leaving.under_way))
         return 0.0
 
-    monkeypatch.setattr(setup.handoff, "_empty_cache", empty)
+    monkeypatch.setattr(setup.handoff._parts, "empty_cache", empty)
     monkeypatch.setattr(setup.memory._manager.device, "trim", lambda min_bytes=0: done.append("trim"))
     with setup.handoff.training():
         setup.model().backward()
@@ -539,7 +571,7 @@ def test_copies_that_fail_too_hide_no_error_of_the_engine(monkeypatch, apart):
 def test_a_tag_may_be_named_among_both(monkeypatch):
     setup = Behind(monkeypatch, others=lambda optimizer: [])
     both = [setup.memory.part("optimizer", "parameters", "gradients")]
-    setup.handoff._others = [*both, *setup.handoff._others]
+    setup.handoff._parts.others = [*both, *setup.handoff._parts.others]
     assert setup.step() == [*BEGIN, *UPDATE, *STATE, *WEIGHTS, *OPEN]
     setup.assert_nothing_lost()
 

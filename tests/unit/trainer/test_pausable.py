@@ -866,12 +866,12 @@ def handoff_of_two(rank, step):
         allocator._margin_bytes, arena._margin_bytes = 1 << 60, 1 << 60
     found = ""
     try:
-        handoff._move(HandoffReport(), step, [*handoff._weights, *handoff._others])
+        handoff._parts.move(HandoffReport(), step, [*handoff._parts.weights, *handoff._parts.others])
     except RLMemoryError as error:
         found = type(error).__name__
     unchanged = states(memory) == before
     allocator._margin_bytes, arena._margin_bytes = 0, 0
-    handoff._move(HandoffReport(), step, [*handoff._weights, *handoff._others])
+    handoff._parts.move(HandoffReport(), step, [*handoff._parts.weights, *handoff._parts.others])
     memory.wake()
     return found, unchanged, states(memory)["optimizer"], same(whole(model), expected)
 

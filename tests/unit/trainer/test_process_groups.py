@@ -171,10 +171,10 @@ def handoff_where_a_commit_fails(rank):
         alone._manager.commit_sleep = fail
     found = ""
     try:
-        handoff._move(HandoffReport(), "offload", handoff._weights)
+        handoff._parts.move(HandoffReport(), "offload", handoff._parts.weights)
     except RLMemoryError as error:
         found = error.message
-    handoff._move(HandoffReport(), "load", handoff._weights)
+    handoff._parts.move(HandoffReport(), "load", handoff._parts.weights)
     memory.close()
     alone.close()
     return found, list(LOG), bool(torch.equal(model.weight, before))

@@ -1,0 +1,49 @@
+"""The control routes of a relay, for an `EngineClient`: those that a handoff and an update call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from rl_memory_plugins import operations
+from rl_memory_plugins.client import ROUTES
+from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.parameters import read_arguments, read_body, reject_unknown
+from rl_memory_plugins.server.router import UPDATE_ROUTE, Handler, answering
+from rl_memory_plugins.trainer.relay import Relay
+
+
+def build_relay_app(relay: Relay, auth: ControlAuth) -> FastAPI:
+    """An app whose routes lead to a relay. A call that has begun runs to its end, even if its client goes away."""
+
+    async def memory(request: Request) -> dict[str, Any]:
+        ranks = [{"device": device} for device in relay.devices()]
+        return {**await asyncio.to_thread(relay.weights_state), "engines": [{"ranks": ranks}]}
+
+    async def update(request: Request) -> dict[str, Any]:
+        given = await read_body(request)
+        reject_unknown(request.query_params.keys(), ())  # a token has no place in a URL
+        reject_unknown(given, {"endpoints", "token", "weight_version", "mode", "timeout_s", "base_version"})
+        operations.update_weights(**given)  # checks the fields
+        return {"status": "updated", **await asyncio.to_thread(relay.post_update, given)}
+
+    async def sleep(request: Request) -> dict[str, Any]:
+        given = await read_arguments(request, {"level", "tags", "mode", "keep"})
+        return {"status": "sleeping", **await asyncio.to_thread(relay.sleep, **given)}
+
+    async def wake_up(request: Request) -> dict[str, Any]:
+        given = await read_arguments(request, {"tags"})
+        return {"status": "awake", **await asyncio.to_thread(relay.wake_up, **given)}
+
+    app = FastAPI(openapi_url=None)
+    routes: list[tuple[str, str, Handler]] = [
+        ("GET", "/memory", memory),
+        ("POST", UPDATE_ROUTE, update),
+        ("POST", "/sleep", sleep),
+        ("POST", "/wake_up", wake_up),
+    ]
+    for method, path, handler in routes:
+        app.add_api_route(ROUTES + path, answering(handler, auth), methods=[method], response_model=None)
+    return app

@@ -1,0 +1,113 @@
+"""The trainer's own parts of a handoff, and their moves between device and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from rl_memory_plugins.trainer.cache import aggressive_empty_cache
+from rl_memory_plugins.trainer.gpu import own_device
+from rl_memory_plugins.trainer.handoff_report import HandoffReport
+from rl_memory_plugins.trainer.offloading import Moved, Offloader
+from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, commit_all, tags_of
+from rl_memory_plugins.trainer.peers import Peers
+
+COLLECT_THRESHOLD_BYTES = 256 << 20
+"""Garbage is collected only if torch holds this many bytes besides the weights."""
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """An object that can be offloaded from the device and loaded again. Repeated calls of a method do nothing.
+
+    It may have a method `resident_bytes(device)`: the bytes that torch counts as allocated for the object's tensors.
+    """
+
+    def offload(self) -> Moved: ...
+
+    def load(self) -> Moved: ...
+
+
+class TrainerParts:
+    """What a trainer moves. All processes make each call together, and it succeeds on all or fails on all.
+
+    Args:
+        weights, others, overlap, memory_fraction: See `RolloutHandoff`.
+        peers: The processes of the trainer.
+
+    Attributes:
+        weights, others: The parts as `Movable`s. The gradients of modules in `weights` are among `others`.
+    """
+
+    def __init__(
+        self, weights: Iterable[Any], others: Iterable[Any], peers: Peers, *, overlap: bool, memory_fraction: float
+    ) -> None:
+        weights = list(weights)
+        modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
+        self.weights = [_movable(part, gradients=False) for part in weights]
+        self.others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
+        self._peers = peers
+        self._overlap = overlap
+        self._memory_fraction = memory_fraction
+        self._stays = 0  # bytes that torch held beside the trainer's after garbage was collected
+
+    def limit(self, fraction: float) -> None:
+        """Limit torch to a share of the GPU: then the trainer runs out of memory before an engine fails to wake."""
+        # If `memory_fraction` is 1, a limit that the trainer has set itself stays.
+        if self._memory_fraction < 1 and torch.cuda.is_initialized():
+            torch.cuda.set_per_process_memory_fraction(fraction)
+
+    def move(
+        self, report: HandoffReport, step: str, parts: Sequence[Movable], prepared: Collection[Pausable] = ()
+    ) -> None:
+        """Load or offload. After an offload, empty torch's cache.
+
+        Pausable memories prepare on all processes before any of them acts. Those in `prepared` have done so already.
+        """
+        load = step == "load"
+        tags = tags_of(parts)
+        later = tags_of(self.others) if load and self._overlap else {}
+        rest = [part for part in parts if not isinstance(part, PausablePart)]
+
+        def prepare() -> None:
+            for memory, own in tags.items():
+                if memory not in prepared:
+                    (memory.prepare_wake if load else memory.prepare_sleep)(own)
+
+        def run() -> None:
+            moves = commit_all(tags, later)
+            moves += [part.load() if load else part.offload() for part in rest]
+            total = report.add(step, moves)
+            report.seconds[step] += sum(move.seconds for move in moves)
+            if not load and (total or torch.cuda.is_initialized()):
+                report.seconds[step] += self.empty_cache(step)
+
+        with self._peers.at(step):
+            try:
+                self._peers.agree(prepare)
+                self._peers.agree(run)
+            finally:
+                for memory in tags:
+                    memory.abort()  # what was prepared and not committed, because a process failed
+
+    def empty_cache(self, step: str) -> float:
+        """Empty torch's cache. Returns the seconds that it took.
+
+        Garbage is collected only once, before the engines map their weights, because the collection is slow. It is not
+        collected if torch holds no more than an earlier collection has left.
+        """
+        if step != "offload_others":
+            return aggressive_empty_cache(max_rounds=0).seconds
+        device = own_device()
+        known = (getattr(part, "resident_bytes", None) for part in [*self.weights, *self.others])
+        needed = sum(resident_bytes(device) for resident_bytes in known if resident_bytes is not None)
+        clearing = aggressive_empty_cache(threshold_bytes=COLLECT_THRESHOLD_BYTES, in_use_bytes=needed + self._stays)
+        left = max(torch.cuda.memory_reserved() - needed, 0) if torch.cuda.is_initialized() else 0
+        self._stays = left if clearing.freed_bytes else min(self._stays, left)
+        return clearing.seconds
+
+
+def _movable(target: Any, gradients: bool | None = None) -> Movable:
+    return target if isinstance(target, Movable) else Offloader(target, gradients=gradients)

@@ -1,0 +1,116 @@
+"""Fleets of toy engines: which engines are left out of a call, and what follows. Needs Ray, and no cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_memory_plugins.errors import EngineLostError, HostMemoryError, StateConflictError
+from rl_memory_plugins.ray import EngineFleet
+
+UNIT = Path(__file__).parents[1] / "unit"
+sys.path[:0] = [str(UNIT / "trainer"), str(UNIT / "weights")]
+
+from toy_engine import ToyEngine  # noqa: E402
+from toys import checkpoint, loaded  # noqa: E402
+
+OPTIONS = {"bucket_bytes": 256, "timeout_s": 30.0}
+
+
+class Engine(ToyEngine):
+    """Leaves and joins a fleet."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(first_device=number)
+        self.number = number
+        self.state = "started"
+
+    def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> None:
+        super().sleep(level, tags, mode)
+
+    def start(self, closed: bool = False) -> None: ...
+
+    def leave(self) -> None:
+        self.state = "joining"
+        self.awake.clear()
+
+    def join(self) -> None:
+        self.state = "started"
+
+
+class Fleet(EngineFleet):
+    def _phases(self) -> list[str]:
+        return [engine.state for engine in self.engines]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def fleet() -> Any:
+    return Fleet([Engine(number) for number in (4, 5, 6)])  # type: ignore[arg-type]
+
+
+def assert_serve(fleet: Any, version: str, tensors: Any, *numbers: int) -> None:
+    for engine in fleet.engines:
+        assert engine.open == (engine.number in numbers) == (engine.state == "started")
+        if engine.open:
+            assert engine.version == version
+            engine.ranks[0].model.assert_unchanged(loaded(tensors))
+
+
+FAILURES = [("sleep", HostMemoryError("full")), ("post_update", EngineLostError("has died", engine=5))]
+
+
+@pytest.mark.parametrize(("call", "error"), FAILURES, ids=["sleep", "update"])
+def test_a_handoff_goes_on_without_an_engine_that_fails(fleet: Any, call: str, error: Exception) -> None:
+    tensors = checkpoint(3)
+    fleet.engines[1].fail[call] = error
+    with fleet.handoff(tensors, **OPTIONS).training("3") as report:
+        pass
+    assert [(one.engine, type(one.error)) for one in report.failed] == [(5, type(error))]
+    assert_serve(fleet, "3", tensors, 4, 6)
+    assert fleet.replace(tensors, **OPTIONS) == [5]
+    assert_serve(fleet, "3", tensors, 4, 5, 6)
+
+
+def test_an_update_reaches_each_engine_once(fleet: Any) -> None:
+    tensors = checkpoint(4)
+    fleet.engines[1].fail["post_update"] = EngineLostError("has died", engine=5)
+    report = fleet.update(tensors, **OPTIONS)
+    assert [one.engine for one in report["failed"]] == [5]
+    assert [call for call in fleet.engines[0].log if call[0] == "post_update"] == [("post_update", "1")]
+    assert_serve(fleet, "1", tensors, 4, 6)
+    part = {"norm.weight": tensors["norm.weight"] + 1}
+    fleet.update(part, "2", partial=True, **OPTIONS)
+    assert fleet.replace({**tensors, **part}, **OPTIONS) == [5]
+    assert_serve(fleet, "2", {**tensors, **part}, 4, 5, 6)
+
+
+def test_former_weights_of_an_engine_that_comes_back_go_before_it_wakes(fleet: Any) -> None:
+    back = fleet.engines[0]
+    back.fail["post_update"] = StateConflictError("busy")
+    fleet.update(checkpoint(4), **OPTIONS)
+    back.log.clear()
+    fleet.replace(checkpoint(4), **OPTIONS)
+    assert [call[:2] for call in back.log[:2]] == [("sleep", 2), ("wake_up", ["weights"])]
+
+
+def test_a_call_of_all_is_made_once_and_goes_on_without_a_lost_engine(fleet: Any) -> None:
+    fleet.engines[2].fail["sleep"] = EngineLostError("has died", engine=6)
+    assert sorted(fleet.sleep(1)) == [4, 5]
+    assert [len(engine.log) for engine in fleet.engines] == [1, 1, 1]
+    fleet.engines[0].fail["wake_up"] = HostMemoryError("full")
+    with pytest.raises(HostMemoryError) as caught:
+        fleet.wake_up()
+    assert caught.value.details["engine"] == 4
+    assert sorted(fleet.wake_up()) == [4, 5]
+
+
+def test_without_an_engine_left(fleet: Any) -> None:
+    for engine in fleet.engines:
+        engine.fail["sleep"] = EngineLostError("has died", engine=engine.number)
+    with pytest.raises(StateConflictError, match="no engine of the fleet is up"):
+        fleet.sleep()
+    with pytest.raises(StateConflictError, match="no engine of the fleet is up"):
+        fleet.update(checkpoint(4), **OPTIONS)

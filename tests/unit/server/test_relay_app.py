@@ -1,0 +1,89 @@
+"""A relay over HTTP, as a trainer calls it."""
+
+import contextlib
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+UNIT = Path(__file__).parents[1]
+sys.path[:0] = [str(UNIT / "trainer"), str(UNIT / "weights")]
+
+from test_relay import OPTIONS, host  # noqa: E402
+from toys import checkpoint, loaded  # noqa: E402
+
+from rl_memory_plugins.client import ROUTES, EngineClient  # noqa: E402
+from rl_memory_plugins.errors import AuthenticationError, StateConflictError, WeightUpdateError  # noqa: E402
+from rl_memory_plugins.server.auth import ControlAuth  # noqa: E402
+from rl_memory_plugins.server.relay_app import build_relay_app  # noqa: E402
+from rl_memory_plugins.trainer import RolloutHandoff  # noqa: E402
+
+
+@contextlib.contextmanager
+def serving(relay, key=""):
+    """A relay's server. Yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(build_relay_app(relay, ControlAuth([key])), log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def test_a_handoff_through_a_relay():
+    engines, relay = host()
+    tensors = checkpoint(5)
+    with serving(relay, "key") as url:
+        engine = EngineClient(url, "key")
+        assert engine.devices() == relay.devices()
+        handoff = RolloutHandoff(engine, tensors, **OPTIONS)
+        with handoff.training("7") as report:
+            assert not any(one.open for one in engines)
+        for one in engines:
+            assert one.open and one.version == "7"
+            for place, rank in enumerate(one.ranks):
+                rank.model.assert_unchanged(loaded(tensors, place, len(one.ranks)))
+        [answer] = report.update["engines"]
+        assert answer["status"] == "updated" and answer["failed"] == [] and len(answer["engines"]) == 3
+        assert engine.weights_state()["weight_version"] == "7"
+
+        engines[1].fail["post_update"] = StateConflictError("busy")
+        [answer] = handoff.sync("8").update["engines"]
+        assert [(one["engine"], one["error"]["message"]) for one in answer["failed"]] == [(1, "busy")]
+        assert [one.open for one in engines] == [True, False, True]
+
+
+def test_errors_are_typed():
+    engines, relay = host(1)
+    with serving(relay, "key") as url:
+        with pytest.raises(AuthenticationError):
+            EngineClient(url, "other").devices()
+        engines[0].fail["sleep"] = StateConflictError("busy")
+        with pytest.raises(StateConflictError, match="busy"):
+            EngineClient(url, "key").sleep(2)
+        with pytest.raises(WeightUpdateError, match="cannot connect"):
+            EngineClient(url, "key").post_update(
+                {"endpoints": {"*": "tcp://127.0.0.1:1"}, "token": "t", "timeout_s": 1.0}
+            )
+
+
+@pytest.mark.parametrize("body", [{}, {"endpoints": {}, "token": "t"}, {"endpoints": {"*": "x"}, "token": "t", "x": 1}])
+def test_a_body_that_no_update_has_is_refused(body):
+    _, relay = host(1)
+    client = TestClient(build_relay_app(relay, ControlAuth()), "http://localhost", client=("127.0.0.1", 1))
+    answer = client.post(f"{ROUTES}/update_weights_from_ipc", json=body)
+    assert answer.status_code == 422, answer.text
+
+
+def test_without_a_key_only_this_machines_clients_are_admitted():
+    _, relay = host(1)
+    for address, status in (("127.0.0.1", 200), ("192.0.2.1", 403)):
+        client = TestClient(build_relay_app(relay, ControlAuth()), "http://localhost", client=(address, 1))
+        assert client.get(f"{ROUTES}/memory").status_code == status

@@ -1,0 +1,260 @@
+"""Updates that a relay passes on to the engines of its host."""
+
+import pytest
+import torch
+from silent_engine import SilentEngine
+from test_push_from_all import assert_loaded, fail_once
+from toy_engine import ToyEngine
+from toys import Tracked, checkpoint
+
+from rl_memory_plugins.errors import (
+    EngineFaultError,
+    InvalidRequestError,
+    ManifestError,
+    PermissionDeniedError,
+    RLMemoryError,
+    StateConflictError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from rl_memory_plugins.tags import Content
+from rl_memory_plugins.trainer import Adapter, RolloutHandoff, StreamSource, push_from_all, relay
+from rl_memory_plugins.trainer.relay import Relay
+from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.source import spec_of
+
+OPTIONS = {"bucket_bytes": 256, "timeout_s": 60.0, "transport": "tcp"}
+
+
+def host(count=3):
+    """The engines of one host, and their relay."""
+    engines = [ToyEngine(2, first_device=2 * number) for number in range(count)]
+    return engines, Relay(engines, bucket_bytes=512)
+
+
+@pytest.fixture
+def link(monkeypatch):
+    """The bytes of buckets that connections carry: engines of the trainer's own host read theirs from shared memory."""
+    sent = []
+    send = wire.Connection.send_bytes
+
+    def counted(self, data, timeout_s):
+        sent.append(len(data))
+        send(self, data, timeout_s)
+
+    monkeypatch.setattr(wire.Connection, "send_bytes", counted)
+    return sent
+
+
+@pytest.mark.parametrize("on_failure", ["abort", "continue"])
+def test_the_link_carries_the_weights_once_for_all_engines_of_a_host(link, on_failure):
+    engines, one = host()
+    tensors = checkpoint(1)
+    report = push_from_all(one, Tracked(tensors), weight_version="4", on_failure=on_failure, **OPTIONS)
+    assert_loaded(engines, tensors)
+    assert all(engine.open and engine.version == "4" for engine in engines)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert nbytes <= sum(link) < 1.25 * nbytes  # tensors are aligned in a bucket
+    assert [received["bytes"] for received in report["receivers"]] == [nbytes]
+    assert len(report["receivers"][0]["relayed"]) == 6
+    [answer] = report["engines"]
+    assert len(answer["engines"]) == 3 and answer["failed"] == []
+
+    link.clear()
+    push_from_all(engines, Tracked(tensors), on_failure=on_failure, **OPTIONS)
+    assert sum(link) > 2.5 * nbytes
+
+
+def test_a_relay_that_sees_the_trainers_socket_takes_shared_memory(link):
+    engines, one = host(2)
+    options = {**OPTIONS, "transport": "auto", "advertise": "127.0.0.1"}
+    report = push_from_all(one, checkpoint(2), **options)
+    assert_loaded(engines, checkpoint(2))
+    assert report["transport"] == "shm" and not link
+
+
+def test_tensors_that_come_in_several_buckets_are_passed_on_whole():
+    engines, one = host(1)
+    tensors = checkpoint(2)
+    push_from_all(one, tensors, **{**OPTIONS, "bucket_bytes": 64})
+    assert_loaded(engines, tensors)
+
+
+@pytest.mark.parametrize("point", ["devices", "post", "accept", "bucket", "commit"])
+def test_an_engine_that_fails_behind_the_relay_is_named_and_the_others_go_on(point):
+    engines, _ = host(2)
+    one = Relay([engines[0], SilentEngine(point), engines[1]], bucket_bytes=512)
+    tensors = checkpoint(3)
+    [answer] = push_from_all(one, tensors, weight_version="5", on_failure="continue", **OPTIONS)["engines"]
+    assert_loaded(engines, tensors)
+    assert [(failure["engine"], failure["state"]) for failure in answer["failed"]] == [(1, None)]
+    assert answer["engines"][1] is None and answer["engines"][0]["ranks"]
+
+
+def test_an_engine_behind_a_relay_that_missed_an_update_stays_closed_until_the_next():
+    engines, one = host(2)
+    handoff = RolloutHandoff(one, checkpoint(3), level=1, **OPTIONS)
+    engines[1].fail["post_update"] = StateConflictError("busy")
+    with handoff.training("1") as report:
+        pass
+    assert [engine.open for engine in engines] == [True, False]
+    [answer] = report.update["engines"]
+    [failure] = answer["failed"]
+    assert failure["error"]["message"] == "busy" and not failure["state"]["admitting"]
+    with handoff.training("2"):
+        pass
+    assert [engine.open for engine in engines] == [True, True]
+    assert_loaded(engines, checkpoint(3))
+
+
+def test_a_relay_fails_with_its_last_engine_and_the_trainers_other_engines_go_on():
+    engines, one = host(2)
+    well, tensors = ToyEngine(1, first_device=9), checkpoint(3)
+    for engine in engines:
+        del engine.ranks[0].model.packed
+    report = push_from_all([one, well], tensors, on_failure="continue", **OPTIONS)
+    [failure] = report["failed"]
+    assert failure.engine == 0 and isinstance(failure.error, ManifestError)
+    assert [mismatch["name"] for mismatch in failure.error.details["mismatches"]] == ["packed.weight"]
+    assert failure.state["content"] == "valid"
+    assert_loaded([well], tensors)
+
+
+def test_a_source_that_fails_leaves_all_engines_closed_and_the_next_update_opens_them():
+    class Broken(Tracked):
+        def tensors(self):
+            for number, item in enumerate(super().tensors()):
+                if number == 5:
+                    raise ValueError("the shard is gone")
+                yield item
+
+    engines, one = host(2)
+    with pytest.raises(WeightUpdateError, match="the shard is gone") as caught:
+        push_from_all(one, Broken(checkpoint(4)), **OPTIONS)
+    assert [outcome["state"]["content"] for outcome in caught.value.details["engines"]] == ["failed"]
+    assert not any(engine.open for engine in engines)
+    push_from_all(one, checkpoint(4), **OPTIONS)
+    assert_loaded(engines, checkpoint(4))
+    assert all(engine.open for engine in engines)
+
+
+def test_a_trainer_that_dies_before_the_commit_leaves_no_engine_with_new_weights(monkeypatch):
+    """All bytes have arrived, and the engines must not commit for the trainer."""
+    engines, one = host(2)
+    receive = wire.Connection.receive
+
+    def lost(self, *types, **options):
+        message = receive(self, *types, **options)
+        if isinstance(message, wire.Commit) and isinstance(self.peer, str) and self.details == {}:
+            raise WeightUpdateError("the trainer closed the connection", reason="lost")
+        return message
+
+    monkeypatch.setattr(wire.Connection, "receive", lost)
+    with pytest.raises(RLMemoryError):
+        push_from_all(one, checkpoint(4), **OPTIONS)
+    assert not any(engine.open for engine in engines)
+
+
+def test_a_relay_that_dies_is_one_failure_for_the_trainer(monkeypatch):
+    engines, one = host(2)
+    well = ToyEngine(1, first_device=9)
+    monkeypatch.setattr(
+        relay.Incoming, "done", lambda self, report: (_ for _ in ()).throw(EngineFaultError("the relay died"))
+    )
+    report = push_from_all([one, well], checkpoint(4), on_failure="continue", **OPTIONS)
+    assert [(failure.engine, str(failure.error)) for failure in report["failed"]] == [(0, "the relay died")]
+    assert_loaded([well], checkpoint(4))
+
+
+def test_a_partial_update_through_a_relay_changes_one_version():
+    engines, one = host(2)
+    push_from_all(one, checkpoint(1), weight_version="1", **OPTIONS)
+    engines[1].version = "0"
+    part = {"norm.weight": torch.full((8,), 3.0)}
+    with pytest.raises(InvalidRequestError, match="base_version"):
+        push_from_all(one, part, partial=True, **OPTIONS)
+    [answer] = push_from_all(one, part, partial=True, base_version="1", weight_version="2", **OPTIONS)["engines"]
+    assert [failure["engine"] for failure in answer["failed"]] == [1]
+    assert_loaded(engines[:1], {**checkpoint(1), **part})
+
+
+def test_a_source_that_follows_dtypes_learns_none_from_a_relay():
+    engines, one = host(1)
+    tensors = checkpoint(4)
+    specs = [spec_of(name, tensor.double()) for name, tensor in tensors.items()]
+    source = StreamSource(specs, lambda: ((name, tensor.double()) for name, tensor in tensors.items()), dtype="engine")
+    with pytest.raises(ManifestError):
+        push_from_all(one, source, **OPTIONS)
+    assert all(rank.manager.content is Content.VALID for rank in engines[0].ranks)
+
+
+def test_a_relay_takes_no_adapters():
+    _, one = host(1)
+    with pytest.raises(UnsupportedError, match="post_adapter"):
+        push_from_all(one, {"a": torch.zeros(1)}, adapter=Adapter("policy", {"r": 4}), **OPTIONS)
+
+
+def test_a_relay_connects_only_where_it_may():
+    _, one = host(1)
+    body = {"endpoints": {"*": "tcp://192.0.2.1:5000"}, "token": "", "timeout_s": 1.0}
+    with pytest.raises(PermissionDeniedError):
+        one.post_update(body)
+    with pytest.raises(InvalidRequestError, match="endpoints"):
+        one.post_update({"endpoints": {"other": "x"}, "token": "", "timeout_s": 1.0})
+
+
+def test_a_relay_passes_one_update_on_at_a_time():
+    engines, one = host(1)
+    refused = []
+
+    class Twice(Tracked):
+        def tensors(self):
+            with pytest.raises(StateConflictError, match="another update"):
+                one.post_update({})
+            refused.append(True)
+            return super().tensors()
+
+    push_from_all(one, Twice(checkpoint(2)), **OPTIONS)
+    assert refused
+    assert_loaded(engines, checkpoint(2))
+
+
+@pytest.mark.parametrize("tls", [True])
+def test_over_tls(tls):
+    pytest.importorskip("cryptography")
+    engines, one = host(2)
+    push_from_all(one, checkpoint(6), advertise="127.0.0.1", tls=tls, **OPTIONS)
+    assert_loaded(engines, checkpoint(6))
+
+
+def test_the_state_of_a_host_is_the_worst_of_its_engines():
+    engines, one = host(2)
+    push_from_all(one, checkpoint(1), weight_version="1", **OPTIONS)
+    assert one.weights_state() == {"content": "valid", "weight_version": "1", "admitting": True, "reason": None}
+    one.sleep(2)
+    one.wake_up(["weights"])
+    engines[0].devices = fail_once(engines[0].devices, RLMemoryError("cannot reach the engine"))
+    push_from_all(one, checkpoint(2), weight_version="2", **OPTIONS)
+    state = one.weights_state()
+    assert (state["admitting"], state["weight_version"]) == (False, "1, 2")
+    one.wake_up()
+    assert [engine.open for engine in engines] == [False, True]
+
+
+def test_an_engine_that_cannot_sleep_is_named_and_keeps_no_other_awake():
+    engines, one = host(2)
+    engines[0].fail["sleep"] = StateConflictError("busy")
+    [failure] = one.sleep(2)["failed"]
+    assert (failure["engine"], failure["error"]["message"]) == (0, "busy")
+    assert [engine.open for engine in engines] == [True, False]
+    for engine in engines:
+        engine.fail["sleep"] = StateConflictError("busy")
+    with pytest.raises(StateConflictError):
+        one.sleep(2)
+
+
+def test_a_relay_needs_an_engine():
+    with pytest.raises(InvalidRequestError, match="needs an engine"):
+        Relay([])
+    with pytest.raises(InvalidRequestError, match="unknown options"):
+        Relay(ToyEngine(), bucket_byte=1)
