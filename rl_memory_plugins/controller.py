@@ -207,10 +207,11 @@ class Controller:
                 if self.status.asleep_tags():
                     self._state.note(paused=paused)
                 raise
-            self._state.note(idle=False)  # a caller who wakes some tags has taken the engine over
             self.refresh()
             if not self.status.asleep_tags():
                 self._state.note(paused=False)
+            else:
+                self._state.note(idle=False)  # a caller who wakes some tags has taken the engine over
             return operation.report(replies)
 
         return self._run(operation, act)

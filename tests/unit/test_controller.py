@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from helpers import FakeRank, LocalRanks
 
-from rl_memory_plugins import commands, operations
+from rl_memory_plugins import admission, commands, operations
 from rl_memory_plugins.board import BoardReader, StatusBoard
 from rl_memory_plugins.capabilities import EVERYTHING, Capabilities
 from rl_memory_plugins.commands import decode_reply, encode_command
@@ -117,6 +117,22 @@ def test_an_idle_engine_sleeps_and_says_why(world: World) -> None:
     world.run(commands.WakeUp())
     assert not world.reader.read().idle
     assert world.controller.refusal() is None
+
+
+def test_an_idle_engine_that_wakes_is_idle_until_it_admits_requests(world: World, monkeypatch: Any) -> None:
+    """A server that meets it in between waits for it, and refuses nobody."""
+    world.run(commands.Sleep(idle_s=60))
+    published: list[tuple[bool, bool]] = []
+    publish = world.board.publish
+
+    def note(status: Any) -> None:
+        published.append((status.idle, admission.refusal(status) is None))
+        publish(status)
+
+    monkeypatch.setattr(world.board, "publish", note)
+    world.run(commands.WakeUp())
+    assert published[0] == (True, False) and published[-1] == (False, True)
+    assert all(idle or open for idle, open in published)
 
 
 @pytest.mark.parametrize("closed", [None, commands.Sleep(level=0), commands.Sleep(level=1)])
