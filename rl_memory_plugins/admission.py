@@ -10,6 +10,8 @@ from rl_memory_plugins.tags import Content, Tag
 
 RETRY_AFTER_SECONDS = 1
 _UPDATING = "updating"
+#: The reasons of `refusal`. A server that has not finished starting has another one: `starting`.
+REASONS = ("asleep", "stale", _UPDATING, "failed", "paused")
 #: Transitions that leave the weights and the caches as they are.
 _BESIDE_REQUESTS = ("update_adapter", "remove_adapter")
 

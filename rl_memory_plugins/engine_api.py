@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins import admission, operations
 from rl_memory_plugins.board import Boards
 from rl_memory_plugins.commands import AnyCommand, UpdateWeights, WakeUp
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.observing import Observer
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply, Report
 from rl_memory_plugins.weights.addresses import Endpoints
@@ -30,11 +33,15 @@ class EngineApi(ABC):
     """The contract over all data-parallel engines of one client object. Each method is an operation.
 
     The methods for Python callers check their arguments and build a command; `transition` runs the command.
+
+    Attributes:
+        observer: Learns of the end of each transition.
     """
 
     _asks_in_background = False  # engines whose status is old; then no caller waits for them
 
     def __init__(self) -> None:
+        self.observer = Observer()
         self._boards: Boards | None = None
         self._transitions: list[str] = []  # the transitions of this client that are under way
 
@@ -137,25 +144,36 @@ class EngineApi(ABC):
 
     def transition(self, command: Transition) -> Operation:
         """Run a command that `operations` has built. Returns its report."""
-        engines = yield from self.status()
-        operations.refuse_during_update(engines)
-        failure: RLMemoryError | None = None
-        self._transitions.append(command.name)
-        try:
-            report: Report = yield from operations.transition(command, engines)
-        except RLMemoryError as error:
-            failure = error
-        finally:
-            self._transitions.remove(command.name)
-            if self._boards is not None:
-                self._boards.expire()
-        engines = yield from self._status_after()
-        # Also after a failure: several engines resume together or not at all.
-        if len(engines) > 1 and admission.first_refusal(engines) is None:
-            yield from operations.resume(lift_pause=isinstance(command, WakeUp))
-        if failure is not None:
-            raise failure
+        with self._observed(command) as note:
+            engines = yield from self.status()
+            operations.refuse_during_update(engines)
+            failure: RLMemoryError | None = None
+            self._transitions.append(command.name)
+            try:
+                report: Report = yield from operations.transition(command, engines)
+            except RLMemoryError as error:
+                failure = error
+            finally:
+                self._transitions.remove(command.name)
+                if self._boards is not None:
+                    self._boards.expire()
+            engines = yield from self._status_after()
+            # Also after a failure: several engines resume together or not at all.
+            if len(engines) > 1 and admission.first_refusal(engines) is None:
+                yield from operations.resume(lift_pause=isinstance(command, WakeUp))
+            if failure is not None:
+                raise failure
+            note(report)
         return report
+
+    @contextmanager
+    def _observed(self, command: Transition) -> Iterator[Callable[[Report], None]]:
+        """Tell the observer the outcome of the body. The body calls what it gets with the report."""
+        try:
+            yield lambda report: self.observer.completed(command, report)
+        except Exception as error:
+            self.observer.failed(command, error)
+            raise
 
     def _status_after(self) -> Operation:
         """The status after a transition. Asks engines on other hosts again, unless another transition of this client is
@@ -201,6 +219,18 @@ class AsyncioApi(EngineApi):
         if not known and self._boards is not None:
             self._renew()
         return known
+
+    def status_at_scrape(self) -> list[EngineStatus]:
+        """The status for a monitor, without waiting; empty if none is known.
+
+        The status of engines on other hosts may be their answer to the question of the former scrape. Engines that have
+        not answered that question count as busy, as in `status`.
+        """
+        is_silent = self._asking is not None and not self._asking.done()
+        known = self.status_now()
+        if known or self._boards is None:
+            return known
+        return self._boards.read(busy=UNANSWERED if is_silent else "")
 
     async def status_at_first(self) -> list[EngineStatus]:
         """`status_now`; the first call of a client waits for the answer of the engines."""

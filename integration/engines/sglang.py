@@ -39,6 +39,7 @@ class Sglang(EngineKind):
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
             *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
+            "--enable-metrics",  # vLLM has them always
             *("--tensor-parallel-size", str(launch.tp), "--data-parallel-size", str(launch.dp)),
             *(_adapter_arguments(launch) if launch.adapter_rank else ()),
         ]

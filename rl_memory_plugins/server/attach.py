@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rl_memory_plugins.engine_api import EngineApi
+from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.event_metrics import event_metrics
 from rl_memory_plugins.server.gate import AdmissionGate, posts_to
 from rl_memory_plugins.server.idle import IdleEngine
 from rl_memory_plugins.server.openapi import described, specification
 from rl_memory_plugins.server.router import PREFIXES, NativeUpdate, build_router
+from rl_memory_plugins.server.scrape import StateAtScrape
 
 
 def attach(
     app: Any,
-    engine: Callable[[], EngineApi],
+    engine: Callable[[], AsyncioApi],
     status: Callable[[], Iterable[EngineStatus]],
     *,
     keys: Iterable[str],
@@ -24,7 +26,7 @@ def attach(
     native_update: NativeUpdate | None = None,
     is_held: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
-    """Put the control routes in front of the app's own, describe them, and put the gate around the app.
+    """Put the control routes in front of the app's own, describe them, and put metrics and the gate around the app.
 
     Args:
         app: A FastAPI app that has not served a request yet.
@@ -39,12 +41,25 @@ def attach(
     """
     auth = ControlAuth(keys)
     idle = IdleEngine(engine, status)
-    router = build_router(engine, auth, native_update=native_update, before_wake=idle.before_wake)
+    router = build_router(
+        engine,
+        auth,
+        native_update=native_update,
+        before_wake=idle.before_wake,
+        on_error=lambda error: event_metrics().answered_error(error),
+    )
     routes: list[Any] = list(router.routes)
     app.router.routes[:0] = routes
     ours = specification(PREFIXES, has_key=auth.has_key, native_update=native_update is not None)
     app.openapi = described(app.openapi, ours)
     app.router.lifespan_context = idle.watching(app.router.lifespan_context)
-    guarded = posts_to(generation)
-    app.add_middleware(AdmissionGate, status=status, is_generation=guarded, is_held=is_held, idle=idle)
+    app.add_middleware(StateAtScrape, engine=engine)
+    app.add_middleware(
+        AdmissionGate,
+        status=status,
+        is_generation=posts_to(generation),
+        is_held=is_held,
+        idle=idle,
+        on_refusal=lambda error: event_metrics().refused(error),
+    )
     return routes

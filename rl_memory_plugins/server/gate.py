@@ -85,6 +85,7 @@ class AdmissionGate:
         is_generation: Whether the scope of a request or a WebSocket runs the model, e.g. `posts_to(...)`.
         is_held: Whether the engine's own pause holds back a request that comes now.
         idle: Sleeps and wakes of an engine that nobody asks.
+        on_refusal: Called with the error of each request that is refused.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class AdmissionGate:
         is_generation: Callable[[Scope], bool],
         is_held: Callable[[], bool] = lambda: False,
         idle: IdleEngine | None = None,
+        on_refusal: Callable[[RLMemoryError], None] = lambda error: None,
     ) -> None:
         self._app = app
         self._idle = idle
         self._status = status
         self._is_generation = is_generation
         self._is_held = is_held
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket") or not self._is_generation(scope):
@@ -119,6 +122,7 @@ class AdmissionGate:
         except Exception as error:  # a status that cannot be read does not show that the weights are valid
             refusal = as_rl_memory_error(error)
         if refusal is not None:
+            self._on_refusal(refusal)
             await _refuse(refusal, scope, receive, send)
             return
         if scope["type"] == "websocket":
@@ -156,6 +160,7 @@ class AdmissionGate:
             if not late or started:
                 raise
         if late and not started:
+            self._on_refusal(late[0])
             await error_response(late[0])(scope, receive, send)
 
     def _answered_version(self) -> list[tuple[bytes, bytes]]:

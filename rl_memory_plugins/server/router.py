@@ -53,6 +53,7 @@ def build_router(
     prefixes: Sequence[str] = PREFIXES,
     native_update: NativeUpdate | None = None,
     before_wake: Callable[[], Awaitable[None]] | None = None,
+    on_error: Callable[[RLMemoryError], None] = lambda error: None,
 ) -> APIRouter:
     """The routes under each of `prefixes`.
 
@@ -64,6 +65,7 @@ def build_router(
         native_update: The engine's own route with the path `UPDATE_ROUTE`: returns its answer, or `None` for a body
             that is not meant for it.
         before_wake: Awaited before a wake.
+        on_error: Called with each error that a route answers.
     """
 
     async def sleep(request: Request) -> Slept:
@@ -159,14 +161,16 @@ def build_router(
             ("GET", "/weights/checksums", checksums),
         ]
         for method, path, handler in routes:  # described by `openapi.py`, not by FastAPI
-            endpoint = answering(handler, auth)
+            endpoint = answering(handler, auth, on_error)
             router.add_api_route(
                 prefix + path, endpoint, methods=[method], response_model=None, include_in_schema=False
             )
     return router
 
 
-def answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Awaitable[Response]]:
+def answering(
+    handler: Handler, auth: ControlAuth, on_error: Callable[[RLMemoryError], None] = lambda error: None
+) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that checks the caller first, and turns results and errors into responses."""
 
     async def endpoint(request: Request) -> Response:
@@ -177,7 +181,9 @@ def answering(handler: Handler, auth: ControlAuth) -> Callable[[Request], Awaita
         except Exception as error:
             if not isinstance(error, RLMemoryError):
                 logger.exception("%s %s failed", request.method, request.url.path)
-            return error_response(as_rl_memory_error(error))
+            answered = as_rl_memory_error(error)
+            on_error(answered)
+            return error_response(answered)
 
     return endpoint
 

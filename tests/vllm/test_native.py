@@ -24,6 +24,7 @@ from integration.models import new_model
 from integration.waiting import AT_ONCE_S
 from rl_memory_plugins.engines.vllm.core import ON_WEIGHTS
 from rl_memory_plugins.errors import StateConflictError
+from tests.monitoring import Scrape
 from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, VLLM_SERVE, environment
 
 API_SERVERS = 2
@@ -90,6 +91,29 @@ def test_all_api_servers_see_one_state(server: Server) -> None:
     assert everywhere(server, "POST", "/v1/completions", json=request) == {503}
     server.control.wake_up()
     assert everywhere(server, "POST", "/v1/completions", json=request) == {200}
+
+
+def scraped_everywhere(server: Server, name: str, **labels: str) -> set[float]:
+    """The sum of the samples in scrapes over many fresh connections, as `everywhere`."""
+    found = set()
+    for _ in range(12):
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
+            found.add(Scrape(client.get("/metrics").raise_for_status().text).total(name, **labels))
+    return found
+
+
+def test_all_api_servers_show_one_state_and_one_count(server: Server) -> None:
+    sleeps = {"operation": "sleep", "level": "1", "step": "total"}
+    [before] = scraped_everywhere(server, "transition_seconds_count", **sleeps)
+    [refused] = scraped_everywhere(server, "refusals_total", reason="asleep")
+    for _ in range(4):  # the kernel chooses the server
+        server.control.sleep(1)
+        assert scraped_everywhere(server, "sleeping") == {1}
+        assert everywhere(server, "POST", "/v1/completions", json=server.kind.request(PROMPT, 4)) == {503}
+        server.control.wake_up()
+        assert scraped_everywhere(server, "sleeping") == {0}
+    assert scraped_everywhere(server, "transition_seconds_count", **sleeps) == {before + 4}
+    assert scraped_everywhere(server, "refusals_total", reason="asleep") == {refused + 4 * 12}
 
 
 def test_native_sleep_and_wake(server: Server, first_tokens: list[int]) -> None:

@@ -60,9 +60,11 @@ def _attach(app: Any) -> None:
 
     from rl_memory_plugins.engines.sglang.health import health_routes
     from rl_memory_plugins.server.attach import attach
+    from rl_memory_plugins.server.event_metrics import event_metrics
 
     api = _api_of(app)
     assert api is not None
+    api.observer = event_metrics()
     server_args = api.server_args
     # SGLang checks the admin key if there is one, else the API key, before this package does. This package checks the
     # same key, and without a key admits local clients only.

@@ -156,7 +156,10 @@ class RLMemoryEndpoints:
             api: AsyncApi | None = api_of(engine_client, AsyncApi)
             self._plain = api is None
             if api is not None:
+                from rl_memory_plugins.server.event_metrics import event_metrics
+
                 await api.run(api.status())
+                api.observer = event_metrics()
                 self._api = api
 
     def _status(self) -> list[EngineStatus]:

@@ -8,8 +8,9 @@ from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketDenialResponse
 
+from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.records import EngineStatus
-from rl_memory_plugins.server.gate import AdmissionGate, posts_to, report_adapter
+from rl_memory_plugins.server.gate import AdmissionGate, posts_to, report_adapter, report_refusal
 from rl_memory_plugins.tags import Content, TagState
 
 AWAKE = EngineStatus([rank_status()])
@@ -276,3 +277,27 @@ def test_an_answer_of_an_adapter_names_its_version():
     assert ask("1", "1") == [b"1"]
     assert ask("1", "2") == []  # a batch
     report_adapter("outside a request")
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_a_refusal_is_told_once(kind):
+    told = []
+    gate = AdmissionGate(unreachable, lambda: [ASLEEP], lambda scope: True, on_refusal=told.append)
+    call(gate, {"type": kind})
+    assert [error.details["reason"] for error in told] == ["asleep"]
+
+
+def test_a_late_refusal_is_told_once_and_an_answer_never():
+    told = []
+
+    async def app(scope, receive, send):
+        if scope["path"] == "/late":
+            report_refusal(EngineAsleepError("closed meanwhile", reason="updating"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    gate = AdmissionGate(app, lambda: [AWAKE], lambda scope: True, on_refusal=told.append)
+    call(gate, {"type": "http", "path": "/answered"})
+    assert told == []
+    call(gate, {"type": "http", "path": "/late"})
+    assert [error.details["reason"] for error in told] == ["updating"]
