@@ -62,6 +62,8 @@ RULES_tp := $(TOGETHER) freeze handoff kept_weights
 RULES_dp := $(TOGETHER) shared_backup metrics
 RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
+# What four ranks must agree on, as two tensor-parallel ranks in each of two pipeline stages.
+TP_BY_PP := $(patsubst %,tests/conformance/test_%.py,$(TOGETHER) kept_weights)
 # Adapters were run on one version of each engine.
 ADAPTERS := tests/conformance/test_adapters.py
 WITHOUT_ADAPTERS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),,--ignore $(ADAPTERS))
@@ -132,7 +134,8 @@ test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
 test-long:
 	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-ray trainers)
 
-LONG_vllm := test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-dp
+LONG_vllm := test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-pp \
+	test-long-vllm-dp
 LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
 
 test-long-vllm: $(LONG_vllm)
@@ -149,6 +152,11 @@ test-long-vllm-tp test-long-sglang-tp: test-long-%-tp: env-%
 
 test-long-vllm-dp test-long-sglang-dp: test-long-%-dp: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_$*) --engine $* --dp 2
+
+# Forks run eagerly. New interpreters would compile each stage: vLLM's eager stages need an aid on the CPU.
+test-long-vllm-pp: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_vllm) --engine vllm --fork --pp 2
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(TP_BY_PP) --engine vllm --fork --tp 2 --pp 2
 
 test-long-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm --kinds all

@@ -307,7 +307,10 @@ class Controller:
 
     def _checksums(self, command: commands.Checksums) -> Future[bytes]:
         self.require_free()
-        return self._reply([reply.result for reply in raise_failures(self._ranks.call("checksums"))])
+        replies = raise_failures(self._ranks.call("checksums"))
+        if len({reply.result["layout"] for reply in replies}) > 1:  # some pipeline stages have transformed layers
+            replies = raise_failures(self._ranks.call("checksums", by_engine_names=True))
+        return self._reply([reply.result for reply in replies])
 
     def _hello(self, command: commands.Hello) -> Future[bytes]:
         return self._reply({"board": self._state.board_path, "status": self.status})

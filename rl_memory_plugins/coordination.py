@@ -44,18 +44,23 @@ def abort(ranks: RankGroup, operation: str) -> None:
     ranks.call(f"abort_{operation}")
 
 
+_NO_CONNECTION = ("unreachable", "certificate")
+
+
 def raise_failures(replies: Sequence[Reply[Any]], participant: str = "rank") -> list[Reply[Any]]:
     """Return the replies.
 
     Raises:
-        RLMemoryError: the first error among the replies; its details name every participant that failed.
+        RLMemoryError: the first error among the replies; its details name every participant that failed. A rank that
+            cannot reach the trainer counts before ranks that only saw the trainer give up.
     """
     failed = [reply for reply in replies if reply.error is not None]
     if not failed:
         return list(replies)
-    assert failed[0].error is not None
-    error = from_record(failed[0].error)
-    error.details.setdefault(participant, failed[0].rank)
+    errors = {reply.rank: from_record(reply.error) for reply in failed if reply.error is not None}
+    first = min(errors, key=lambda rank: errors[rank].details.get("reason") not in _NO_CONNECTION)
+    error = errors[first]
+    error.details.setdefault(participant, first)
     error.details.setdefault(f"failed_{participant}s", [reply.rank for reply in failed])
     raise error
 

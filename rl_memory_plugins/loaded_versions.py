@@ -71,8 +71,14 @@ class LoadedVersions:
         Returns: `None` if nothing was loaded, or the content is not valid.
         """
         answers = [reply.result for reply in raise_failures(self._ranks.call("loaded"))]
-        if any(answer is None for answer in answers):
+        if all(answer is None for answer in answers):
             return None
+        if None in answers:  # the load had no weights of this pipeline stage
+            present = [reply.result for reply in raise_failures(self._ranks.call("identity"))]
+            answers = [
+                answer or {"source": "", "content": rank.content, "before": identity, "after": identity}
+                for answer, rank, identity in zip(answers, self._controller.status.ranks, present, strict=True)
+            ]
         loads = msgspec.convert(answers, list[Loaded])
         self._loads += 1
         if any(load.content is not Content.VALID for load in loads):
@@ -83,7 +89,8 @@ class LoadedVersions:
         else:
             version = self._version_of(loads, former, given)
         if version != former:
-            logger.warning("%s has replaced the weights %r: their version is now %r", loads[0].source, former, version)
+            source = next(load.source for load in loads if load.source)
+            logger.warning("%s has replaced the weights %r: their version is now %r", source, former, version)
         return version
 
     def _version_of(self, loads: Sequence[Loaded], former: str, given: str | None) -> str:

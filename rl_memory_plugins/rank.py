@@ -123,9 +123,9 @@ class RankAgent:
     def finish_update(self, complete: bool) -> None:
         self.manager.finish_writing(complete)
 
-    def checksums(self) -> dict[str, Any]:
+    def checksums(self, by_engine_names: bool = False) -> dict[str, Any]:
         self.manager.require_writable()
-        return self.receiver.checksums()
+        return self.receiver.checksums(by_engine_names=by_engine_names)
 
     def content(self) -> WeightsStatus:
         draft = self.manager.draft.state

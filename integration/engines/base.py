@@ -33,6 +33,7 @@ class Launch:
 
     model: Path
     tp: int = 1
+    pp: int = 1  # vLLM only
     dp: int = 1
     options: dict[str, Any] = field(default_factory=dict)  # the value of --rl-memory
     api_key: str = ""
@@ -48,7 +49,11 @@ class Launch:
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp
+        return self.ranks_of_engine * self.dp
+
+    @property
+    def ranks_of_engine(self) -> int:
+        return self.tp * self.pp
 
     @property
     def dtype(self) -> str:

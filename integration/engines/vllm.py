@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     import httpx
 
 FORKING = REPOSITORY / "tests" / "aids" / "vllm_fork"
+PIPELINE = REPOSITORY / "tests" / "aids" / "vllm_pipeline"
 
-#: With `--kv-cache-memory-bytes` the share of a GPU's memory only says what must be free at the start.
-_DEVICE_ARGUMENTS = {
-    "cpu": ["--enforce-eager"],
-    "cuda": ["--gpu-memory-utilization", "0.05"],
-}
+
+def _device_arguments(launch: Launch) -> list[str]:
+    if launch.device == "cuda":  # with `--kv-cache-memory-bytes` the share only says what must be free at the start
+        return ["--gpu-memory-utilization", "0.05"]
+    # Without `PIPELINE` only compiled stages work.
+    return ["--enforce-eager"] if launch.pp == 1 or launch.forked else []
 
 
 def _compilation(launch: Launch) -> list[str]:
@@ -37,9 +39,9 @@ class Vllm(EngineKind):
     def arguments(self, launch: Launch) -> list[str]:
         arguments = [
             *("--max-model-len", str(launch.context), "--max-num-seqs", str(launch.max_running)),
-            *_DEVICE_ARGUMENTS[launch.device],
+            *_device_arguments(launch),
             *("--kv-cache-memory-bytes", str(launch.kv_bytes), "--tensor-parallel-size", str(launch.tp)),
-            "--enable-prompt-tokens-details",
+            *("--pipeline-parallel-size", str(launch.pp), "--enable-prompt-tokens-details"),
         ]
         if launch.device == "cuda":
             sizes = [1, 2, 4, *range(8, launch.max_running + 1, 8)]
@@ -63,8 +65,9 @@ class Vllm(EngineKind):
             # FlashInfer compiles its kernels at first use, which takes minutes and CUDA's headers.
             return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
         if launch.forked:  # vLLM would bind the workers of two engines to the same core
+            aids = os.pathsep.join(map(str, [FORKING, *([PIPELINE] if launch.pp > 1 else [])]))
             unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-            return {**variables, **unbound, "PYTHONPATH": str(FORKING)}
+            return {**variables, **unbound, "PYTHONPATH": aids}
         cores = range(os.cpu_count() or 1)
         bind = "|".join(str(cores[rank % len(cores)]) for rank in range(launch.ranks)) if launch.ranks > 1 else "auto"
         return {**variables, "VLLM_CPU_OMP_THREADS_BIND": bind}

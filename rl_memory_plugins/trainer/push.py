@@ -178,10 +178,11 @@ def most_specific(errors: Iterable[Exception | None]) -> Exception | None:
 def specificity(error: Exception) -> int:
     """How precisely an error names the cause. If several sides of an update fail, the highest is raised.
 
-    The sender's `ManifestError` covers all ranks. A `WeightUpdateError` may only say that the peer disconnected.
+    The sender's `ManifestError` covers all ranks. A `WeightUpdateError` may only say that the peer disconnected, and
+    the listener's that a rank did not connect: the engine may know why.
     """
     if isinstance(error, ManifestError):
         return 3 if any("ranks" in mismatch for mismatch in error.details.get("mismatches", ())) else 2
     if isinstance(error, WeightUpdateError):
-        return 1
+        return 0 if "missing" in error.details and error.details.get("reason") == "stalled" else 1
     return 2 if isinstance(error, RLMemoryError) else 0

@@ -40,8 +40,11 @@ class Findings(NamedTuple):
 def of_ranks(answers: Sequence[tuple[int, wire.Answer]]) -> Findings:
     """The answers of the ranks of one sender, with their numbers."""
     merged: dict[Mismatch, list[int]] = {}
+    unknown: dict[str, Mismatch] = {}
     for rank, answer in answers:
         for mismatch in answer.mismatches if isinstance(answer, wire.Reject) else ():
+            if mismatch.kind == "unknown":  # pipeline stages say it in different words: each knows other near names
+                mismatch = unknown.setdefault(mismatch.name, mismatch)
             merged.setdefault(mismatch, []).append(rank)
     return Findings(
         [msgspec.structs.replace(mismatch, ranks=tuple(sorted(ranks))) for mismatch, ranks in merged.items()],

@@ -132,8 +132,10 @@ class DraftedLoader(ModelLoader):
             return self._target.plan(manifest, ours, kept)
         specs = [spec for spec in manifest.tensors if spec.name in split.target]
         target = self._target.plan(msgspec.structs.replace(manifest, tensors=specs), ours, kept)
-        draft, share = self._draft_plan(manifest, split)
         known = self._of_both.get(manifest.digest())
+        if known is not None and known.target is target and not self._exists():
+            return known
+        draft, share = self._draft_plan(manifest, split)
         if known is None or known.target is not target or known.draft is not draft:
             while len(self._of_both) >= MAX_PLANS:
                 del self._of_both[next(iter(self._of_both))]
@@ -141,6 +143,10 @@ class DraftedLoader(ModelLoader):
         return known
 
     def _draft_plan(self, manifest: Manifest, split: Split) -> tuple[LoadPlan, DraftShare]:
+        if not self._exists():
+            return LoadPlan(
+                msgspec.structs.replace(manifest, tensors=[]), {}, {}, [*split.names.values()]
+            ), DraftShare.NONE
         specs = [
             msgspec.structs.replace(spec, name=split.names[spec.name])
             for spec in manifest.tensors
@@ -204,8 +210,11 @@ class DraftedLoader(ModelLoader):
         )
 
     def _split(self, manifest: Manifest) -> Split | None:
-        """Which tensors the draft takes; `None` if it takes none."""
-        if not self._exists():
+        """Which tensors the draft takes; `None` if it takes none.
+
+        Without a draft those with its prefix are unused here: the last pipeline stage may have the draft.
+        """
+        if not self._exists() and not any(spec.name.startswith(DRAFT) for spec in manifest.tensors):
             return None
         digest = manifest.digest()
         if digest not in self._splits:
@@ -216,6 +225,8 @@ class DraftedLoader(ModelLoader):
 
     def _new_split(self, manifest: Manifest) -> Split | None:
         named = {spec.name: spec.name.removeprefix(DRAFT) for spec in manifest.tensors if spec.name.startswith(DRAFT)}
+        if named and not self._exists():
+            return Split(frozenset(spec.name for spec in manifest.tensors) - named.keys(), named)
         if named:
             specs = [
                 msgspec.structs.replace(spec, name=named[spec.name]) for spec in manifest.tensors if spec.name in named

@@ -133,14 +133,17 @@ class WeightReceiver:
             raise
         return wire.Connection(sock, "the trainer", rank=self._manager.rank)
 
-    def checksums(self) -> dict[str, Any]:
+    def checksums(self, *, by_engine_names: bool = False) -> dict[str, Any]:
         """Checksums of the current weights. Merge those of all ranks with `checksums.merge_checksums`.
 
         After a complete update of which a plan replayed tensors they have the checkpoint's names, else the engine's.
+
+        Args:
+            by_engine_names: In any case the engine's names.
         """
         expected = self._model.drop_outdated()
         self._manager.device.synchronize()
-        if self._model.complete is not None:
+        if self._model.complete is not None and not by_engine_names:
             return checksums.plan_checksums(self._model.complete)
         return {
             "layout": "engine",

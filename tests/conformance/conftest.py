@@ -90,10 +90,11 @@ def fault_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) -> Launch:
-    tp, dp = request.config.getoption("--tp"), request.config.getoption("--dp")
+    tp, pp, dp = (request.config.getoption(f"--{name}") for name in ("tp", "pp", "dp"))
     return Launch(
         model_folder,
         tp=tp,
+        pp=pp,
         dp=dp,
         options={
             "fault_dir": str(fault_dir),
@@ -103,7 +104,7 @@ def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) 
             "share_host_backups": dp > 1,
         },
         # One arrangement has a key and the other has none, so that both rules are tested on a real server.
-        api_key="secret-key" if tp * dp > 1 else "",
+        api_key="secret-key" if tp * pp * dp > 1 else "",
         host="0.0.0.0",
         device=request.config.getoption("--device"),
         forked=request.config.getoption("--fork"),
@@ -157,5 +158,5 @@ def restore(server: Server, weights: Weights, first_tokens: list[int]) -> None:
 
 
 def pytest_report_header(config: Any) -> str:
-    options = {name: config.getoption(f"--{name}") for name in ("engine", "device", "tp", "dp")}
+    options = {name: config.getoption(f"--{name}") for name in ("engine", "device", "tp", "pp", "dp")}
     return ", ".join(f"{name}: {value}" for name, value in options.items())

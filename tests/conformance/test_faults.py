@@ -30,7 +30,7 @@ def last(operation: str, server: Server) -> str:
 
 
 def assert_names_the_last(error: RLMemoryError, server: Server) -> None:
-    rank, engine_rank = server.launch.tp - 1, server.launch.dp - 1
+    rank, engine_rank = server.launch.ranks_of_engine - 1, server.launch.dp - 1
     expected = {"rank": rank, "failed_ranks": [rank], "engine_rank": engine_rank, "failed_engine_ranks": [engine_rank]}
     assert expected.items() <= error.details.items()
 

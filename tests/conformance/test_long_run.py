@@ -31,6 +31,7 @@ def own_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     launch = Launch(
         folder,
         tp=request.config.getoption("--tp"),
+        pp=request.config.getoption("--pp"),
         options={"check_finite": True},
         device=device,
         forked=request.config.getoption("--fork"),

@@ -37,7 +37,7 @@ def assert_one_copy(server: Server) -> None:
     if server.launch.dp == 1:
         assert copies == {}
         return
-    assert len(copies) == server.launch.tp
+    assert len(copies) == server.launch.ranks_of_engine
     alone = sum(rank["host_arena_bytes"] + sum(rank["host_shared"].values()) for rank in all_ranks)
     held = sum(rank["host_arena_bytes"] for rank in all_ranks) + sum(copies.values())
     assert held <= (0.1 + 0.9 / server.launch.dp) * alone

@@ -771,6 +771,14 @@ def test_levels_that_keep_all_weights_take_globs_too(world: World, level: int) -
     assert world.controller.refusal() is None
 
 
+@pytest.mark.parametrize("transformed", [(True, True), (False, True), (False, False)])
+def test_checksums_of_all_pipeline_stages_have_one_kind_of_names(world: World, transformed: tuple[bool, bool]) -> None:
+    for rank, has_transformed in zip(world.ranks, transformed, strict=True):
+        rank.receiver.has_transformed = has_transformed
+    layouts = [rank["layout"] for rank in world.run(commands.Checksums())]
+    assert layouts == ["engine" if any(transformed) else "checkpoint"] * 2
+
+
 def test_the_engine_has_a_default_for_level_2() -> None:
     world = World(keep=["model.frozen"])
     try:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from helpers import FakeRank, LocalRanks
 
-from rl_memory_plugins.coordination import commit, prepare
-from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, HostMemoryError
+from rl_memory_plugins.coordination import call_or_undo, commit, prepare
+from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, HostMemoryError, WeightUpdateError
 from rl_memory_plugins.records import Reply
 from rl_memory_plugins.tags import Content, Tag
 
@@ -147,3 +147,12 @@ def test_the_engines_own_work_is_tried_again_by_the_next_wake():
     two_phase(group, "wake", tags=["kv_cache"])
     two_phase(group, "wake", tags=["kv_cache"])
     assert done == [[Tag.KV_CACHE], [Tag.KV_CACHE], []]
+
+
+def test_a_rank_that_cannot_reach_the_trainer_is_named_before_those_that_saw_it_give_up():
+    gone = WeightUpdateError("the trainer has closed the connection", reason="disconnected")
+    elsewhere = WeightUpdateError("cannot connect", reason="unreachable")
+    ranks = NotingRanks(receive_weights={0: gone, 1: elsewhere})
+    with pytest.raises(WeightUpdateError, match="cannot connect") as caught:
+        call_or_undo(ranks, "receive_weights", lambda: None)
+    assert (caught.value.details["rank"], caught.value.details["failed_ranks"]) == (1, [0, 1])

@@ -102,6 +102,24 @@ def test_nothing_was_loaded(world: World) -> None:
     assert world.versions.after_load() is None
 
 
+def test_a_load_of_one_pipeline_stage_changes_the_version(world: World) -> None:
+    world.update(5, 6, version="step-5")
+
+    def load(value: int) -> str | None:
+        rank = world.ranks[1]
+        with rank.agent.loading("somewhere"):
+            rank.allocator.write(rank.parameter, bytes([value]) * rank.parameter.nbytes)
+            rank.manager.note_foreign_load(True)
+        world.controller.note_foreign_changes(world.versions.after_load())
+        return world.controller.status.weight_version
+
+    assert load(6) == "step-5"
+    other = load(7)
+    assert other.startswith(PREFIX)
+    assert world.load(5, 6) == "step-5"
+    assert load(7) == other
+
+
 def test_engines_that_hold_different_experts_count_loads() -> None:
     world = World(steps_with_peers=True)
     assert world.load(1, 17) == f"{PREFIX}1"

@@ -257,3 +257,23 @@ def test_enabled_by_the_environment_alone_it_stays_out_of_engines_that_it_cannot
     assert not os.environ.get(options.CHILD_VARIABLE) and not options._made_here
     [warning] = [one.getMessage() for one in caplog.records if "runs without the plugin" in one.getMessage()]
     assert why in warning
+
+
+def test_workers_of_vllm_s_ray_executor_put_in_the_hooks_too(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    """vLLM copies only some variables to them, and refuses this executor on CPUs."""
+    from vllm import EngineArgs
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setattr(options, "_made_here", False)
+    monkeypatch.setenv(options.CHILD_VARIABLE, "")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE")
+    options.enable(EngineArgs(model=str(model_folder)), {})
+    assert {options.CHILD_VARIABLE, "MINE"} <= get_env_vars_to_copy()
+
+    installed = []
+    monkeypatch.setattr(switch, "_install", lambda: installed.append(True))
+    monkeypatch.setattr(switch.hooks, "wrap", lambda *arguments: None)
+    switch.register()  # as the plugin loader does in each worker
+    assert installed

@@ -11,17 +11,30 @@ from typing import Any
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.engines.vllm.adapters import number_in
 from rl_memory_plugins.engines.vllm.frozen import forget_prefixes, require_known_cache
-from rl_memory_plugins.errors import EngineFaultError, UnsupportedError
+from rl_memory_plugins.errors import EngineFaultError, UnsupportedError, unsupported
 from rl_memory_plugins.rank import encode_call
 from rl_memory_plugins.records import Reply
 from rl_memory_plugins.tags import PauseMode
 
 
 class VllmRanks:
-    """The workers of the executor, as the ranks of the controller."""
+    """The workers of the executor, as the ranks of the controller.
+
+    Raises:
+        UnsupportedError: a host of the engine was started without the plugin.
+    """
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
+        try:
+            self.call("content")
+        except Exception as error:  # the start ends, so it does not matter that other replies are left in queues
+            if "rl_memory_rank_call" not in str(error):
+                raise
+            raise unsupported(
+                "an engine of which only some hosts have the plugin",
+                "start every host with the same --rl-memory, those with --headless too",
+            ) from error
 
     def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
         payload = encode_call(method, arguments)

@@ -35,6 +35,7 @@ from rl_memory_plugins.trainer import (
     sites,
 )
 from rl_memory_plugins.trainer.lane import next_ports
+from rl_memory_plugins.trainer.push import most_specific
 from rl_memory_plugins.weights import dial
 from rl_memory_plugins.weights.communicators import over_gloo
 from rl_memory_plugins.weights.source import spec_of
@@ -500,3 +501,12 @@ def trainer_fails_on_one_rank(rank, when):
 @pytest.mark.parametrize(("when", "engines"), [("specs", 0), ("revise", 0), ("tensors", 2)])
 def test_a_trainer_that_fails_on_one_process_fails_on_all(pair, when, engines):
     assert pair.run(trainer_fails_on_one_rank, when) == [("only here", engines)] * 2
+
+
+def test_why_a_rank_did_not_connect_is_said_by_the_engine():
+    absent = WeightUpdateError("1 of 2 receivers did not connect", reason="stalled", missing=["gpu-1"])
+    unreachable = WeightUpdateError("cannot connect to the trainer's socket", reason="unreachable")
+    stalled = WeightUpdateError("the engine did not answer", reason="stalled")
+    assert most_specific([absent, unreachable]) is unreachable
+    assert most_specific([stalled, unreachable]) is stalled
+    assert most_specific([absent, None]) is absent

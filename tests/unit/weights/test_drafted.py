@@ -9,6 +9,8 @@ import torch
 
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import DraftShare
+from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.answers import of_ranks
 from rl_memory_plugins.weights.drafted import DraftedLoader, DraftedPlan
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
@@ -214,9 +216,19 @@ def test_a_partial_update_may_cover_the_draft_or_a_part_of_it() -> None:
     assert plan(loader, manifest("a", partial=True)).draft_share is DraftShare.NONE
 
 
-def test_an_engine_without_a_draft_does_not_know_the_prefix() -> None:
-    with pytest.raises(ManifestError, match=r"draft\.b"):
-        plan(pair(Model("a"), None), manifest("a", "draft.b"))
+def test_a_rank_without_a_draft_leaves_the_prefix_to_other_pipeline_stages() -> None:
+    """The last stage has the draft. An engine of which no rank has one does not know the names."""
+    first, last = pair(Model("a"), None), pair(Model("c"), Model("b"))
+    both = manifest("a", "draft.b")
+    made = plan(first, both)
+    assert isinstance(made, LoadPlan)
+    assert (made.unused, list(made.steps), made.draft_share) == (["draft.b"], ["a"], DraftShare.NONE)
+    assert plan(first, both) is made
+    load(first, both, {"a": 1.0, "draft.b": 2.0})
+    of_last = plan(last, manifest("c", "draft.b"))
+    assert isinstance(of_last, LoadPlan) and of_last.unused == []
+    found = of_ranks([(0, wire.Accept(made.unused))])
+    assert [(one.kind, one.name) for one in found.all_mismatches()] == [("unknown", "draft.b")]
 
 
 def test_one_checkpoint_has_both() -> None:

@@ -6,7 +6,10 @@ from toys import Rank, ToyModel, checkpoint, update
 
 from rl_memory_plugins.errors import ManifestError
 from rl_memory_plugins.trainer import ModelSource
+from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.answers import of_ranks
 from rl_memory_plugins.weights.known_names import Ignored, ignored_by_all, nearest
+from rl_memory_plugins.weights.manifest import Mismatch
 
 
 class Partial(ToyModel):
@@ -133,3 +136,10 @@ def test_the_search_for_near_names_is_short():
     found = nearest(names, dict.fromkeys(known))
     assert len(found) == 20
     assert found[names[7]] == "model.layers.7.mlp.experts.7.up_proj.weight"
+
+
+def test_a_name_that_two_pipeline_stages_do_not_know_is_one_mismatch():
+    stages = [Mismatch("unknown", "layers.9.w", f"the nearest known name is layers.{rank}.w") for rank in range(2)]
+    answers = [(rank, wire.Reject(mismatches=[stages[rank]], unused=[])) for rank in range(2)]
+    (found,) = of_ranks(answers).mismatches
+    assert (found.name, found.ranks) == ("layers.9.w", (0, 1))
