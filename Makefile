@@ -60,6 +60,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output
 TOGETHER := sleep_wake modes faults updates
 RULES_tp := $(TOGETHER) freeze handoff kept_weights
 RULES_dp := $(TOGETHER) shared_backup metrics
+RULES_pp := $(RULES_tp) shared_backup
 RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
 # What four ranks must agree on, as two tensor-parallel ranks in each of two pipeline stages.
@@ -136,7 +137,8 @@ test-long:
 
 LONG_vllm := test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-pp \
 	test-long-vllm-dp
-LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-dp
+LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-pp \
+	test-long-sglang-dp
 
 test-long-vllm: $(LONG_vllm)
 test-long-sglang: $(LONG_sglang)
@@ -157,6 +159,9 @@ test-long-vllm-dp test-long-sglang-dp: test-long-%-dp: env-%
 test-long-vllm-pp: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_vllm) --engine vllm --fork --pp 2
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(TP_BY_PP) --engine vllm --fork --tp 2 --pp 2
+
+test-long-sglang-pp: test-long-sglang-%: env-sglang
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_sglang) --engine sglang --fork --$* 2
 
 test-long-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm --kinds all

@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("engine")
     group.addoption("--engine", default="vllm", choices=("vllm", "sglang"), help="the engine under test")
     group.addoption("--tp", default=1, type=int, help="its tensor-parallel size")
-    group.addoption("--pp", default=1, type=int, help="its pipeline-parallel size; vLLM only")
+    group.addoption("--pp", default=1, type=int, help="its pipeline-parallel size")
     group.addoption("--dp", default=1, type=int, help="its data-parallel size")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs")
     group.addoption("--fork", action="store_true", help="on the CPU: its processes are forks, which start in seconds")

@@ -33,7 +33,7 @@ class Launch:
 
     model: Path
     tp: int = 1
-    pp: int = 1  # vLLM only
+    pp: int = 1
     dp: int = 1
     options: dict[str, Any] = field(default_factory=dict)  # the value of --rl-memory
     api_key: str = ""

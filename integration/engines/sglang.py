@@ -18,6 +18,7 @@ STAND_IN_KERNELS = REPOSITORY / "tests" / "aids" / "sglang_cpu"
 #: SGLang's layers with LoRA ask for page-locked memory, which needs a GPU.
 UNPINNED = REPOSITORY / "tests" / "aids" / "sglang_unpinned"
 FORKING = REPOSITORY / "tests" / "aids" / "sglang_fork"
+PIPELINE = REPOSITORY / "tests" / "aids" / "sglang_pipeline"
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
 
 _DEVICE_ARGUMENTS = {
@@ -41,6 +42,7 @@ class Sglang(EngineKind):
             *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
             "--enable-metrics",  # vLLM has them always
             *("--tensor-parallel-size", str(launch.tp), "--data-parallel-size", str(launch.dp)),
+            *("--pipeline-parallel-size", str(launch.pp)),
             *(_adapter_arguments(launch) if launch.adapter_rank else ()),
         ]
 
@@ -49,9 +51,11 @@ class Sglang(EngineKind):
             "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but("qwen2")),  # to import all models takes most of a start
             "HF_HUB_OFFLINE": "1",
         }
+        of_pipelines = [PIPELINE] if launch.pp > 1 else []
         if launch.device == "cuda":
-            return variables
-        aids = [STAND_IN_KERNELS, *([FORKING] if launch.forked else []), *([UNPINNED] if launch.adapter_rank else [])]
+            return variables | ({"PYTHONPATH": str(PIPELINE)} if of_pipelines else {})
+        own = {FORKING: launch.forked, UNPINNED: launch.adapter_rank}
+        aids = [STAND_IN_KERNELS, *of_pipelines, *(aid for aid, needed in own.items() if needed)]
         variables |= {
             "PYTHONPATH": os.pathsep.join(map(str, aids)),
             "SGLANG_USE_CPU_ENGINE": "1",

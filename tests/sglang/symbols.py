@@ -56,6 +56,7 @@ SYMBOLS: Symbols = {
     f"{SCHEDULER}.abort_request": REQUEST,
     f"{SCHEDULER}.continue_generation": REQUEST,
     f"{SCHEDULER}.flush_cache": ("self", "empty_cache"),
+    f"{SCHEDULER}.get_next_batch_to_run": ("self",),
     f"{SCHEDULER}.handle_embedding_request": REQUEST,
     f"{SCHEDULER}.handle_generate_request": REQUEST,
     f"{SCHEDULER}.init_request_dispatcher": ("self",),

@@ -16,7 +16,7 @@ def test_a_drain_ends_when_the_last_request_does(draining: bool, naps: int) -> N
     """Stock: with --sleep-on-idle the scheduler naps for a second once nothing runs, and looks at nothing meanwhile."""
     napped: list[object] = []
     maybe_sleep_on_idle = scheduler._stay_awake_while_draining(napped.append)
-    added = types.SimpleNamespace(engine=types.SimpleNamespace(draining=draining))
+    added = types.SimpleNamespace(must_stay_awake=draining)
     maybe_sleep_on_idle(types.SimpleNamespace(rl_memory=added))
     assert len(napped) == naps
 

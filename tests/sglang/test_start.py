@@ -118,7 +118,8 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
 
         refused = {
             "tokenizer": refusal(tokenizer_worker_num=2),
-            "pipeline": refusal(pp_size=2),
+            "pipeline with a draft": refusal(pp_size=2, speculative_algorithm="EAGLE"),
+            "pipeline with attention dp": refusal(pp_size=2, enable_dp_attention=True),
             "disaggregation": refusal(disaggregation_mode="prefill"),
             "ray": refusal(use_ray=True),
             "ray engine": refusal(engine=type("RayEngine", (), {})),
@@ -147,7 +148,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "grpc": error_of(lambda: parsed("--rl-memory", "poison=true", "--grpc-mode")),
         }
         bare = switch._enable(ServerArgs(**KEYWORDS), switch.RLMemoryConfig())
-        bare.pp_size = 2
+        bare.enable_eplb = True
         refused["scheduler"] = error_of(lambda: Scheduler(bare))
         plain_grpc = error_of(lambda: parsed("--smg-grpc-mode"))
         before = list(launched)
@@ -171,7 +172,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             return [error, seen, list(warned)]
         stays_out = {
             "saver": left_alone(device="cuda", enable_memory_saver=False),
-            "pipeline": left_alone(pp_size=2),
+            "pipeline": left_alone(pp_size=2, speculative_algorithm="EAGLE"),
             "disaggregation": left_alone(disaggregation_mode="decode"),
             "device": left_alone(device="xpu"),
             "dwdp": left_alone(dwdp_size=2),
@@ -251,7 +252,8 @@ def test_a_bad_option_is_refused_while_the_arguments_are_parsed(found: dict[str,
     ("mode", "named", "why"),
     [
         ("tokenizer", "--tokenizer-worker-num", "load no plugins"),
-        ("pipeline", "--pp-size", "cannot agree"),
+        ("pipeline with a draft", "--pp-size", "only the last stage"),
+        ("pipeline with attention dp", "--pp-size", "requests of their own"),
         ("disaggregation", "--disaggregation-mode", "KV cache"),
         ("ray", "Ray", "load no plugins"),
         ("ray engine", "Ray", "load no plugins"),
@@ -277,7 +279,7 @@ def test_a_bad_option_is_refused_while_the_arguments_are_parsed(found: dict[str,
         ("encoder", "--encoder-only", "no plugin reaches"),
         ("smg grpc", "--smg-grpc-mode", "no plugin reaches"),
         ("grpc", "--grpc-mode", "no plugin reaches"),
-        ("scheduler", "--pp-size", "cannot agree"),
+        ("scheduler", "--enable-eplb", "change places"),
     ],
 )
 def test_a_mode_that_cannot_work_is_refused_with_the_reason(

@@ -124,6 +124,8 @@ def requests_of(scheduler: Any) -> Iterator[Any]:
     """The requests that a scheduler holds."""
     seen: set[int] = set()
     batches = [getattr(scheduler, name, None) for name in ("running_batch", "cur_batch", "last_batch")]
+    for name in ("running_mbs", "mbs", "last_mbs"):  # a pipeline has several of each
+        batches += getattr(scheduler, name, ())
     groups: list[Iterable[Any]] = [batch.reqs for batch in batches if batch is not None]
     groups.append(scheduler.waiting_queue)
     groups.append([getattr(scheduler, "chunked_req", None)])

@@ -57,10 +57,7 @@ def refuse_modes(server_args: Any) -> None:
     if getattr(server_args, "kt_weight_path", None):
         raise unsupported("--kt-weight-path", "experts are computed on the CPU from copies that no update reaches")
     if server_args.pp_size > 1:
-        raise unsupported(
-            "--pp-size > 1",
-            "a pipeline stage handles a request before it forwards it, so the stages cannot agree on a transition",
-        )
+        _refuse_pipelines(server_args)
     if server_args.disaggregation_mode not in (None, "null"):
         raise unsupported("--disaggregation-mode", "the other side reads the KV cache at any time")
     if server_args.enable_eplb:
@@ -86,3 +83,17 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported(f"--device {device}", "no allocator supports it: use CUDA, ROCm or CPU")
     if not server_args.enable_memory_saver and server_args.device != "cpu":
         raise unsupported("enable_memory_saver=False", "SGLang sizes and registers memory by this argument; pass True")
+
+
+def _refuse_pipelines(server_args: Any) -> None:
+    """Refuse what cannot be kept honest over pipeline stages.
+
+    Raises:
+        UnsupportedError: names the options and why.
+    """
+    if getattr(server_args, "speculative_algorithm", None):
+        raise unsupported("--pp-size > 1 with a draft model", "only the last stage has the draft")
+    attention_dp = getattr(server_args, "enable_dp_attention", False)
+    if attention_dp or (getattr(server_args, "attn_dp_size", None) or 1) > 1:
+        why = "its ranks have requests of their own, and must find the pipeline empty at the same step"
+        raise unsupported("--pp-size > 1 with DP attention", why)

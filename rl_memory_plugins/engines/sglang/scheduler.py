@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rl_memory_plugins.board import StatusBoard
@@ -16,14 +17,15 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.enabled import on_enabled
 from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
-from rl_memory_plugins.engines.sglang import adapters, frozen, worker
+from rl_memory_plugins.engines.sglang import adapters, frozen, pipeline, worker
 from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
 from rl_memory_plugins.engines.sglang.draft import runners_of
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.nccl_suspend import use_suspendable_memory
+from rl_memory_plugins.engines.sglang.nodes import require_all_nodes
 from rl_memory_plugins.engines.sglang.options import config_of
-from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine
+from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine, handle_natively
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError, unsupported
 from rl_memory_plugins.hooking import Hooks
@@ -51,8 +53,7 @@ def install(hooks: Hooks) -> None:
     if hasattr(hooks.require(SCHEDULER), "handle_update_weight_version"):
         hooks.wrap(f"{SCHEDULER}.handle_update_weight_version", _native_weight_version)
     hooks.wrap(f"{SCHEDULER}.flush_cache", _flush_what_is_there)
-    for name in ("is_fully_idle", "abort_request"):
-        hooks.require(f"{SCHEDULER}.{name}")
+    pipeline.install(hooks)
     hooks.require("sglang.srt.runtime_context:get_parallel")
 
 
@@ -64,15 +65,17 @@ class SglangScheduler:
 
         self._scheduler = scheduler
         self.config = config
-        group = scheduler.weight_updater.tp_cpu_group
+        stage = scheduler.weight_updater.tp_cpu_group
+        self.pipeline = pipeline.of(scheduler, int(scheduler.server_args.pp_size))
+        group = stage if self.pipeline is None else scheduler.world_group.cpu_group
         runner = scheduler.tp_worker.model_runner
         model = runner.model
         slots = SglangAdapters(runner)
         self.worker = SglangWorker(
             model, memory, config, distributed.get_rank(group), lambda: slots, runners_of(scheduler)
         )
-        self.ranks = RankedGroup(self.worker.agent, group)
-        self.engine = SglangEngine(scheduler, self.ranks)
+        self.ranks = RankedGroup(self.worker.agent, group, stage)
+        self.engine = SglangEngine(scheduler, self.ranks, self.all_batches)
         self.updates = EngineUpdates(
             self.worker.manager,
             model.named_parameters,
@@ -128,6 +131,26 @@ class SglangScheduler:
         return StateConflictError(
             "requests are running: let them finish, abort them, or pause with mode='retract' before the update"
         )
+
+    def all_batches(self) -> AbstractContextManager[None]:
+        """In the body, SGLang's own code finds all running requests in one batch."""
+        return nullcontext() if self.pipeline is None else self.pipeline.as_one_batch()
+
+    def may_begin_step(self) -> bool:
+        """Whether this stage of a pipeline may plan a batch. If no step is in flight, do first what waits for that."""
+        assert self.pipeline is not None
+        held: list[Any] = []
+        if self.pipeline.is_empty:
+            held, self.pipeline.held = self.pipeline.held, []
+            if held:
+                handle_natively(self._scheduler, self.answer_health_checks(held))
+            self.after_input()
+        return not (held or self.pipeline.held or self.engine.stops_steps)
+
+    @property
+    def must_stay_awake(self) -> bool:
+        """Whether something waits for the next passes of SGLang's loop."""
+        return self.engine.draining or bool(self.pipeline and self.pipeline.held)
 
     def after_input(self) -> None:
         self.engine.poll()
@@ -215,6 +238,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         memory = Memory(config, lambda: _device_and_rank(self), server_args)
         worker.prepare(memory)
         original(self, server_args, *args, **kwargs)
+        require_all_nodes(server_args)
         self.rl_memory = SglangScheduler(self, memory, config)
 
     return __init__
@@ -228,7 +252,9 @@ def _device_and_rank(scheduler: Any) -> tuple[str, int]:
         import torch
 
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    return device, _engine_rank(scheduler) * int(args.tp_size) + int(_parallel(scheduler).tp_rank)
+    parallel = _parallel(scheduler)
+    stage = _engine_rank(scheduler) * int(args.pp_size) + int(parallel.pp_rank)
+    return device, stage * int(args.tp_size) + int(parallel.tp_rank)
 
 
 @on_enabled(lambda scheduler: config_of(scheduler.server_args))
@@ -247,6 +273,8 @@ def _add_handler(config: RLMemoryConfig, original: Callable[..., Any], scheduler
 def _process_input_requests(
     added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_reqs: list[Any]
 ) -> Any:
+    if added.pipeline is not None:
+        return original(scheduler, added.answer_health_checks(added.pipeline.pass_on(recv_reqs)))
     result = original(scheduler, added.answer_health_checks(recv_reqs))
     added.after_input()
     return result
@@ -255,7 +283,7 @@ def _process_input_requests(
 @on_enabled()
 def _stay_awake_while_draining(added: SglangScheduler, original: Callable[..., None], scheduler: Any) -> None:
     """Keep SGLang awake during a drain. With --sleep-on-idle it would sleep for a second before the drain could end."""
-    if not added.engine.draining:
+    if not added.must_stay_awake:
         original(scheduler)
 
 
@@ -299,7 +327,8 @@ def _process_once(
 @on_enabled()
 def _native_pause(added: SglangScheduler, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> None:
     added.engine.paused_natively = True
-    original(scheduler, recv_req)
+    with added.all_batches() if recv_req.mode == "retract" else nullcontext():
+        original(scheduler, recv_req)
     scheduler.cur_batch_for_debug = None  # SGLang's watchdog would take a batch paused in place for a hang
 
 

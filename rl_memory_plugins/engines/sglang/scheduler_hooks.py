@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
@@ -30,20 +30,28 @@ def forget_embeddings() -> None:
             cache.clear()
 
 
+def handle_natively(scheduler: Any, requests: list[Any]) -> None:
+    """Have SGLang handle requests, without the hook on that."""
+    hooks.table[f"{SCHEDULER}.process_input_requests"](scheduler, requests)
+
+
 class RankedGroup:
     """The ranks that run this controller in step. They exchange replies over their process group for CPU tensors.
 
     Args:
         agent: The agent of this rank.
         group: The `torch.distributed` group of all ranks that receive each request.
+        stage: The group of the tensor-parallel ranks, which SGLang's own handlers use; all ranks if there is one
+            pipeline stage.
     """
 
-    def __init__(self, agent: RankAgent, group: Any) -> None:
+    def __init__(self, agent: RankAgent, group: Any, stage: Any = None) -> None:
         from torch import distributed
 
         self._distributed = distributed
         self._agent = agent
         self._group = group
+        self._stage = group if stage is None else stage
         self.rank: int = distributed.get_rank(group)
         self.size: int = distributed.get_world_size(group)
 
@@ -66,16 +74,27 @@ class RankedGroup:
         return all(self.gather(mine))
 
     def barrier(self) -> None:
+        """Join a barrier at the end of one of SGLang's own handlers."""
         if self.size > 1:
-            self._distributed.barrier(group=self._group)
+            self._distributed.barrier(group=self._stage)
 
 
 class SglangEngine:
-    """The controller's view of a scheduler. With attention-DP each rank has requests of its own, so all must agree."""
+    """The controller's view of a scheduler. With attention-DP each rank has requests of its own, so all must agree.
 
-    def __init__(self, scheduler: Any, ranks: RankedGroup) -> None:
+    Args:
+        all_batches: In its body, SGLang's own code finds all running requests in `running_batch`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        ranks: RankedGroup,
+        all_batches: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._scheduler = scheduler
         self._ranks = ranks
+        self._all_batches = all_batches
         self._drains: list[tuple[PauseMode, Future[None]]] = []
         self._after_reply: list[Callable[[], None]] = []
         self._paused_here = False
@@ -140,12 +159,22 @@ class SglangEngine:
     def draining(self) -> bool:
         return bool(self._drains)
 
+    @property
+    def stops_steps(self) -> bool:
+        """Whether no step may begin, so that requests stop where they are. Only the loop of a pipeline asks."""
+        if self._scheduler._engine_paused:
+            return True
+        mode = self._drains[0][0] if self._drains else None
+        if mode is PauseMode.KEEP:  # a step also lets requests out of the queue for grammars
+            return not self._scheduler.grammar_manager.grammar_queue
+        return mode is PauseMode.FREEZE
+
     def _retract(self) -> None:
         """Move running requests back into the queue. SGLang computes their KV cache again later."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._paused_here = self._retracted = True
-        with self._unlimited_queue():
+        with self._unlimited_queue(), self._all_batches():
             hooks.table[f"{SCHEDULER}.pause_generation"](self._scheduler, PauseGenerationReqInput(mode="retract"))
 
     @contextmanager
