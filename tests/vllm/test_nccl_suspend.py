@@ -28,7 +28,8 @@ def configuration(*, flag: bool = False, option: bool = False, engines: int = 1)
 
 @pytest.mark.parametrize(("flag", "option"), [(True, False), (False, True), (False, False)])
 def test_the_option_means_what_the_flag_means(flag: bool, option: bool) -> None:
-    engine = SimpleNamespace(vllm_config=configuration(flag=flag, option=option), model_executor=None)
+    executor = SimpleNamespace(collective_rpc=lambda method, args: [])
+    engine = SimpleNamespace(vllm_config=configuration(flag=flag, option=option), model_executor=executor)
     assert isinstance(core._ranks(engine), SuspendingRanks) == (flag or option)
 
 
