@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from links import Link, through
-from test_update import counts, failing_loader
+from test_update import NOTHING, counts, failing_loader, left_since
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
 from rl_memory_plugins.errors import (
@@ -533,8 +533,8 @@ def test_many_sessions_leave_nothing(security):
                 assert isinstance(send(sender, checkpoint(seed)), Exception) == (seed % 5 == 4)
                 thread.join()
         del thread
-    assert threading.active_count() == threads
-    assert counts() == before
+    assert threading.active_count() <= threads
+    assert left_since(before) == NOTHING
 
 
 def test_a_push_names_all_its_places_to_the_engine():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_gpu import OneByOne, gpu_rank
-from test_update import counts
+from test_update import NOTHING, counts, left_since
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
 from integration.waiting import wait_until
@@ -464,7 +464,7 @@ def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
         del outcome, threads
     cuda_ipc.release_mapped()
     assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
-    wait_until(lambda: counts() == before, "the counts are as before")
+    wait_until(lambda: left_since(before) == NOTHING, "nothing is left")
 
 
 def test_overlapping_destinations_are_written_in_order():
