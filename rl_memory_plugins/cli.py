@@ -320,14 +320,18 @@ def _print_transition(answer: dict[str, Any]) -> None:
     console = Console()
     console.print(answer["status"])
     console.print(table)
-    console.print(", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items()))
+    console.print(_steps(report))
 
 
 def _print_update(answer: dict[str, Any]) -> None:
     report = msgspec.convert(answer["report"], Report)
     console = Console()
     console.print(f"weights {answer['content']}, version {answer['weight_version']}")
-    console.print(", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items()))
+    console.print(_steps(report))
+
+
+def _steps(report: Report) -> str:
+    return ", ".join(f"{step} {seconds:.3f} s" for step, seconds in report.seconds.items())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from integration.engines.base import REPOSITORY, Launch
 from integration.engines.vllm import Vllm
 from integration.models import SHAPES, new_model, write_model
+from integration.two_hosts import TwoHosts
 from tests.vllm.calls import OTHER_SEED, PROMPT, SEED, restore
 from tests.vllm.child import Child, run_script
 
@@ -142,3 +144,16 @@ def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator
     """Awake, with the checkpoint's weights; afterwards able to get there again by our calls alone."""
     yield started
     assert started(restore, model_folder) == first_tokens
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    with TwoHosts() as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def hidden() -> Iterator[Path]:
+    """What the second host does not see: temporary files of the trainer and of the first host."""
+    with tempfile.TemporaryDirectory(prefix="rlmh-", dir="/tmp") as folder:  # short: Unix sockets have short paths
+        yield Path(folder)

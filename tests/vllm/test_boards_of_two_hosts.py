@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,18 +17,6 @@ from tests.vllm.conftest import greedy
 from tests.vllm.hosts import started
 
 pytestmark = pytest.mark.skipif(not namespaces_work(), reason="this machine makes no network namespaces")
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts() as two:
-        yield two
-
-
-@pytest.fixture(scope="module")
-def hidden() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="rlmh-", dir="/tmp") as folder:  # short: Unix sockets have short paths
-        yield Path(folder)
 
 
 @pytest.fixture(scope="module")

@@ -51,12 +51,6 @@ class RemoteServer(Server):
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts() as two:
-        yield two
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the trainer has its Unix sockets."""
     return tmp_path_factory.mktemp("trainer")
