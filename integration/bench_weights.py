@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,14 @@ class Subject(ABC):
 
 
 class VllmSubject(Subject):
+    transfer = "ipc"  # vLLM's name of its own route
+    options: Mapping[str, Any] = {}
+
     def __init__(self, model: Path, plugin: bool, device: str, memory: float) -> None:
         self.plugin = plugin
         switch: dict[str, Any] = {"additional_config": {"rl_memory": OPTIONS}} if plugin else {}
         if not plugin:
-            switch = {"weight_transfer_config": {"backend": "ipc"}} if device == "cuda" else {}
+            switch = {"weight_transfer_config": {"backend": self.transfer}} if device == "cuda" else {}
         if device == "cuda":  # a KV cache of the usual size: a reset takes time for every block
             where: dict[str, Any] = {"gpu_memory_utilization": memory}
             if SHAPES[model.name].experts:  # this backend transforms no weights: checksums need the checkpoint's layout
@@ -167,8 +171,7 @@ class VllmSubject(Subject):
             dtype="bfloat16" if device == "cuda" else "float32",
             max_model_len=512,
             max_num_seqs=8,
-            **where,
-            **switch,
+            **{**where, **switch, **self.options},
         )
 
     def tokens(self) -> list[list[int]]:
@@ -221,23 +224,22 @@ class SglangSubject(Subject):
             serialized_named_tensors=[payload], load_format=load_format, flush_cache=last
         )
         manager = self.engine.tokenizer_manager
-        success, message = self.engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))
-        if not success:
-            raise RuntimeError(message)
+        require_success(self.engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None)))
 
     def native_init(self, info: dict[str, Any]) -> bool:
         return hasattr(self.engine, "begin_weight_update")  # since 0.5.21
 
     def native_start(self) -> None:
-        self._succeeded(self.engine.begin_weight_update())
+        require_success(self.engine.begin_weight_update())
 
     def native_finish(self) -> None:
-        self._succeeded(self.engine.end_weight_update())
+        require_success(self.engine.end_weight_update())
 
-    @staticmethod
-    def _succeeded(answer: Any) -> None:
-        if not answer[0]:
-            raise RuntimeError(answer[1])
+
+def require_success(answer: Any) -> None:
+    """Raise SGLang's message if its answer is no success."""
+    if not answer[0]:
+        raise RuntimeError(answer[1])
 
 
 ENGINES: dict[str, Any] = {"vllm": VllmSubject, "sglang": SglangSubject}

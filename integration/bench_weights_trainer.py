@@ -205,7 +205,8 @@ class Bench:
         self.route("native", send(packed=False))
         self.route("native_packed", send(packed=True))
 
-    def _vllm_route(self, packed: bool) -> Send:
+    def vllm_client(self) -> Any:
+        """What vLLM's trainer's halves take for an engine."""
         call = self._engine.call
 
         class Client:
@@ -221,7 +222,10 @@ class Bench:
             def finish_weight_update(self, weight_version: str | None = None) -> None:
                 call("native_finish")
 
-        return native_updates.vllm(Client(), self._weights.sent, packed=packed)
+        return Client()
+
+    def _vllm_route(self, packed: bool) -> Send:
+        return native_updates.vllm(self.vllm_client(), self._weights.sent, packed=packed)
 
     def _sglang_route(self, packed: bool) -> Send:
         call = self._engine.call

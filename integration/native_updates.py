@@ -1,15 +1,19 @@
-"""The engines' own weight updates from a trainer on the same GPU, with their own trainer's halves."""
+"""The engines' own weight updates, with their own trainer's halves: by IPC on one GPU, and by NCCL to another."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 Sent = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 BUCKET_BYTES = 1 << 30
+HOST = "127.0.0.1"
+GROUP = "weights"
+"""The name of SGLang's group of the trainer and the engine's ranks."""
 
 
 def vllm(client: Any, sent: Sent, *, packed: bool, rank: int = 0) -> Callable[[], Any]:
@@ -38,6 +42,31 @@ def vllm(client: Any, sent: Sent, *, packed: bool, rank: int = 0) -> Callable[[]
         client.init_weight_transfer_engine({})
         return send
 
+    sender = ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
+        ipc_engine.IPCTrainerInitInfo(rank=rank, **buffer), client=client, source=_vllm_source(sent)
+    )
+    return lambda: sender.send_weights()
+
+
+def vllm_nccl(client: Any, sent: Sent, *, port: int, ranks: int = 1, rank: int = 0) -> Callable[[], Any]:
+    """vLLM's weight transfer by NCCL, in its buckets of 1 GiB. Calling the result is one update.
+
+    Args:
+        client, sent, rank: As for `vllm`.
+        port: A free port of this host, where trainer and ranks meet.
+        ranks: The number of the engine's ranks.
+    """
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    sender = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
+        nccl_engine.NCCLTrainerInitInfo(rank=rank, master_address=HOST, master_port=port, world_size=1 + ranks),
+        client=client,
+        source=_vllm_source(sent),
+    )
+    return lambda: sender.send_weights()
+
+
+def _vllm_source(sent: Sent) -> Any:
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     def metadata(_: Any) -> list[Any]:
@@ -48,11 +77,7 @@ def vllm(client: Any, sent: Sent, *, packed: bool, rank: int = 0) -> Callable[[]
 
     newer = hasattr(WeightSource, "iter_full")  # since vLLM 0.33, which wants a property
     members = {"metadata": functools.cached_property(metadata) if newer else metadata}
-    source = type("Source", (WeightSource,), {**members, "__iter__": tensors, "iter_full": tensors})()
-    sender = ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
-        ipc_engine.IPCTrainerInitInfo(rank=rank, **buffer), client=client, source=source
-    )
-    return lambda: sender.send_weights()
+    return type("Source", (WeightSource,), {**members, "__iter__": tensors, "iter_full": tensors})()
 
 
 def sglang(
@@ -91,6 +116,57 @@ def sglang(
             update(MultiprocessingSerializer.serialize(content), "flattened_bucket", number == len(buckets) - 1)
         if end is not None:
             end()
+
+    return send
+
+
+def sglang_nccl(
+    join: Callable[[dict[str, Any]], Any],
+    update: Callable[[dict[str, Any]], Any],
+    sent: Sent,
+    *,
+    port: int,
+    backend: str,
+    begin: Callable[[], Any],
+    end: Callable[[], Any],
+    ranks: int = 1,
+) -> Callable[[], None]:
+    """SGLang's update by a process group of the trainer and the engine, in flattened buckets of 1 GiB.
+
+    Args:
+        join, update: Pass arguments to the engine's `init_weights_update_group` and `update_weights_from_distributed`.
+        sent: Gives the tensors by their names in the checkpoint.
+        port: A free port of this host, where trainer and ranks meet.
+        backend: Of torch: `nccl` or `gloo`.
+        begin, end: Enclose the update.
+        ranks: The number of the engine's ranks.
+    """
+    from sglang.srt.utils import init_custom_process_group
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    meeting = {"group_name": GROUP, "backend": backend, "world_size": 1 + ranks}
+    pool = ThreadPoolExecutor(1)  # the engine answers when it has taken part
+    joined = pool.submit(join, {**meeting, "master_address": HOST, "master_port": port, "rank_offset": 1})
+    group = init_custom_process_group(**meeting, init_method=f"tcp://{HOST}:{port}", rank=0)
+    joined.result()
+
+    def send() -> None:
+        begin()
+        buckets = list(cut(list(sent()), BUCKET_BYTES))
+        for number, bucket in enumerate(buckets):
+            flat = FlattenedTensorBucket(named_tensors=bucket)
+            content = {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+                "group_name": GROUP,
+                "load_format": "flattened_bucket",
+                "flush_cache": number == len(buckets) - 1,
+            }
+            updated = pool.submit(update, content)
+            torch.distributed.broadcast(flat.get_flattened_tensor(), src=0, group=group)
+            updated.result()
+        end()
 
     return send
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from integration import report_kinds, report_plan, report_steps, report_upstream, report_weights
+from integration import report_kinds, report_plan, report_remote, report_steps, report_upstream, report_weights
 from integration.models import SHAPES, weight_bytes
 from integration.report_weights import Metrics, Record, Run
 
@@ -347,6 +347,7 @@ def texts() -> dict[Place, list[str]]:
     docs, results = REPOSITORY / "docs", REPOSITORY / "integration" / "results"
     return {
         Place(docs / "benchmarks.md"): pages,
+        Place(docs / "benchmarks.md", "remote"): report_remote.pages(results, NAMES),
         Place(docs / "benchmarks.md", "steps"): report_steps.pages(results, docs, NAMES),
         Place(docs / "compatibility.md"): report_upstream.table(results, NAMES),
         Place(docs / "compatibility.md", "kinds"): report_kinds.table(results, NAMES),

@@ -42,13 +42,20 @@ class Cluster(NamedTuple):
 
 
 class Format(NamedTuple):
-    """The dtype in which the weights travel and in which the engine keeps them. Scales are left out."""
+    """The dtype in which the weights travel and in which the engine keeps them. Scales are left out.
+
+    Attributes:
+        bytes_each: Of a parameter.
+        hosts: The hosts of an engine: the fewest on whose GPUs the weights fit.
+    """
 
     name: str
     bytes_each: int
+    hosts: int
 
 
-FORMATS = (Format("bf16", 2), Format("FP8", 1))
+FORMATS = (Format("bf16", 2, 2), Format("FP8", 1, 1))
+COUNTS = {1: "one host", 2: "two hosts"}
 PARAMETERS = 1e12
 BUCKET = 1 << 30
 
@@ -84,19 +91,20 @@ def staged_rate(file: str) -> float:
     raise LookupError(f"{file} has no update_staged_s")
 
 
-def ways(size: float, c: Cluster) -> list[Way]:
-    """An engine of `size` bytes on each host of the engines, with tensor parallelism over its GPUs.
+def ways(size: float, c: Cluster, hosts: int = 1) -> list[Way]:
+    """Engines of `size` bytes, each on `hosts` hosts, with tensor parallelism over all GPUs of these.
 
-    A trainer process sends to all ranks of one engine. Eight processes, one on each host of the trainer, have one each.
-    A relay receives what the ranks of its host need, and passes it on to them and to the next host.
+    A trainer process sends to all ranks of one engine; the processes of several engines are on different hosts. A relay
+    receives what the ranks of its host need, and passes it on to them and to the same host of the next engine.
     """
-    ranks, part = c.hosts * c.gpus, size / c.gpus
+    engines, ranks = c.hosts // hosts, hosts * c.gpus
+    part = size / ranks
     return [
-        Way("whole tensors to each rank", ranks * size, c.gpus * size, size),
-        Way("slices to each rank", c.hosts * size, size, part),
-        Way("slices, each rank from a card of its own", c.hosts * size, part, part),
-        Way("relay from host to host, over one card", size, size, part, c.hosts - 1),
-        Way("relay from host to host, over all cards", size, part, part, c.hosts - 1),
+        Way("whole tensors to each rank", engines * ranks * size, ranks * size, size),
+        Way("slices to each rank", engines * size, size, part),
+        Way("slices, each rank from a card of its own", engines * size, part, part),
+        Way("relay from host to host, over one card", size, size, part, engines - 1),
+        Way("relay from host to host, over all cards", size, part, part, engines - 1),
         Way("engines on the trainer's GPUs (CUDA IPC)", 0, 0, part),
     ]
 
@@ -130,7 +138,8 @@ def assumptions(c: Cluster) -> list[str]:
     rows = [
         ("parameters", f"{PARAMETERS / 1e12:g} T; 2 bytes each in bf16, 1 in FP8, without scales"),
         ("trainer", f"{c.hosts} hosts of {c.gpus} GPUs; every GPU holds 1/{c.hosts * c.gpus} of the weights"),
-        ("engines", f"{c.hosts}, each on another host of {c.gpus} GPUs, with tensor parallelism over them"),
+        ("engines", f"on {c.hosts} other hosts of {c.gpus} GPUs, with tensor parallelism over all GPUs of an engine"),
+        *((f"engines in {one.name}", f"{c.hosts // one.hosts}, each on {COUNTS[one.hosts]}") for one in FORMATS),
         ("network", f"a card of {c.nic * 8 / GB:g} Gbit/s = {c.nic / GB:g} GB/s for each GPU, in each direction"),
         ("NVLink", f"{c.nvlink / GB:g} GB/s for each GPU, in each direction"),
         ("share of a line rate that transfers reach", f"{c.share:.0%}, of the cards and of NVLink"),
@@ -145,7 +154,7 @@ def transfers(c: Cluster) -> list[str]:
     rows = []
     for one in FORMATS:
         size = PARAMETERS * one.bytes_each
-        for way in ways(size, c):
+        for way in ways(size, c, one.hosts):
             took = seconds(way, size, c)
             sent = [f"{nbytes / 1e12:g}" for nbytes in (way.sent, way.busiest)]
             rows.append((one.name, way.name, *sent, *(f"{number:.1f}" for number in (*took, took.slowest))))

@@ -36,6 +36,22 @@ def test_bytes_of_each_way(small: scaling.Cluster) -> None:
     ]
 
 
+def test_an_engine_on_two_hosts_needs_its_bytes_once(small: scaling.Cluster) -> None:
+    found = {way.name: (way.sent, way.busiest, way.rank, way.hops) for way in scaling.ways(80.0, small, 2)}
+    assert found["whole tensors to each rank"] == (4 * 80, 4 * 80, 80, 0)
+    assert found["slices to each rank"] == (80, 80, 20, 0)
+    assert found["slices, each rank from a card of its own"] == (80, 20, 20, 0)
+    assert found["relay from host to host, over all cards"] == (80, 20, 20, 0)
+
+
+def test_the_weights_fit_on_the_hosts_of_an_engine_and_on_no_fewer() -> None:
+    c = scaling.cluster()
+    for one in scaling.FORMATS:
+        size = scaling.PARAMETERS * one.bytes_each
+        assert size / (one.hosts * c.gpus) < c.gpu_memory
+        assert one.hosts == 1 or size / ((one.hosts - 1) * c.gpus) >= c.gpu_memory
+
+
 def test_seconds_of_each_link(small: scaling.Cluster) -> None:
     way = scaling.ways(80.0, small)[1]
     took = scaling.seconds(way, 80.0, small)
