@@ -14,7 +14,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from integration import report_kinds, report_plan, report_remote, report_steps, report_upstream, report_weights
+from integration import (
+    report_kinds,
+    report_plan,
+    report_remote,
+    report_steps,
+    report_turns,
+    report_upstream,
+    report_weights,
+)
 from integration.models import SHAPES, weight_bytes
 from integration.report_weights import Metrics, Record, Run
 
@@ -111,8 +119,9 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
             continue
         if "metric" not in content[0] or "engine_version" not in content[0]:  # of kinds of weights, or of trainers
             continue
-        if "tp" in content[0] or "gpus" in content[0]:  # of several ranks, and of whole training steps: the page tells
-            continue  # of them outside these tables
+        # The page tells of several ranks, of whole training steps, and of turns outside these tables.
+        if {"tp", "gpus", "engines"} & content[0].keys():
+            continue
         for record in content:
             runs[run_of(path, record)][record["metric"]][record["subject"]] = record
     return dict(sorted(runs.items(), key=lambda item: by_size(item[0]))), test_runs
@@ -349,6 +358,7 @@ def texts() -> dict[Place, list[str]]:
         Place(docs / "benchmarks.md"): pages,
         Place(docs / "benchmarks.md", "remote"): report_remote.pages(results, NAMES),
         Place(docs / "benchmarks.md", "steps"): report_steps.pages(results, docs, NAMES),
+        Place(docs / "benchmarks.md", "turns"): report_turns.pages(results, NAMES),
         Place(docs / "compatibility.md"): report_upstream.table(results, NAMES),
         Place(docs / "compatibility.md", "kinds"): report_kinds.table(results, NAMES),
         Place(docs / "plan.md", "records"): report_plan.table(results),

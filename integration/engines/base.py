@@ -45,6 +45,8 @@ class Launch:
     device: str = "cpu"  # or "cuda"
     forked: bool = False  # on the CPU: the engine's processes are forks of the server's, which start in seconds
     compiled: bool = True  # on a GPU; an engine without compilation captures graphs too, and starts sooner
+    graphs: bool = True  # on a GPU; without them an engine starts soonest
+    memory: float = 0.0  # the share of the GPU's memory that the engine takes, in place of `kv_bytes`; 0 for none
     adapter_rank: int = 0  # the highest rank of LoRA adapters; with 0 the engine takes none
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -17,11 +17,26 @@ from integration.engines.vllm import Vllm
 
 
 class NativeVllm(Vllm):
+    """
+    Args:
+        flags: Of the features that the engine shall have.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str] = ("--enable-sleep-mode", "--weight-transfer-config", json.dumps({"backend": "ipc"})),
+    ) -> None:
+        self._flags = flags
+
     def command(self, launch: Launch, port: int) -> list[str]:
+        serve = {  # the command line of vLLM does not run with its CPU build
+            "cpu": ("-m", "vllm.entrypoints.openai.api_server", "--model"),
+            "cuda": ("-m", "vllm.entrypoints.cli.main", "serve"),
+        }
         return [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(launch.model), "--enable-sleep-mode"),
-            *("--weight-transfer-config", json.dumps({"backend": "ipc"}), "--served-model-name", "model"),
-            *("--host", launch.host, "--port", str(port), "--dtype", launch.dtype, *self.arguments(launch)),
+            *(sys.executable, *serve[launch.device], str(launch.model), *self._flags),
+            *("--served-model-name", "model", "--host", launch.host, "--port", str(port)),
+            *("--dtype", launch.dtype, *self.arguments(launch)),
             *(("--load-format", "dummy") if launch.dummy_weights else ()),
         ]
 
@@ -31,10 +46,18 @@ class NativeVllm(Vllm):
 
 
 class NativeSglang(Sglang):
+    """
+    Args:
+        flags: Of the features that the engine shall have.
+    """
+
+    def __init__(self, flags: Sequence[str] = ("--enable-memory-saver",)) -> None:
+        self._flags = flags
+
     def command(self, launch: Launch, port: int) -> list[str]:
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(launch.model)),
-            *("--enable-memory-saver", "--served-model-name", "model", "--host", launch.host, "--port", str(port)),
+            *(*self._flags, "--served-model-name", "model", "--host", launch.host, "--port", str(port)),
             *("--dtype", launch.dtype, *self.arguments(launch)),
             *(("--load-format", "dummy") if launch.dummy_weights else ()),
         ]
@@ -43,7 +66,7 @@ class NativeSglang(Sglang):
         return {**super().environment(launch), "RL_MEMORY": "0"}
 
 
-NATIVE: dict[str, Callable[[], EngineKind]] = {"vllm": NativeVllm, "sglang": NativeSglang}
+NATIVE: dict[str, Callable[..., EngineKind]] = {"vllm": NativeVllm, "sglang": NativeSglang}
 
 
 class NativeControl:

@@ -36,10 +36,10 @@ class Sglang(EngineKind):
     def arguments(self, launch: Launch) -> list[str]:
         return [
             *("--device", launch.device, *_DEVICE_ARGUMENTS[launch.device]),
-            *(("--cuda-graph-max-bs-decode", str(launch.max_running)) if launch.device == "cuda" else ()),
+            *(_graphs(launch) if launch.device == "cuda" else ()),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0"),
-            *("--max-running-requests", str(launch.max_running), "--max-total-tokens", str(_kv_tokens(launch))),
+            *("--max-running-requests", str(launch.max_running), *_cache(launch)),
             "--enable-metrics",  # vLLM has them always
             *("--tensor-parallel-size", str(launch.tp), "--data-parallel-size", str(launch.dp)),
             *("--pipeline-parallel-size", str(launch.pp)),
@@ -104,6 +104,16 @@ def _adapter_arguments(launch: Launch) -> list[str]:
     backend = ["--lora-backend", "torch_native"] if launch.device == "cpu" else []  # the others need a GPU
     rank = ["--max-lora-rank", str(launch.adapter_rank)]
     return ["--enable-lora", *backend, *rank, "--max-loras-per-batch", "3", "--lora-target-modules", *layers]
+
+
+def _graphs(launch: Launch) -> list[str]:
+    return ["--cuda-graph-max-bs-decode", str(launch.max_running)] if launch.graphs else ["--disable-cuda-graph"]
+
+
+def _cache(launch: Launch) -> list[str]:
+    if launch.memory:
+        return ["--mem-fraction-static", str(launch.memory)]
+    return ["--max-total-tokens", str(_kv_tokens(launch))]
 
 
 def _kv_tokens(launch: Launch) -> int:

@@ -17,18 +17,26 @@ PIPELINE = REPOSITORY / "tests" / "aids" / "vllm_pipeline"
 
 def _device_arguments(launch: Launch) -> list[str]:
     if launch.device == "cuda":  # with `--kv-cache-memory-bytes` the share only says what must be free at the start
-        return ["--gpu-memory-utilization", "0.05"]
+        return ["--gpu-memory-utilization", str(launch.memory or 0.05)]
     # Without `PIPELINE` only compiled stages work.
     return ["--enforce-eager"] if launch.pp == 1 or launch.forked else []
 
 
+def _cache(launch: Launch) -> list[str]:
+    return [] if launch.memory else ["--kv-cache-memory-bytes", str(launch.kv_bytes)]
+
+
 def _compilation(launch: Launch) -> list[str]:
+    if not launch.graphs:
+        return ["--enforce-eager"]
+    sizes = [1, 2, 4, *range(8, launch.max_running + 1, 8)]
     config: dict[str, Any] = {}
     if not launch.compiled:
         config |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if launch.tp > 1:  # fused kernels are compiled at first use
         config["pass_config"] = {"fuse_allreduce_rms": False}
-    arguments = ["--compilation-config", json.dumps(config)] if config else []
+    arguments = ["--cudagraph-capture-sizes", *map(str, sizes)]
+    arguments += ["--compilation-config", json.dumps(config)] if config else []
     return arguments if launch.compiled else [*arguments, "--no-enable-flashinfer-autotune"]
 
 
@@ -40,12 +48,12 @@ class Vllm(EngineKind):
         arguments = [
             *("--max-model-len", str(launch.context), "--max-num-seqs", str(launch.max_running)),
             *_device_arguments(launch),
-            *("--kv-cache-memory-bytes", str(launch.kv_bytes), "--tensor-parallel-size", str(launch.tp)),
-            *("--pipeline-parallel-size", str(launch.pp), "--enable-prompt-tokens-details"),
+            *_cache(launch),
+            *("--tensor-parallel-size", str(launch.tp), "--pipeline-parallel-size", str(launch.pp)),
+            "--enable-prompt-tokens-details",
         ]
         if launch.device == "cuda":
-            sizes = [1, 2, 4, *range(8, launch.max_running + 1, 8)]
-            arguments += ["--cudagraph-capture-sizes", *map(str, sizes), *_compilation(launch)]
+            arguments += _compilation(launch)
         if launch.adapter_rank:
             arguments += ["--enable-lora", "--max-lora-rank", str(launch.adapter_rank)]
             arguments += ["--max-loras", "2", "--max-cpu-loras", "2"]

@@ -21,8 +21,14 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from rl_memory_plugins import errors
 from rl_memory_plugins.admission import REASONS
 from rl_memory_plugins.commands import Sleep, Transition
-from rl_memory_plugins.errors import EngineAsleepError, RLMemoryError, StateConflictError, as_rl_memory_error
-from rl_memory_plugins.observing import Observer
+from rl_memory_plugins.errors import (
+    DeviceMemoryError,
+    EngineAsleepError,
+    RLMemoryError,
+    StateConflictError,
+    as_rl_memory_error,
+)
+from rl_memory_plugins.observing import Observer, tries_again
 from rl_memory_plugins.records import Report
 from rl_memory_plugins.transition import STEPS
 
@@ -81,6 +87,11 @@ class EventMetrics(Observer):
             ["operation", "type"],
             registry=registry,
         )
+        self._retries = Counter(
+            "rl_memory_wake_retries",
+            "Wakes for a request that found no memory, and are tried again while the request waits.",
+            registry=registry,
+        )
         self._update_seconds = Histogram(
             "rl_memory_update_seconds",
             "Seconds of a completed update in the slowest rank, from its connection to its last byte, by transport.",
@@ -135,6 +146,9 @@ class EventMetrics(Observer):
     def failed(self, command: Transition, error: Exception) -> None:
         if getattr(command, "idle_s", None) is not None and isinstance(error, StateConflictError):
             return  # an engine that is not idle, as the server that asked could not know
+        if tries_again() and isinstance(error, DeviceMemoryError):
+            self._retries.inc()
+            return
         self._failures.labels(command.name, as_rl_memory_error(error).code).inc()
 
     @_never_raising

@@ -1,4 +1,4 @@
-"""A server's engine that sleeps while nobody asks it, wakes for a request, and takes turns with others on its GPUs.
+"""A server's engine that sleeps while nobody asks it or at the end of its turn, and wakes for a request.
 
 The gate counts the requests of this server. The engine itself refuses to sleep if it had other requests: of another
 server of the same engine, or of Python callers.
@@ -15,10 +15,10 @@ from typing import Any
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.admission import first_refusal, is_sleeping, refusal
-from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
+from rl_memory_plugins.observing import trying_again
 from rl_memory_plugins.records import EngineStatus
-from rl_memory_plugins.server.lease import GpuLease
+from rl_memory_plugins.server.turn import Turn
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ RETRY_S = 0.2
 
 
 class IdleEngine:
-    """The idle time of one server, its turn on the GPUs, and the sleeps and wakes that follow from them.
+    """The idle time of one server, and the sleeps and wakes that follow from it and from the engine's turn.
 
     Args:
         engine: Returns the engine API. Raises while the engine is starting.
@@ -47,10 +47,9 @@ class IdleEngine:
         self._waiting = 0  # requests that wait for the engine to open
         self._running = 0  # requests that the engine has
         self._since = time.monotonic()  # of the idle time
-        self._turn_began = 0.0
         self._closing: asyncio.Future[None] | None = None  # done when the engine has fallen asleep, or has not
         self._waking: asyncio.Task[Any] | None = None
-        self._lease: GpuLease | None = None
+        self._turn: Turn | None = None
 
     # -- for the gate and the routes ----------------------------------------------------------------------------
 
@@ -95,20 +94,21 @@ class IdleEngine:
             StateConflictError: another engine keeps the GPUs busy for longer than `wake_on_request_s`.
         """
         api = self._api()
-        if api is None or not self._takes_turns(api) or not is_sleeping(self._status()):
-            return
-        if not await self._lease_of(api).acquire(api.options.wake_on_request_s):
+        turn = None if api is None else self._turn_of(api)
+        if turn is not None and is_sleeping(self._status()) and not await turn.begin(api.options.wake_on_request_s):
             raise StateConflictError("another engine has the GPUs and is busy: try again later", reason="no_turn")
-        self._turn_began = time.monotonic()
 
     # -- wakes ------------------------------------------------------------------------------------------------------
 
     async def _wake(self, api: Any, timeout_s: float) -> None:
-        if self._takes_turns(api) and not await self._lease_of(api).acquire(timeout_s):
+        turn = self._turn_of(api)
+        if turn is not None and not await turn.begin(timeout_s):
             return
         try:
-            await api.run(api.wake_as_engine())
-            self._turn_began = time.monotonic()
+            with trying_again():
+                await api.run(api.wake_as_engine())
+            if turn is not None:
+                turn.count_from_now()
         except RLMemoryError as error:
             logger.warning("the engine could not wake for a request: %s", error.message)
             await asyncio.sleep(RETRY_S)
@@ -134,8 +134,8 @@ class IdleEngine:
             finally:
                 watch.cancel()
                 await asyncio.wait([watch])
-                if self._lease is not None:
-                    self._lease.close()
+                if self._turn is not None:
+                    self._turn.close()
 
         return watched
 
@@ -164,30 +164,21 @@ class IdleEngine:
         if options is None or (options.idle_sleep_s is None and options.take_turns_s is None):
             return None
         engines = list(self._status())
-        idle_sleep_s: float = LOOK_S if options.idle_sleep_s is None else options.idle_sleep_s
-        longest = LOOK_IN_TURN_S if self._takes_turns(api) else idle_sleep_s
+        turn = self._turn_of(api)
+        longest: float = options.idle_sleep_s if options.take_turns_s is None else LOOK_IN_TURN_S
         if not engines or first_refusal(engines) is not None:
             self._since = time.monotonic()
-            if self._lease is not None and self._waking is None and _has_left(engines):
-                self._lease.release()  # a caller has put the engine to sleep
+            if turn is not None and self._waking is None and _has_left(engines):
+                turn.end()  # a caller has put the engine to sleep
             return min(LOOK_S, longest)
-        if self._takes_turns(api) and self._must_yield(api):
+        if turn is not None and turn.is_over():
             await self._fall_asleep(api, 0.0)
         elif options.idle_sleep_s is not None and not self._running and not self._waiting:
-            left = self._since + idle_sleep_s - time.monotonic()
+            left: float = self._since + options.idle_sleep_s - time.monotonic()
             if left > 0:
                 return min(left, longest)
-            await self._fall_asleep(api, idle_sleep_s)
+            await self._fall_asleep(api, options.idle_sleep_s)
         return longest
-
-    def _must_yield(self, api: Any) -> bool:
-        """Whether others wait for the GPUs, and this engine had its time; or another engine has them already."""
-        lease = self._lease_of(api)
-        if not lease.held:
-            if not lease.try_acquire():
-                return True
-            self._turn_began = time.monotonic()
-        return lease.is_wanted() and time.monotonic() - self._turn_began >= api.options.take_turns_s
 
     async def _fall_asleep(self, api: Any, idle_s: float) -> None:
         """Sleep once the running requests have ended. New requests wait meanwhile."""
@@ -197,8 +188,8 @@ class IdleEngine:
                 await asyncio.sleep(LOOK_IN_TURN_S)
             await api.run(api.transition(operations.sleep_if_idle(idle_s)))
             logger.info("the engine sleeps until the next request")
-            if self._lease is not None:
-                self._lease.release()
+            if self._turn is not None:
+                self._turn.end()
         except StateConflictError:  # requests that this server does not see; or a caller was faster
             pass
         finally:
@@ -206,7 +197,7 @@ class IdleEngine:
             self._closing = None
             self._since = time.monotonic()
 
-    # -- turns ------------------------------------------------------------------------------------------------------
+    # -- the engine -------------------------------------------------------------------------------------------------
 
     def _api(self) -> Any:
         """The engine API; `None` if there is no engine yet, or none that is enabled."""
@@ -215,13 +206,12 @@ class IdleEngine:
         except RLMemoryError:
             return None
 
-    def _takes_turns(self, api: AsyncioApi) -> bool:
-        return api.options is not None and api.options.take_turns_s is not None
-
-    def _lease_of(self, api: Any) -> GpuLease:
-        if self._lease is None:
-            self._lease = GpuLease(rank.device for engine in self._status() for rank in engine.ranks)
-        return self._lease
+    def _turn_of(self, api: Any) -> Turn | None:
+        """The turn; `None` for an engine that takes none, and before its status names its GPUs."""
+        if self._turn is None and api.options is not None and api.options.take_turns_s is not None:
+            devices = [rank.device for engine in self._status() for rank in engine.ranks]
+            self._turn = Turn(devices, api.options.take_turns_s) if devices else None
+        return self._turn
 
 
 def _has_left(engines: Iterable[EngineStatus]) -> bool:

@@ -16,6 +16,7 @@ from integration.engines.base import Launch, Server
 from integration.models import SHAPES, write_model
 from integration.waiting import wait_until
 from tests.conformance.conftest import OTHER_SEED, PROMPT
+from tests.monitoring import scrape
 
 TURN_S = 0.3
 
@@ -82,3 +83,4 @@ def test_random_traffic(request: pytest.FixtureRequest, servers: list[Server]) -
         looking.result()
     assert sum(counts) > 3
     assert not together, f"both engines were awake, seed {seed}"
+    assert not any(scrape(server).total("transition_failures_total") for server in servers)

@@ -12,7 +12,16 @@ from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from rl_memory_plugins import commands, errors, operations
-from rl_memory_plugins.errors import EngineAsleepError, HostMemoryError, InvalidRequestError, StateConflictError
+from rl_memory_plugins.errors import (
+    DeviceMemoryError,
+    EngineAsleepError,
+    EngineFaultError,
+    HostMemoryError,
+    InvalidRequestError,
+    RLMemoryError,
+    StateConflictError,
+)
+from rl_memory_plugins.observing import trying_again
 from rl_memory_plugins.records import Reply, Report
 from rl_memory_plugins.server import event_metrics
 from rl_memory_plugins.server.event_metrics import TYPES, EventMetrics
@@ -153,6 +162,25 @@ def test_an_engine_that_turns_out_not_to_be_idle_is_no_failure(
     assert value(registry, "transition_failures_total", operation="sleep", type="StateConflictError") == 0
     events.failed(operations.sleep_if_idle(5.0), HostMemoryError("full"))
     assert value(registry, "transition_failures_total", operation="sleep", type="HostMemoryError") == 1
+
+
+def test_a_wake_that_is_tried_again_for_a_request_is_no_failure(
+    events: EventMetrics, registry: CollectorRegistry
+) -> None:
+    control = FakeControl()
+    control.observer = events
+    failure: RLMemoryError
+    for failure, retries, failures in ((DeviceMemoryError("full"), 1, 0), (EngineFaultError("broken"), 1, 1)):
+        control.failure = failure
+        with pytest.raises(type(failure)), trying_again():
+            run(control, operations.wake_up())
+        assert value(registry, "wake_retries_total") == retries
+        assert value(registry, "transition_failures_total", operation="wake_up", type=failure.code) == failures
+    control.failure = DeviceMemoryError("full")
+    with pytest.raises(DeviceMemoryError):
+        run(control, operations.wake_up())
+    assert value(registry, "wake_retries_total") == 1
+    assert value(registry, "transition_failures_total", operation="wake_up", type="DeviceMemoryError") == 1
 
 
 def test_a_metric_that_cannot_be_written_changes_no_answer(

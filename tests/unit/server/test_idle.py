@@ -13,9 +13,10 @@ import pytest
 from fake_control import FakeControl
 from fastapi import FastAPI
 
-from rl_memory_plugins.commands import AnyCommand, Sleep, WakeUp
+from rl_memory_plugins.commands import AnyCommand, Sleep, Transition, WakeUp
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.errors import DeviceMemoryError, EngineAsleepError, StateConflictError, UnsupportedError
+from rl_memory_plugins.observing import Observer, tries_again
 from rl_memory_plugins.records import EngineStatus, Reply
 from rl_memory_plugins.server.attach import attach
 from rl_memory_plugins.server.idle import IdleEngine
@@ -126,8 +127,10 @@ def test_a_request_keeps_it_awake_however_long_it_takes() -> None:
     async def scenario(server: Server) -> None:
         server.answering.clear()
         request = asyncio.ensure_future(server.post())
+        await until(lambda: server.asked)
+        before = engine.names
         await asyncio.sleep(0.4)
-        assert engine.names == []
+        assert engine.names == before
         server.answering.set()
         assert (await request).status_code == 200
         await until(lambda: engine.idle)
@@ -197,11 +200,23 @@ def test_without_wake_on_request_a_request_is_refused_at_once() -> None:
 def test_a_wake_without_room_is_tried_again() -> None:
     engine = Engine(0.05, 20)
     engine.full = 2
+    tried: list[bool] = []
+
+    class Noting(Observer):
+        def failed(self, command: Transition, error: Exception) -> None:
+            tried.append(tries_again())
+
+    engine.observer = Noting()
 
     async def scenario(server: Server) -> None:
         await until(lambda: engine.idle)
         assert (await server.post()).status_code == 200
         assert engine.full == 0
+        assert tried == [True, True]
+        engine.full = 1
+        assert (await server.post("/sleep")).status_code == 200
+        assert (await server.post("/wake_up")).status_code == 507
+        assert tried == [True, True, False], "a caller's wake is not"
 
     served(engine, scenario)
 
