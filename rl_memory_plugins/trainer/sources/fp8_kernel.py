@@ -33,7 +33,6 @@ _UNIT = tl.constexpr(141 << 23)  # 2 ** 14: the last bit of a float32 of this si
 @triton.jit  # type: ignore[untyped-decorator]
 def _round_blocks(  # type: ignore[no-untyped-def]  # noqa: ANN202
     table,  # noqa: ANN001
-    owners,  # noqa: ANN001
     DTYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -42,24 +41,25 @@ def _round_blocks(  # type: ignore[no-untyped-def]  # noqa: ANN202
     POWER_OF_TWO: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One program for each block. Integers stand for the bits of float32, whose order is that of magnitudes.
+    """One program for each block of each weight. Integers stand for the bits of float32, whose order is by magnitude.
 
-    `owners`, int32, [programs], names each program's weight, a row of `table`, int64, [weights, 7]: the addresses of
-    the weight, its codes and its scales; rows, columns, row stride; its first program.
+    The second number of a program is that of its weight, a row of `table`, int64, [weights, 6]: the addresses of the
+    weight, its codes and its scales; rows, columns, row stride. Programs beyond the last block of a weight end at once.
     """
     program = tl.program_id(0)
-    entry = table + tl.load(owners + program) * 7
+    entry = table + tl.program_id(1) * 6
     weight = tl.load(entry).to(tl.pointer_type(DTYPE))
     codes = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
     scales = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
     rows = tl.load(entry + 3)
     columns = tl.load(entry + 4)
     row_stride = tl.load(entry + 5)
-    program -= tl.load(entry + 6)
+    across = tl.cdiv(columns, BLOCK_COLUMNS)
+    if program >= tl.cdiv(rows, BLOCK_ROWS) * across:
+        return
     if ALIGNED:
         weight, codes = tl.multiple_of(weight, 16), tl.multiple_of(codes, 16)
         columns, row_stride = tl.multiple_of(columns, 16), tl.multiple_of(row_stride, 16)
-    across = tl.cdiv(columns, BLOCK_COLUMNS)
     i, j = tl.arange(0, TILE_ROWS)[:, None], tl.arange(0, TILE_COLUMNS)[None, :]
     row = (program // across).to(tl.int64) * BLOCK_ROWS + i
     column = (program % across) * BLOCK_COLUMNS + j
@@ -108,17 +108,17 @@ def round_blocks(
     sizes = [-weight.numel() // ALIGNMENT * -ALIGNMENT for weight in weights]
     all_codes = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
     all_scales = torch.empty(sum(counts), dtype=torch.float32, device=device).split(counts)
-    table, first = [], 0
-    for weight, codes, scales, count in zip(weights, all_codes, all_scales, counts, strict=True):
-        table.append([weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), *weight.shape, weight.stride(0), first])
-        first += count
+    table = [
+        [weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), *weight.shape, weight.stride(0)]
+        for weight, codes, scales in zip(weights, all_codes, all_scales, strict=True)
+    ]
     aligned = all(entry[place] % ALIGNMENT == 0 for entry in table for place in (0, 4, 5))
-    owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
+    # A copy from pageable memory would wait for all work that the device has.
+    there = torch.tensor(table, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     warps = max(1, min(16, size >> 10))  # 32 values for each thread leave registers for a second program
     with torch.cuda.device_of(weights[0]):  # Triton launches on the current device
-        _round_blocks[(first,)](
-            torch.tensor(table).to(device),
-            owners.to(device),
+        _round_blocks[(max(counts), len(counts))](
+            there,
             _POINTERS[dtype],
             *block,
             *tile,

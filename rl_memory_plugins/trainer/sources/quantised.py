@@ -17,7 +17,7 @@ from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.source import ResidentSource, TensorSource, spec_of
 
-GROUP_VALUES = 64 << 20
+GROUP_VALUES = 256 << 20
 """Weights are rounded together until they have this many values."""
 
 
@@ -26,7 +26,7 @@ class QuantisedSource:
 
     Each weight that the checkpoint stores quantised is rounded to the nearest value on its own device, just before it
     is sent. Only one weight is held twice, or, where a GPU rounds several weights at a time (FP8 in blocks), as many as
-    have 64 Mi values. All other tensors stay as they are. An engine that quantises by itself
+    have 256 Mi values. All other tensors stay as they are. An engine that quantises by itself
     (`--quantization fp8` with a checkpoint in 16 bits) needs no such source.
 
     Args:

@@ -201,7 +201,7 @@ from rl_memory_plugins.trainer.sources.fp8_kernel import _round_blocks
 tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "TILE_ROWS": 128, "TILE_COLUMNS": 128, "POWER_OF_TWO": True}
 for dtype, aligned in ((tl.bfloat16, True), (tl.float16, False), (tl.float32, True)):
     constants = {"DTYPE": dtype, **tile, "ALIGNED": aligned}
-    signature = {"table": "*i64", "owners": "*i32"} | dict.fromkeys(constants, "constexpr")
+    signature = {"table": "*i64"} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=_round_blocks, signature=signature, constexprs=constants)
     for capability in (80, 90, 100):
         made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
