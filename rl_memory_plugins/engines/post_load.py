@@ -8,6 +8,7 @@ the operators that derive tensors from the layer's parameters, and whether the s
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,6 +27,11 @@ from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
 
 NEW_LAYOUT = "other parameters"
 """Recorded among the operators if the step has replaced parameters of the layer."""
+
+TRUSTED_AFTER = 2
+"""Loads in which a step has repeated its operators, before it is believed to. A step that the engine skips once it has
+run leaves other operators in the second load, if not in the first; later loads find the layer as the second did.
+Observation costs more than many steps, and under it `torch.compile`d steps run operator by operator."""
 
 _ATTRIBUTE = "_rl_memory_post_load"
 
@@ -47,6 +53,7 @@ class PostLoad:
         # The operators of a load, by layer and whether the step is the layer's own.
         self._first_load: dict[tuple[torch.nn.Module, bool], set[str]] = {}
         self._this_load = self._first_load
+        self._repeats: Counter[tuple[torch.nn.Module, bool]] = Counter()
         self._derived: dict[torch.nn.Module, list[StorageWeakRef]] = {}
         self._keeping: set[torch.nn.Module] = set()
         self.graphs = Graphs(self._is_derived)
@@ -60,6 +67,7 @@ class PostLoad:
                 step = getattr(owner, STEP, None)
                 if step is not None and not hasattr(step, _ATTRIBUTE):
                     setattr(owner, STEP, self._watched(step, layer if owner is layer else None))
+                    self._repeats.clear()  # this one has repeated nothing yet
 
     def unfilled(self) -> list[str]:
         """The parameters of layers with templates that the first load left as they were: no checkpoint has them."""
@@ -123,6 +131,7 @@ class PostLoad:
         """The body loads weights again. Each step must repeat the operators of the first load.
 
         Engines may skip a step that has run before. The layer then holds weights in a form that its kernel cannot read.
+        A step that has repeated its operators `TRUSTED_AFTER` times is no longer observed, until a load fails.
 
         Args:
             partial: The update may omit layers. Their steps need not run.
@@ -151,6 +160,10 @@ class PostLoad:
                     quant_method=method,
                     skipped=skipped,
                 )
+            self._repeats.update(self._this_load.keys())
+        except BaseException:
+            self._repeats.clear()
+            raise
         finally:
             self._this_load = self._first_load
 
@@ -169,6 +182,10 @@ class PostLoad:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             layer: torch.nn.Module = next(iter((*args, *kwargs.values()))) if owner is None else owner
+            step_of = (layer, owner is not None)
+            if self._this_load is not self._first_load and self._repeats[step_of] >= TRUSTED_AFTER:
+                self._this_load[step_of] = self._first_load.get(step_of, set())
+                return step(*args, **kwargs)
             template = self.templates.get(layer) if self._this_load is self._first_load else None
             with template.first_step() if template is not None else nullcontext():
                 before = _layout(layer)
@@ -179,7 +196,7 @@ class PostLoad:
             if reads.keeping:
                 self._keeping.add(layer)
             if found or self._this_load is not self._first_load:  # at a later load, also record that the step ran
-                self._this_load.setdefault((layer, owner is not None), set()).update(found)
+                self._this_load.setdefault(step_of, set()).update(found)
             if found and self._this_load is self._first_load:  # graphs are captured after the first load
                 kept = [*self._derived.get(layer, ()), *reads.storages]
                 self._derived[layer] = [storage for storage in kept if not storage.expired()]

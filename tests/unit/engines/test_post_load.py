@@ -208,6 +208,45 @@ def test_a_method_that_was_exchanged_after_the_first_load_is_watched_too():
         reload(model)
 
 
+class Seen:
+    """Notes whether its operators are observed."""
+
+    def __init__(self):
+        self.observed = []
+
+    def __call__(self, layer):
+        self.observed.append(torch.utils._python_dispatch.is_in_torch_dispatch_mode())
+        pack(layer)
+
+
+def test_a_step_that_has_repeated_everything_is_no_longer_observed_until_a_load_fails():
+    model = loaded(step := Seen())
+    for _ in range(4):
+        reload(model)
+    assert step.observed == [True, True, True, False, False]
+    with pytest.raises(ValueError, match="broken"), post_load.of(model).repeating(partial=False):
+        raise ValueError("broken")
+    reload(model)
+    assert step.observed[5:] == [True]
+
+
+def test_a_believed_step_must_still_run():
+    model = loaded(pack)
+    for _ in range(3):
+        reload(model)
+    with pytest.raises(WeightUpdateError, match="Method"), post_load.of(model).repeating(partial=False):
+        pass
+
+
+def test_a_method_that_replaces_a_believed_one_is_observed():
+    model = loaded(pack)
+    for _ in range(3):
+        reload(model)
+    model[0].quant_method = Method(lambda layer: None)
+    with pytest.raises(WeightUpdateError):
+        reload(model)
+
+
 @pytest.mark.parametrize(
     ("name", "mxfp8", "refused"),
     [
