@@ -133,7 +133,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
                 trainings.append(time.perf_counter() - start)
             with stage("return"):
                 start = time.perf_counter()
-                seconds.update({name: one + released[name] for name, one in trainer.back().items()})
+                seconds.update({name: one + released.get(name, 0.0) for name, one in trainer.back().items()})
                 server.generate(PROMPTS[0], 1)
                 returns.append(time.perf_counter() - start)
 

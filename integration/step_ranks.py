@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ class Ranks:
 
     def _slowest(self, name: str) -> dict[str, float]:
         seconds = self._all(name)
-        return {step: max(one[step] for one in seconds) for step in seconds[0]}
+        return {step: max(one.get(step, 0.0) for one in seconds) for step in dict.fromkeys(chain(*seconds))}
 
     def _all(self, name: str, **arguments: Any) -> list[Any]:
         """Call all ranks at the same time. Returns: their answers, by rank. If one fails, all processes end."""

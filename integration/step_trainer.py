@@ -145,7 +145,9 @@ class Handoff(Way):
         return self._handoff.release().seconds
 
     def back(self) -> dict[str, float]:
-        return self._handoff.sync().seconds
+        report = self._handoff.sync()
+        parts = report.update["seconds"] if report.update else {}
+        return report.seconds | {f"sync_{name}": one for name, one in parts.items()}
 
     def trainer_bytes(self) -> int:
         asleep = 0
