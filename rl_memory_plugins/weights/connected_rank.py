@@ -19,6 +19,7 @@ class ConnectedRank:
         self.candidate_transports: list[str] = []  # the remaining ones, best first
         self.refused: list[dict[str, str]] = []
         self.held = hello.held  # the names of the communicators that the rank has kept
+        self.nccl = hello.nccl  # see `over_nccl.settings`
         self.communicator: Communicator | None = None
         self.offered: dict[str, Any] = {}  # of its communicator, for the description of the buffer
         self.unjoined = ""  # why this end could not make it

@@ -111,7 +111,12 @@ class Routes:
         self._routes: dict[tuple[str, str], Route] = {}
         for rank in ranks:
             rank.candidate_transports = candidate_transports(
-                transport, rank.device, gpus, self._source_gpu, local=rank.connection.is_local
+                transport,
+                rank.device,
+                gpus,
+                self._source_gpu,
+                local=rank.connection.is_local,
+                encrypted=rank.connection.is_encrypted,
             )
 
     def assign(self, rank: ConnectedRank) -> Route:
@@ -129,7 +134,7 @@ class Routes:
                 if transport in NEED_UNIX_SOCKET and not rank.connection.is_local:
                     raise UnsupportedError("it needs a Unix socket, and this rank has connected over TCP")
                 if transport == "nccl":
-                    self._require_nccl(rank.device)
+                    self._require_nccl(rank)
                 if key not in self._routes:
                     self._routes[key] = Route(transport, self._buffer(transport, rank.device))
                 if transport in COMMUNICATORS:
@@ -171,13 +176,15 @@ class Routes:
         smaller = _with_buckets(self._manifest, HOST_BUCKET_BYTES)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
-    def _require_nccl(self, device: str) -> None:
-        """Raise `UnsupportedError` if NCCL cannot join this process and a rank's device."""
+    def _require_nccl(self, rank: ConnectedRank) -> None:
+        """Raise `UnsupportedError` if NCCL cannot join this process and a rank."""
         if self._own_gpu is None:
             raise UnsupportedError("this process uses no GPU")
-        if self._own_gpu == device:
+        if self._own_gpu == rank.device:
             raise UnsupportedError("NCCL does not join two processes on one GPU")
-        over_nccl.require()
+        over_nccl.require(rank.nccl)
+        if self._transport == "auto" and rank.device in joining.UNJOINED:
+            raise UnsupportedError(f"an earlier update could not use it: {joining.UNJOINED[rank.device]}")
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
         """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
@@ -263,7 +270,13 @@ class Routes:
 
 
 def candidate_transports(
-    wanted: str, device: str, gpus: Collection[str], source_gpu: str | None, *, local: bool = True
+    wanted: str,
+    device: str,
+    gpus: Collection[str],
+    source_gpu: str | None,
+    *,
+    local: bool = True,
+    encrypted: bool = False,
 ) -> list[str]:
     """The transports to try for a rank, the best first.
 
@@ -273,15 +286,16 @@ def candidate_transports(
         gpus: The GPUs that this process can use.
         source_gpu: The GPU that holds all tensors; `None` if they are spread or on the host.
         local: Whether the rank has connected over a Unix socket.
+        encrypted: Whether it has connected over TLS, which NCCL would go around.
     """
     if wanted != "auto":
         return [wanted]
-    # Not `nccl`, before a GPU has run it: a fault in it would end the engine, where TCP or shared memory do as well.
     found = ["cuda_direct"] if device == source_gpu and local else []
     found += ["cuda_ipc"] if device in gpus else []
+    on_gpu = device.startswith(("GPU-", "MIG-"))
     if not local:
-        return [*found, "tcp"]
-    return [*found, "shm_pinned", "shm"] if device.startswith(("GPU-", "MIG-")) else ["shm"]
+        return [*found, "nccl", "tcp"] if on_gpu and not encrypted else [*found, "tcp"]
+    return [*found, "shm_pinned", "shm"] if on_gpu else ["shm"]
 
 
 def _current_gpu(gpus: Mapping[str, int]) -> str | None:

@@ -18,6 +18,7 @@ from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, StreamedAttached, attach
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached, communicated
+from rl_memory_plugins.weights.communicators import over_nccl
 from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
 from rl_memory_plugins.weights.entries import next_spec, tensor_of
@@ -62,7 +63,8 @@ class Session:
         """Receive the update. Returns the report of `WeightReceiver.receive`."""
         manager = self.manager
         with timed(self.seconds, "connect"):
-            hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank, self.communicators.names())
+            names, nccl = self.communicators.names(), over_nccl.settings() if self._device.type == "cuda" else {}
+            hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank, names, nccl)
             connection.send(hello, self.timeout_s)
             expected = self.model.drop_outdated()  # overlaps with the preparation of the offer
             offer, buffer = self._attach(connection, expected)

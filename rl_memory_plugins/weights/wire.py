@@ -62,6 +62,7 @@ class Hello(Message, frozen=True):
     token: str
     rank: int
     held: list[str] = []  # the names of the communicators that this rank has kept
+    nccl: dict[str, str] = {}  # see `over_nccl.settings`
 
 
 class Offer(Message, frozen=True):
@@ -182,6 +183,11 @@ class Connection:
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
         return bool(poll.poll(0))
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether TLS protects this connection."""
+        return isinstance(self._sock, ssl.SSLSocket)
 
     @property
     def has_decrypted(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400
 _POLL_S = 100e-6
+
+_ALIKE = {"NCCL_CUMEM_ENABLE": "1", "NCCL_P2P_DISABLE": "0", "NCCL_SHM_DISABLE": "0", "NCCL_NET": ""}
+"""The variables that decide by which way two ends exchange memory, and their defaults. SGLang sets the first."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -49,9 +53,40 @@ def _nccl() -> Any:
         raise UnsupportedError(f"NCCL cannot be loaded: {error}") from None
 
 
-def require() -> None:
-    """Raise `UnsupportedError` if this process has no NCCL."""
+def settings() -> dict[str, str]:
+    """NCCL's version in this process, and the variables that must be alike at both ends; empty without NCCL."""
+    try:
+        library = _nccl()
+    except UnsupportedError:
+        return {}
+    version = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(version))
+    own = {"version": str(version.value)}
+    return own | {name: _canonical(os.environ.get(name, ""), default) for name, default in _ALIKE.items()}
+
+
+def require(theirs: Mapping[str, str]) -> None:
+    """Check that this process can be joined with one that has these `settings`.
+
+    Two ends that choose different ways to exchange memory do not fail: they wait for each other, or end their process.
+
+    Raises:
+        UnsupportedError: one of them has no NCCL, or they are not alike.
+    """
     _nccl()
+    if not theirs:
+        raise UnsupportedError("the rank's process has no NCCL")
+    for name, own in settings().items():
+        other = theirs.get(name, "")
+        if other != own:
+            what = "NCCL's version" if name == "version" else name
+            raise UnsupportedError(
+                f"{what} is {other or 'not set'} in the engine, and {own or 'not set'} in the trainer"
+            )
+
+
+def _canonical(value: str, default: str) -> str:
+    return default if value in ("", "-2") else value  # -2: NCCL decides
 
 
 def new_unique_id() -> bytes:

@@ -18,8 +18,9 @@ from integration.waiting import wait_until
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.communicators import SEAL_BYTES, TRAINER, join, kept, over_gloo
-from rl_memory_plugins.weights.manifest import BucketEntry
+from rl_memory_plugins.weights.communicators import SEAL_BYTES, TRAINER, join, joining, kept, over_gloo, over_nccl
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
+from rl_memory_plugins.weights.routes import Routes
 from rl_memory_plugins.weights.sender import WeightSender
 
 GLOO = {"transport": "gloo"}
@@ -157,6 +158,62 @@ def test_without_gloo_an_update_says_so(monkeypatch):
 def test_nccl_is_refused_where_there_is_no_gpu():
     outcome, _ = update([gpu_rank()], checkpoint(), transport="nccl")
     assert isinstance(outcome, UnsupportedError) and "uses no GPU" in str(outcome)
+
+
+class FakeNccl:
+    """NCCL's library, as far as it tells its version."""
+
+    def ncclGetVersion(self, found):
+        found._obj.value = 23007
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    monkeypatch.setattr(over_nccl, "_nccl", FakeNccl)
+    for name in over_nccl._ALIKE:
+        monkeypatch.delenv(name, raising=False)
+    return over_nccl.settings()
+
+
+def test_two_ends_with_the_same_nccl_may_be_joined(nccl, monkeypatch):
+    over_nccl.require(nccl)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the default
+    over_nccl.require(nccl)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "-2")  # NCCL decides
+    over_nccl.require(nccl)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ({"version": "22907"}, "NCCL's version is 22907 in the engine, and 23007 in the trainer"),
+        ({"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE is 0 in the engine, and 1 in the trainer"),
+        ({"NCCL_NET": "Socket"}, "NCCL_NET is Socket in the engine, and not set in the trainer"),
+    ],
+)
+def test_two_ends_that_nccl_would_not_join_alike_are_refused_before_they_try(nccl, theirs, told):
+    with pytest.raises(UnsupportedError, match=told):
+        over_nccl.require(nccl | theirs)
+
+
+def test_a_rank_without_nccl_is_refused(nccl, monkeypatch):
+    with pytest.raises(UnsupportedError, match="the rank's process has no NCCL"):
+        over_nccl.require({})
+
+
+def test_a_process_without_nccl_has_no_settings():
+    assert torch.version.cuda or over_nccl.settings() == {}
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_auto_does_not_try_again_what_took_long_to_fail(nccl, monkeypatch, transport):
+    routes = Routes(Manifest([], 1, 1, False), transport, [], keep_mapped=False, resident=None, stable=False)
+    monkeypatch.setattr(routes, "_own_gpu", "GPU-0")
+    rank = SimpleNamespace(device="GPU-z", nccl=nccl)
+    routes._require_nccl(rank)
+    monkeypatch.setitem(joining.UNJOINED, "GPU-z", "not within 100 s")
+    with pytest.raises(UnsupportedError, match="not within 100 s") if transport == "auto" else contextlib.nullcontext():
+        routes._require_nccl(rank)
 
 
 def test_tls_and_a_communicator_exclude_each_other():

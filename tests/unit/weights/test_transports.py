@@ -64,6 +64,21 @@ def test_the_order_in_which_transports_are_tried(wanted, device, home, expected)
     assert candidate_transports(wanted, device, {"GPU-a", "GPU-b"}, home) == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "encrypted", "expected"),
+    [
+        ("GPU-z", False, ["nccl", "tcp"]),
+        ("MIG-c", False, ["nccl", "tcp"]),
+        ("GPU-z", True, ["tcp"]),
+        ("GPU-b", False, ["cuda_ipc", "nccl", "tcp"]),
+        ("cpu:0", False, ["tcp"]),
+    ],
+)
+def test_the_order_for_ranks_that_have_connected_over_tcp(device, encrypted, expected):
+    found = candidate_transports("auto", device, {"GPU-a", "GPU-b"}, "GPU-a", local=False, encrypted=encrypted)
+    assert found == expected
+
+
 def test_an_unknown_transport_is_refused_with_those_there_are():
     with pytest.raises(InvalidRequestError) as error:
         WeightSender(1, transport="pigeon")
