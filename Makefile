@@ -51,7 +51,7 @@ ENV_sglang := $(SGLANG_ENV)
 PYTEST_FLAGS = -q --timeout 900 --durations=25 -m "not gpu" -o cache_dir=.pytest_cache/$@
 # What only test-long runs of the common suite, but for the long tests, which are shorter on vLLM.
 PROPERTIES := tests/conformance/test_schema_properties.py
-LONG_TESTS := tests/conformance/test_long_run.py tests/conformance/test_turns.py
+LONG_TESTS := $(patsubst %,tests/conformance/test_%.py,long_run serve turns)
 SUITE := tests/conformance $(addprefix --ignore ,$(LONG_TESTS) $(PROPERTIES))
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target

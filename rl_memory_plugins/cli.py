@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -22,17 +23,35 @@ from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, Unsuppo
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.plan.command import plan
 from rl_memory_plugins.records import EngineStatus, Report
+from rl_memory_plugins.serve.command import serve_file
 
 with needs("cli"):
     import typer
     from rich.console import Console
     from rich.table import Table
+    from typer.core import TyperGroup
 
 PLUGIN = "rl_memory"  # the name of our entry points
 FLAG = "--rl-memory"
 
+FILE = "FILE.yaml"
+
+
+class _EngineOrFile(TyperGroup):
+    """`serve vllm …`, `serve sglang …` and `serve FILE.yaml …`: the first argument tells which."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0].endswith((".yaml", ".yml", ".json")):
+            return args[0], self.commands[FILE], args[1:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
-serve = typer.Typer(no_args_is_help=True, help="Start an engine's server with the plugin enabled.")
+serve = typer.Typer(
+    cls=_EngineOrFile,
+    no_args_is_help=True,
+    help="Start an engine's server with the plugin enabled, or several models behind one port.",
+)
 app.add_typer(serve, name="serve")
 app.command("plan")(plan)
 
@@ -66,6 +85,13 @@ def serve_sglang(context: typer.Context) -> None:
         if environment.get("SGLANG_PLUGINS"):  # to SGLang an empty list means all plugins
             environment = _with_plugin(environment, "SGLANG_PLUGINS")
         _exec(["-m", "sglang.launch_server", *_with_flag(_with_model(context.args, "--model-path"))], environment)
+
+
+@serve.command(FILE)
+@functools.wraps(serve_file)
+def serve_models(*arguments: Any, **options: Any) -> None:
+    with _reported():
+        serve_file(*arguments, **options)
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:

@@ -113,7 +113,7 @@ class NoAnswerError(RLMemoryError):
 
 
 class EngineLostError(RLMemoryError):
-    """Raised by clients, never sent. `details["engine"]` is the number of the engine in its fleet."""
+    """`details["engine"]` is the number of the engine in its fleet, or the name of its model (`rl-memory serve`)."""
 
     status = 503
 

@@ -10,34 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rl_memory_plugins.engines.sglang.client import SglangApi, api_of
+from rl_memory_plugins.engines.sglang.generation import GENERATION
 from rl_memory_plugins.engines.sglang.remote_instance import guard_info
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.server.late import attach_late
 
 HTTP = "sglang.srt.entrypoints.http_server"
-
-#: Every route of SGLang that runs the model.
-GENERATION = (
-    "/generate",
-    "/encode",
-    "/classify",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/embeddings",
-    "/v1/classify",
-    "/v1/score",
-    "/v1/decisions",
-    "/v1/rerank",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/systemone",
-    "/v1/audio/transcriptions",
-    "/v1/realtime",
-    "/api/chat",
-    "/api/generate",
-    "/invocations",
-    "/vertex_generate",
-)
 
 
 def install(hooks: Hooks) -> None:

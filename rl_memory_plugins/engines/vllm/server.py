@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rl_memory_plugins.engines.vllm.client import AsyncApi, api_of
+from rl_memory_plugins.engines.vllm.generation import GENERATION
 from rl_memory_plugins.engines.vllm.metrics import FreshAtScrape
 from rl_memory_plugins.engines.vllm.options import may_serve
 from rl_memory_plugins.engines.vllm.served_adapters import ServedAdapters
@@ -26,35 +27,6 @@ from rl_memory_plugins.errors import EngineAsleepError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.late import attach_late
-
-#: Every route of vLLM that runs the model.
-GENERATION = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-    "/v1/decisions",
-    "/v1/systemone",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/v1/realtime",
-    "/v2/embed",
-    "/v2/rerank",
-    "/cohere/v2/chat",
-    "/inference/v1/generate",
-    "/generate",
-    "/generative_scoring",
-    "/pooling",
-    "/classify",
-    "/score",
-    "/rerank",
-    "/invocations",
-    "/skyrl/v1/generate",
-)
 
 
 def install(hooks: Hooks) -> None:
