@@ -59,7 +59,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output
 # runs in test-long.
 TOGETHER := sleep_wake modes faults updates
 RULES_tp := $(TOGETHER) freeze handoff kept_weights
-RULES_dp := $(TOGETHER) shared_backup metrics
+RULES_dp := $(TOGETHER) shared_backup metrics timeline
 RULES_pp := $(RULES_tp) shared_backup
 RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens

@@ -8,8 +8,8 @@ engine samples answers from the current weights, sleeps at level 2 while the tra
 by the library's `RolloutHandoff`; the trainer's model and optimiser sleep in host memory while the engine works. On the
 CPU the same calls run, but a sleep there copies from memory to memory.
 
-Writes a JSON record and a picture of the memory over time. The exit code is 1 if a check fails, such as the rise of the
-reward.
+Writes a JSON record, a picture of the memory over time, and the timeline of the engine and its trainer: a page, its
+picture, and a trace for ui.perfetto.dev. The exit code is 1 if a check fails, such as the rise of the reward.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from integration.models import SHAPES, Shape, new_model, write_model
 from integration.subjects import engine_version
 from integration.timeline import Timeline
 from rl_memory_plugins.tags import TagState
+from rl_memory_plugins.timeline import History, html_page, perfetto_trace, pictures, read_handoffs, timeline_in
 from rl_memory_plugins.trainer import ModelSource, PausableMemory, RolloutHandoff
 from rl_memory_plugins.weights.checksums import tensor_checksum
 
@@ -65,8 +66,15 @@ class Demo:
     """One run: the loop, what it measured, and its checks."""
 
     def __init__(
-        self, server: Server, policy: grpo.Policy, memory: PausableMemory, timeline: Timeline, scale: Scale
+        self,
+        server: Server,
+        policy: grpo.Policy,
+        memory: PausableMemory,
+        timeline: Timeline,
+        scale: Scale,
+        handoffs: Path,
     ) -> None:
+        self.handoffs = handoffs
         self._server = server
         self._policy = policy
         self._timeline = timeline
@@ -115,6 +123,7 @@ class Demo:
         seconds["train"] = time.perf_counter() - start
         with self._timeline.stage("to the engine"):
             self._handoff.sync(str(number), report)
+        report.append_to(self.handoffs)
         self.check("the engine has the version that was sent", self._server.control.weight_version() == str(number))
         # The ratio in the loss has a meaning only if engine and trainer compute the same policy.
         gap = float((own - torch.tensor(logprobs)).abs().mean())
@@ -167,6 +176,16 @@ class Demo:
         own = {name: tensor_checksum(p.detach().to(self._dtype)) for name, p in self._policy.model.named_parameters()}
         self._handoff.sync("final")
         self.check("the engine's checksums equal the trainer's", self._server.control.checksums()["tensors"] == own)
+
+
+def export(server: Server, handoffs: Path, name: Path) -> None:
+    """Write the timeline of the engine and its trainer: a page, its pictures, and a trace; see docs/timeline.md."""
+    engine = timeline_in(server.control.timeline())
+    history = History({server.url: engine}, {handoffs.name: read_handoffs(handoffs)})
+    name.with_suffix(".html").write_text(html_page(history))
+    name.with_suffix(".trace.json").write_text(perfetto_trace(history))
+    for device, picture in pictures(history).items():
+        name.with_suffix(f".{device}.svg").write_text(picture)
 
 
 def memory_sources(server: Server, memory: PausableMemory) -> dict[str, Any]:
@@ -258,8 +277,11 @@ def main() -> int:
         policy = grpo.Policy(model, arguments.device)
         memory = PausableMemory(policy.model, policy.optimizer, device=policy.device)
         with Timeline(memory_sources(server, memory)) as timeline:
-            demo = Demo(server, policy, memory, timeline, scale)
+            handoffs = arguments.out / f"{name}-handoffs.jsonl"
+            handoffs.unlink(missing_ok=True)
+            demo = Demo(server, policy, memory, timeline, scale, handoffs)
             demo.run()
+        export(server, handoffs, arguments.out / f"{name}-timeline")
     parameters = sum(p.numel() for p in model.parameters())
     title = f"GRPO of a model of {parameters / 1e6:,.0f} M parameters: {arguments.engine} and a trainer on one device"
     draw(arguments.out / f"{name}.png", demo, timeline, title, arguments.device)

@@ -115,11 +115,15 @@ class Boards:
 
     Args:
         answers: The answer of each engine to `commands.Hello`.
+
+    Attributes:
+        name: Of the first engine: the same for all who ask it, and another one for another engine.
     """
 
     def __init__(self, answers: Sequence[dict[str, Any]]) -> None:
         self._answered_at: float | None = None  # `None` if all engines have boards here
         self._engines: list[BoardReader | EngineStatus] = []
+        self.name = Path(answers[0]["board"]).stem if answers else ""
         for answer in answers:
             try:
                 self._engines.append(BoardReader(answer["board"]))

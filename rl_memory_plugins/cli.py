@@ -24,6 +24,7 @@ from rl_memory_plugins.extras import needs
 from rl_memory_plugins.plan.command import plan
 from rl_memory_plugins.records import EngineStatus, Report
 from rl_memory_plugins.serve.command import serve_file
+from rl_memory_plugins.timeline.command import DEFAULT_URL, timeline
 
 with needs("cli"):
     import typer
@@ -54,6 +55,7 @@ serve = typer.Typer(
 )
 app.add_typer(serve, name="serve")
 app.command("plan")(plan)
+app.command("timeline")(timeline)
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -61,8 +63,6 @@ Url = Annotated[str, typer.Option("--url", envvar="RL_MEMORY_URL", help="The ser
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="RL_MEMORY_API_KEY", help="Its admin or API key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 Tags = Annotated[str | None, typer.Option("--tags", help="Comma-separated; all tags if left out.")]
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 # -- serve ------------------------------------------------------------------------------------------

@@ -121,6 +121,15 @@ class EngineClient:
         """Every rank's memory by tag, and whether requests are admitted; never waits for a transition."""
         return self._status("/memory", timeout_s)
 
+    def timeline(self, since: int = 0, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The transitions that have ended, and the present state; never waits for a transition.
+
+        Args:
+            since: Only events with higher numbers: `next` of the last answer.
+            timeout_s: See above.
+        """
+        return self._status(f"/timeline?since={since}", timeout_s)
+
     def devices(self, *, timeout_s: float | None = None) -> list[str]:
         """The devices of all ranks, as a weight update addresses them."""
         with self._expected():

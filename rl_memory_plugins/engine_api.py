@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins import admission, operations
 from rl_memory_plugins.board import Boards
 from rl_memory_plugins.commands import AnyCommand, UpdateWeights, WakeUp
-from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.observing import Observer
+from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError
+from rl_memory_plugins.observing import Course, Observer, tries_again
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply, Report
+from rl_memory_plugins.timeline.recorder import Recorder
 from rl_memory_plugins.weights.addresses import Endpoints
 
 if TYPE_CHECKING:
@@ -36,12 +37,14 @@ class EngineApi(ABC):
 
     Attributes:
         observer: Learns of the end of each transition.
+        recorder: Keeps the timeline.
     """
 
     _asks_in_background = False  # engines whose status is old; then no caller waits for them
 
     def __init__(self) -> None:
         self.observer = Observer()
+        self.recorder = Recorder()
         self._boards: Boards | None = None
         self._transitions: list[str] = []  # the transitions of this client that are under way
 
@@ -66,6 +69,15 @@ class EngineApi(ABC):
     def status_now(self) -> list[EngineStatus]:
         """The status without waiting; empty if it is not known. The engines refuse requests then."""
         return self._known()
+
+    def share_timeline(self, directory: str) -> None:
+        """Keep the timeline in this directory, with the other server processes of these engines. They know the status.
+
+        Args:
+            directory: Of all these processes.
+        """
+        if self._boards is not None:
+            self.recorder.share(directory, self._boards.name)
 
     def boards(self) -> list[tuple[str, bool]]:
         """See `Boards.paths`. Empty before the first status."""
@@ -132,6 +144,10 @@ class EngineApi(ABC):
         """Every engine's and rank's memory by tag; never waits for a transition."""
         return (yield from self.status())
 
+    def timeline(self, since: int = 0) -> Operation:
+        """The transitions of this client with higher numbers than `since`, and the present state; see `Timeline`."""
+        return self.recorder.timeline(since, (yield from self.status()))
+
     def weight_version(self) -> Operation:
         """The version of the weights after the last complete update."""
         return (yield from self.status())[0].weight_version
@@ -144,8 +160,8 @@ class EngineApi(ABC):
 
     def transition(self, command: Transition) -> Operation:
         """Run a command that `operations` has built. Returns its report."""
-        with self._observed(command) as note:
-            engines = yield from self.status()
+        with self._observed(command) as course:
+            engines = course.before = yield from self.status()
             operations.refuse_during_update(engines)
             failure: RLMemoryError | None = None
             self._transitions.append(command.name)
@@ -154,26 +170,43 @@ class EngineApi(ABC):
             except RLMemoryError as error:
                 failure = error
             finally:
+                course.ends()
                 self._transitions.remove(command.name)
                 if self._boards is not None:
                     self._boards.expire()
-            engines = yield from self._status_after()
+            engines = course.after = yield from self._status_after()
             # Also after a failure: several engines resume together or not at all.
             if len(engines) > 1 and admission.first_refusal(engines) is None:
                 yield from operations.resume(lift_pause=isinstance(command, WakeUp))
             if failure is not None:
                 raise failure
-            note(report)
+            course.report = report
         return report
 
     @contextmanager
-    def _observed(self, command: Transition) -> Iterator[Callable[[Report], None]]:
-        """Tell the observer the outcome of the body. The body calls what it gets with the report."""
+    def _observed(self, command: Transition) -> Iterator[Course]:
+        """Tell the observer and the recorder the outcome of the body, which fills in the course."""
+        course = Course(command)
         try:
-            yield lambda report: self.observer.completed(command, report)
+            yield course
         except Exception as error:
+            if getattr(command, "idle_s", None) is not None and isinstance(error, StateConflictError):
+                raise  # an engine that is not idle, as the server that asked could not know
+            course.ends()
+            course.error = error
+            course.after = course.after or self._known_at_failure()
             self.observer.failed(command, error)
+            if not (tries_again() and isinstance(error, DeviceMemoryError)):  # there may be many, and all are alike
+                self.recorder.note(course)
             raise
+        assert course.report is not None
+        self.observer.completed(command, course.report)
+        self.recorder.note(course)
+
+    def _known_at_failure(self) -> list[EngineStatus]:
+        with suppress(RLMemoryError):  # of an engine that has died
+            return self._known()
+        return []
 
     def _status_after(self) -> Operation:
         """The status after a transition. Asks engines on other hosts again, unless another transition of this client is

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec
+from collections.abc import Callable
+from typing import ParamSpec
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
@@ -25,11 +25,11 @@ from rl_memory_plugins.errors import (
     DeviceMemoryError,
     EngineAsleepError,
     RLMemoryError,
-    StateConflictError,
     as_rl_memory_error,
 )
 from rl_memory_plugins.observing import Observer, tries_again
 from rl_memory_plugins.records import Report
+from rl_memory_plugins.timeline.recorder import received_by
 from rl_memory_plugins.transition import STEPS
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class EventMetrics(Observer):
             if seconds > 0:  # else it did not run
                 self._seconds.labels(command.name, level, step).observe(seconds)
         slowest: dict[str, float] = {}
-        for rank in _updated_ranks(report):
+        for rank in received_by(report):
             transport = rank["transport"]
             self._update_bytes.labels(command.name, transport).inc(rank["bytes"])
             slowest[transport] = max(slowest.get(transport, 0.0), sum(rank["seconds"].values()))
@@ -144,8 +144,6 @@ class EventMetrics(Observer):
 
     @_never_raising
     def failed(self, command: Transition, error: Exception) -> None:
-        if getattr(command, "idle_s", None) is not None and isinstance(error, StateConflictError):
-            return  # an engine that is not idle, as the server that asked could not know
         if tries_again() and isinstance(error, DeviceMemoryError):
             self._retries.inc()
             return
@@ -161,12 +159,6 @@ class EventMetrics(Observer):
     def answered_error(self, error: RLMemoryError) -> None:
         """A control route has answered this error."""
         self._errors.labels(error.code).inc()
-
-
-def _updated_ranks(report: Report) -> Iterator[dict[str, Any]]:
-    """The records of all ranks that have received tensors; none for other transitions."""
-    for engine in report.details.get("engines", [report.details]):
-        yield from engine.get("ranks", ())
 
 
 @functools.cache

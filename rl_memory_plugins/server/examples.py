@@ -22,6 +22,8 @@ from rl_memory_plugins.server.answers import (
 )
 from rl_memory_plugins.server.responses import error_body
 from rl_memory_plugins.tags import Content, Level, Tag, TagState
+from rl_memory_plugins.timeline.records import VERSION as TIMELINE_VERSION
+from rl_memory_plugins.timeline.records import Clock, Event, Present, RankMemory, Step, Timeline
 
 Json = dict[str, Any]
 
@@ -132,6 +134,82 @@ INSTALLATION: Json = {
             hooks={"vllm": ["vllm.engine.arg_utils:EngineArgs.add_cli_args", "vllm.v1.engine.core:EngineCore.sleep"]},
             boards=[BoardFile("/tmp/rl-memory-1000/4730-x.board", True)],
             has_key=False,
+        )
+    )
+}
+_AWAKE = RankMemory(
+    engine=0,
+    rank=0,
+    device="cuda:0",
+    tags={"kv_cache": 42949672960, "weights": 15231233024, "cuda_graph": 981467136},
+    left={},
+    host={"kv_cache": 0, "weights": 0, "cuda_graph": 0},
+    host_arena_bytes=0,
+    device_free_bytes=23622320128,
+    device_total_bytes=85017493504,
+)
+_ASLEEP_RANK = msgspec.structs.replace(
+    _AWAKE,
+    tags={"kv_cache": 0, "weights": 0, "cuda_graph": 0},
+    host={"kv_cache": 0, "weights": 0, "cuda_graph": 981467136},
+    host_arena_bytes=981467136,
+    device_free_bytes=82784693452,
+)
+_WITH_LEFT = msgspec.structs.replace(_ASLEEP_RANK, left={"context": 613416960, "workspace": 142606336, "nccl": 0})
+_START = 1790000000000000000
+TIMELINE: Json = {
+    "a sleep, a wake that failed, and the present": _sent(
+        Timeline(
+            version=TIMELINE_VERSION,
+            timeline="5f0c9a4e",
+            clock=Clock(now_ns=_START + 9_000_000_000, host="node-1"),
+            events=[
+                Event(
+                    seq=1,
+                    operation="sleep",
+                    start_ns=_START,
+                    duration_ns=412_000_000,
+                    outcome="completed",
+                    steps=[
+                        Step("drain", _START + 2_000_000, 60_000_000),
+                        Step("synchronize", _START + 62_000_000, 1_000_000),
+                        Step("backup", _START + 63_000_000, 40_000_000),
+                        Step("release", _START + 103_000_000, 305_000_000),
+                    ],
+                    before=[_AWAKE],
+                    after=[_ASLEEP_RANK],
+                    weight_version="step-40",
+                    content=Content.STALE,
+                    level=2,
+                    tags=["kv_cache", "weights", "cuda_graph"],
+                    mode="abort",
+                ),
+                Event(
+                    seq=2,
+                    operation="wake_up",
+                    start_ns=_START + 5_000_000_000,
+                    duration_ns=3_000_000,
+                    outcome="failed",
+                    steps=[],
+                    before=[_WITH_LEFT],
+                    after=[_WITH_LEFT],
+                    weight_version="step-40",
+                    content=Content.STALE,
+                    error="DeviceMemoryError",
+                    message="15231233024 bytes are needed, 1048576 are free",
+                    tags=["weights"],
+                ),
+            ],
+            next=2,
+            dropped=0,
+            present=Present(
+                admitting=False,
+                reason="asleep",
+                weight_version="step-40",
+                content=Content.STALE,
+                under_way=[],
+                memory=[_WITH_LEFT],
+            ),
         )
     )
 }

@@ -26,8 +26,10 @@ from rl_memory_plugins.server.answers import (
     Version,
     Woken,
 )
+from rl_memory_plugins.server.parameters import LARGEST_SINCE
 from rl_memory_plugins.server.router import UPDATE_ROUTE
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, PauseMode
+from rl_memory_plugins.timeline.records import Timeline
 from rl_memory_plugins.timing import LONGEST_S
 
 Json = dict[str, Any]
@@ -137,6 +139,15 @@ _ADAPTER: Json = {
         "description": "The version of the adapter after the update; a counter if none is given.",
     },
 }
+_SINCE: Json = {
+    "since": {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": LARGEST_SINCE,
+        "default": 0,
+        "description": "Only events with a higher number: `next` of the last answer.",
+    }
+}
 #: The body and the answer of SGLang's own callers of the root route `UPDATE_ROUTE`.
 _NATIVE_UPDATE: Json = {
     "title": "The engine's own",
@@ -163,12 +174,13 @@ class _Route(msgspec.Struct, frozen=True):
     body: Json = {}
     bodies: Json = {}  # examples
     required: tuple[str, ...] = ()  # in the body
+    parameters: Json = {}  # that only the query may hold
 
     @property
     def query(self) -> Json:
         """The parameters that the query may hold: none where the body has required ones, among them a secret token."""
-        if self.required:
-            return {}
+        if self.required or self.parameters:
+            return self.parameters
         lists = {"tags": _TAGS, "keep": _GLOBS}
         return {name: lists.get(name, schema) for name, schema in self.body.items()}
 
@@ -183,6 +195,7 @@ def _routes() -> list[_Route]:
     memory = "Every rank's memory by tag, and whether requests are admitted; never waits"
     version = "The version that the last complete update gave, and whether the weights may be used"
     installed = "The versions, the replaced symbols and the status boards of the server"
+    timeline = "Transitions that have ended, by time, with the bytes before and after, and the present; never waits"
     sums = "Checksums of the weights as they are, over all engines"
     return [
         _Route("post", "/sleep", "sleep", release, Slept, examples.SLEPT, (409, 422, 504, 507), _SLEEP, examples.SLEEP),
@@ -238,6 +251,7 @@ def _routes() -> list[_Route]:
         _Route("get", "/memory", "memory", memory, Memory, examples.MEMORY),
         _Route("get", "/weight_version", "weight_version", version, Version, examples.VERSION),
         _Route("get", "/installation", "installation", installed, Installation, examples.INSTALLATION),
+        _Route("get", "/timeline", "timeline", timeline, Timeline, examples.TIMELINE, (422,), parameters=_SINCE),
         _Route("get", "/weights/checksums", "weight_checksums", sums, ReplicaChecksums, examples.CHECKSUMS, (409, 422)),
     ]
 
@@ -277,7 +291,7 @@ def _operation(route: _Route, answer: Json, failed: Json, prefix: str) -> Json:
         "tags": ["rl_memory"],
         "operationId": f"rl_memory_{route.name}{where}",
         "summary": route.summary,
-        "description": f"{route.summary}.{_BODY_WINS if route.query else ''}",
+        "description": f"{route.summary}.{_BODY_WINS if route.query and route.body else ''}",
         "parameters": [
             {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 1 << 20
 #: Parameters that the query may repeat, each value with commas.
 LISTS = ("tags", "keep")
+LARGEST_SINCE = 10**18 - 1
 
 
 async def read_arguments(request: Request, allowed: Collection[str]) -> dict[str, Any]:
@@ -36,6 +38,19 @@ async def read_arguments(request: Request, allowed: Collection[str]) -> dict[str
     arguments = {**query, **await read_body(request)}
     reject_unknown(arguments, allowed)
     return arguments
+
+
+def read_since(request: Request) -> int:
+    """The parameter `since` of the query, a whole number of at least 0; 0 if there is none.
+
+    Raises:
+        InvalidRequestError: it is no such number, or the query has other parameters.
+    """
+    reject_unknown(request.query_params.keys(), {"since"})
+    given = request.query_params.getlist("since") or ["0"]
+    if len(given) > 1 or not re.fullmatch("[0-9]{1,18}", given[0]):
+        raise InvalidRequestError("since must be a whole number: `next` of the last answer", field="since", got=given)
+    return int(given[0])
 
 
 async def read_body(request: Request) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from rl_memory_plugins import operations
 from rl_memory_plugins.adapters import version_in
 from rl_memory_plugins.admission import first_refusal, is_sleeping
-from rl_memory_plugins.engine_api import EngineApi
+from rl_memory_plugins.engine_api import AsyncioApi
 from rl_memory_plugins.errors import RLMemoryError, as_rl_memory_error
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.records import weight_version as version_of
@@ -33,7 +33,7 @@ from rl_memory_plugins.server.answers import (
 )
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.installation import installation
-from rl_memory_plugins.server.parameters import read_arguments, read_body, reject_unknown
+from rl_memory_plugins.server.parameters import read_arguments, read_body, read_since, reject_unknown
 from rl_memory_plugins.server.responses import error_response, json_response
 from rl_memory_plugins.tags import Content
 
@@ -47,7 +47,7 @@ NativeUpdate = Callable[[dict[str, Any]], "Response | None"]
 
 
 def build_router(
-    engine: Callable[[], EngineApi],
+    engine: Callable[[], AsyncioApi],
     auth: ControlAuth,
     *,
     prefixes: Sequence[str] = PREFIXES,
@@ -60,7 +60,7 @@ def build_router(
     A transition that has begun runs to its end even if its client goes away.
 
     Args:
-        engine: Returns the engine API, whose `run` returns coroutines. Raises while the engine is starting.
+        engine: Returns the engine API, Raises while the engine is starting.
         auth: The check of the caller.
         native_update: The engine's own route with the path `UPDATE_ROUTE`: returns its answer, or `None` for a body
             that is not meant for it.
@@ -126,6 +126,11 @@ def build_router(
         version, content = _version(engines)
         return Memory(refusal is None, reason, is_sleeping(engines), version, content, engines)
 
+    async def timeline(request: Request) -> Response:
+        since = read_since(request)
+        api = engine()
+        return Response(api.recorder.answer(since, api.status_at_scrape()), media_type="application/json")
+
     async def weight_version(request: Request) -> Version:
         return Version(*_version(await status()))
 
@@ -158,6 +163,7 @@ def build_router(
             ("POST", "/remove_adapter", remove_adapter),
             ("GET", "/weight_version", weight_version),
             ("GET", "/installation", installed),
+            ("GET", "/timeline", timeline),
             ("GET", "/weights/checksums", checksums),
         ]
         for method, path, handler in routes:  # described by `openapi.py`, not by FastAPI

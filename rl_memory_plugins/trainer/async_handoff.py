@@ -29,7 +29,8 @@ class AsyncRolloutHandoff:
     async def training(self, weight_version: str | None = None) -> AsyncIterator[HandoffReport]:
         report = await self.release()
         try:
-            yield report
+            with report.noted("training"):
+                yield report
         except BaseException as error:
             self._handoff._body_failed(error)
             raise

@@ -25,7 +25,6 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.tags import Level, PauseMode, Tag
-from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
 from rl_memory_plugins.trainer.handoff_report import HandoffReport
@@ -172,7 +171,8 @@ class RolloutHandoff:
         """
         report = self.release()
         try:
-            yield report
+            with report.noted("training"):
+                yield report
         except BaseException as error:
             self._body_failed(error)
             raise
@@ -181,7 +181,7 @@ class RolloutHandoff:
 
     def release(self) -> HandoffReport:
         """The first half: put the engines to sleep, and load the trainer."""
-        report = HandoffReport()
+        report = self._new_report()
         with self._lock:
             engines = self._participants()
             self._on_engines(engines, report, "sleep", lambda engine: engine.sleep(**self._sleep))
@@ -196,7 +196,8 @@ class RolloutHandoff:
             weight_version: The name of the new weights on the engines; by default they count versions.
             report: A report to extend.
         """
-        report = report or HandoffReport()
+        report = report or self._new_report()
+        report.training_ended()
         with self._lock:
             engines = self._participants()
             leaving = Leaving(self._parts.others, self._parts.weights, early=self._only_read)
@@ -222,13 +223,16 @@ class RolloutHandoff:
             report.failed = engines.failures
         return report
 
+    def _new_report(self) -> HandoffReport:
+        return HandoffReport(trainer_rank=self._peers.rank, resident=self._parts.resident_bytes)
+
     def _participants(self) -> Participants:
         """All engines, those that were left out before too."""
         return Participants(self.engines, self._peers, goes_on=self._on_failure == "continue")
 
     def _update_engines(self, engines: Participants, report: HandoffReport, weight_version: str | None) -> None:
         self._on_engines(engines, report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
-        with timed(report.seconds, "sync"), self._peers.at("sync"):
+        with report.timed("sync"), self._peers.at("sync"):
             report.update = push_from_all(
                 engines.for_update(),
                 self._source,
@@ -276,7 +280,7 @@ class RolloutHandoff:
         with self._peers.at("offload_others"):
             if not all(self._peers.agree(may_begin)):
                 return False
-        with timed(report.seconds, "offload_others"), self._peers.at("offload_others"):
+        with report.timed("offload_others", moves=True), self._peers.at("offload_others"):
             self._peers.agree(leaving.prepare)
             fits = suffices(self._peers.agree(begin, as_type=Room))
         if not fits:
@@ -296,7 +300,7 @@ class RolloutHandoff:
     def _free_others(self, report: HandoffReport, leaving: Leaving) -> None:
         """Wait for the copies of `others` that `_begin_others` has started, if any, and free the device memory."""
         if leaving.others:
-            with timed(report.seconds, "offload_others"), self._peers.at("offload_others"):
+            with report.timed("offload_others", moves=True), self._peers.at("offload_others"):
                 self._peers.agree(lambda: report.add("offload_others", leaving.free_others()))
 
     def _body_ended(self) -> None:
@@ -312,6 +316,6 @@ class RolloutHandoff:
     def _on_engines(
         self, engines: Participants, report: HandoffReport, step: str, call: Callable[[EngineHandle], Any]
     ) -> None:
-        with timed(report.seconds, step), self._peers.at(step):
+        with report.timed(step), self._peers.at(step):
             engines.call(call)
         report.failed = engines.failures

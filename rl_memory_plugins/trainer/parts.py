@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -84,13 +85,18 @@ class TrainerParts:
             if not load and (total or torch.cuda.is_initialized()):
                 report.seconds[step] += self.empty_cache(step)
 
-        with self._peers.at(step):
+        with report.noted(step, moves=True) if parts else nullcontext(), self._peers.at(step):
             try:
                 self._peers.agree(prepare)
                 self._peers.agree(run)
             finally:
                 for memory in tags:
                     memory.abort()  # what was prepared and not committed, because a process failed
+
+    def resident_bytes(self) -> int:
+        """Bytes of all parts that are on the device of this process."""
+        device = own_device()
+        return sum(_resident(part, device) for part in [*self.weights, *self.others])
 
     def empty_cache(self, step: str) -> float:
         """Empty torch's cache. Returns the seconds that it took.
@@ -111,3 +117,11 @@ class TrainerParts:
 
 def _movable(target: Any, gradients: bool | None = None) -> Movable:
     return target if isinstance(target, Movable) else Offloader(target, gradients=gradients)
+
+
+def _resident(part: Movable, device: torch.device) -> int:
+    """Bytes of a part that are on the device; 0 for one that does not tell."""
+    if isinstance(part, PausablePart):
+        return part.awake_bytes(device)
+    tell = getattr(part, "resident_bytes", None)
+    return 0 if tell is None else int(tell(device))

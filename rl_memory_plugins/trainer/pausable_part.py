@@ -54,6 +54,11 @@ class PausablePart:
         status = self.memory.status()
         return all(status[tag].state is TagState.RESIDENT for tag in self.tags)
 
+    def awake_bytes(self, device: torch.device) -> int:
+        """Bytes of the tags that are on this device."""
+        found = [self.memory.status()[tag] for tag in self.tags] if device == self.memory.device else []
+        return sum(tag.bytes for tag in found if tag.state is TagState.RESIDENT)
+
     def resident_bytes(self, device: torch.device) -> int:
         """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
         return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0

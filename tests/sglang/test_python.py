@@ -100,6 +100,7 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
         push(first_weights, "first")
         found["back"] = tokens() == first
         found["sums differ"] = engine.weight_checksums() != other_sums
+        found["timeline"] = [[event.operation, event.weight_version] for event in engine.timeline().events]
 
         # -- SGLang's own calls
         for tags in (None, ["weights"], ["kv_cache", "weights"]):
@@ -211,6 +212,11 @@ def test_sleep_releases_and_refuses_in_every_way(found: dict[str, Any]) -> None:
         assert error is not None, way
         assert error[0] == "EngineAsleepError", way
         assert error[1]["reason"] == "asleep", way
+
+
+def test_the_timeline_has_the_calls_of_the_engine(found: dict[str, Any]) -> None:
+    assert found["timeline"][:2] == [["sleep", "default"], ["wake_up", "default"]]
+    assert found["timeline"][2:] == [["update_weights", "other"], ["update_weights", "first"]]
 
 
 def test_discarded_weights_are_refused_until_they_are_sent(found: dict[str, Any]) -> None:

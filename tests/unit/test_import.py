@@ -24,6 +24,7 @@ PUBLIC = [
     "rl_memory_plugins.plan",
     "rl_memory_plugins.ray",
     "rl_memory_plugins.sglang",
+    "rl_memory_plugins.timeline",
     "rl_memory_plugins.trainer",
     "rl_memory_plugins.vllm",
 ]

@@ -116,6 +116,19 @@ def test_all_api_servers_show_one_state_and_one_count(server: Server) -> None:
     assert scraped_everywhere(server, "refusals_total", reason="asleep") == {refused + 4 * 12}
 
 
+def test_all_api_servers_answer_one_timeline(server: Server) -> None:
+    """Whichever of them has run a transition, all of them number it alike."""
+    former = server.control.timeline()
+    for _ in range(4):  # the kernel chooses the server
+        server.control.sleep(1)
+        server.control.wake_up()
+    operations = [(former["next"] + number, name) for number, name in enumerate(("sleep", "wake_up") * 4, start=1)]
+    for _ in range(12):
+        answer = server.control.timeline(former["next"])
+        assert answer["timeline"] == former["timeline"]
+        assert [(event["seq"], event["operation"]) for event in answer["events"]] == operations
+
+
 def test_native_sleep_and_wake(server: Server, first_tokens: list[int]) -> None:
     """Hazard 13. Stock, on the CPU or without sleep mode: 200, nothing is freed, and it counts as asleep."""
     before = server.resident_bytes()

@@ -49,6 +49,12 @@ def sleep_and_wake(llm: Any, folder: Path, first: list[int]) -> None:
     assert llm.is_sleeping() is True  # the graphs
     assert llm.wake_up() is True
     assert generate(llm) == first
+    *_, sleep, _, weights, kv_cache, graphs = llm.timeline().events
+    assert (sleep.operation, sleep.before[0].tags["weights"], sleep.after[0].tags["weights"]) == (
+        *("sleep", released["weights"], 0),
+    )
+    assert [event.tags for event in (weights, kv_cache)] == [["weights"], ["kv_cache"]]
+    assert llm.timeline(kv_cache.seq).events == [graphs]
 
 
 def test_sleep_and_wake(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:

@@ -58,7 +58,7 @@ def install(hooks: Hooks) -> None:
         hooks.wrap(f"{ENGINE}.{name}", _gated_async if name.startswith("async_") else _gated)
     hooks.wrap(f"{ENGINE}.update_weights_from_ipc", _update_weights_from_ipc)
     hooks.require("sglang.srt.managers.io_struct:hook_custom_types")
-    reads = ("is_sleeping", "memory_status", "weight_version", "weight_checksums")
+    reads = ("is_sleeping", "memory_status", "timeline", "weight_version", "weight_checksums")
     updates = ("update_weights_from_checkpoint", "update_adapter_from_ipc", "remove_adapter")
     for name in ("sleep", "wake_up", *reads, *updates):
         setattr(engine, name, _method(name))

@@ -36,6 +36,7 @@ CORES = "vllm.v1.engine.core_client:MPClient"
 REPLACED = {"sleep": "native_sleep", "wake_up": "native_wake_up"}
 ADDED = {
     "memory_status": "memory_status",
+    "timeline": "timeline",
     "wake_up_with_report": "wake_up",
     "update_weights_from_ipc": "update_weights_from_ipc",
     "update_weights_from_checkpoint": "update_weights_from_checkpoint",

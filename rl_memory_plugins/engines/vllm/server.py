@@ -132,6 +132,9 @@ class RLMemoryEndpoints:
 
                 await api.run(api.status())
                 api.observer = event_metrics()
+                directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")  # where vLLM may run several servers
+                if directory:
+                    api.share_timeline(directory)
                 self._api = api
 
     def _status(self) -> list[EngineStatus]:

@@ -158,10 +158,13 @@ def test_a_transition_that_an_update_keeps_out_counts_as_failed(
 def test_an_engine_that_turns_out_not_to_be_idle_is_no_failure(
     events: EventMetrics, registry: CollectorRegistry
 ) -> None:
-    events.failed(operations.sleep_if_idle(5.0), StateConflictError("it had requests"))
-    assert value(registry, "transition_failures_total", operation="sleep", type="StateConflictError") == 0
-    events.failed(operations.sleep_if_idle(5.0), HostMemoryError("full"))
-    assert value(registry, "transition_failures_total", operation="sleep", type="HostMemoryError") == 1
+    control = FakeControl()
+    control.observer = events
+    for failure, count in ((StateConflictError("it had requests"), 0), (HostMemoryError("full"), 1)):
+        control.failure = failure
+        with pytest.raises(type(failure)):
+            run(control, operations.sleep_if_idle(5.0))
+        assert value(registry, "transition_failures_total", operation="sleep", type=failure.code) == count
 
 
 def test_a_wake_that_is_tried_again_for_a_request_is_no_failure(

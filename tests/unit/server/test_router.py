@@ -246,6 +246,36 @@ def test_checksums(client, prefix):
     assert answer == {"layout": "engine", "tensors": {"layer.weight@0": "ab12"}, "partial": [], "opaque": []}
 
 
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_timeline(client, control, prefix):
+    before = client.get(f"{prefix}/timeline").json()
+    assert (before["events"], before["next"], before["dropped"]) == ([], 0, 0)
+    client.post(f"{prefix}/sleep")
+    client.post(f"{prefix}/wake_up")
+    answer = client.get(f"{prefix}/timeline?since=1").json()
+    assert [(event["seq"], event["operation"]) for event in answer["events"]] == [(2, "wake_up")]
+    assert (answer["next"], answer["timeline"]) == (2, before["timeline"])
+    assert answer["present"]["memory"][0]["tags"]["weights"] == 4096
+    assert client.get(f"{prefix}/timeline?since=2").json()["events"] == []
+
+
+@pytest.mark.parametrize("query", ["since=-1", "since=x", "since=1&since=2", "since=", "since=1.5", f"since={9**30}"])
+def test_a_bad_since(client, query):
+    error = error_of(client.get(f"/timeline?{query}"), 422)
+    assert error["details"]["field"] == "since"
+
+
+def test_the_timeline_takes_no_other_parameter(client):
+    assert error_of(client.get("/timeline?from=1"), 422)["details"]["got"] == ["from"]
+
+
+def test_the_timeline_waits_for_no_engine(client, control):
+    """The status of engines on other hosts needs their answer; a timeline is answered without."""
+    control._call = None
+    control.status = None
+    assert client.get("/timeline").status_code == 200
+
+
 def test_installation(client, control, tmp_path, monkeypatch):
     hooks = Hooks("an-engine")
     hooks.wrap("json:dumps", lambda original: original)
@@ -464,7 +494,7 @@ def test_methods(client):
 def test_every_route_is_described(app):
     paths = app.openapi()["paths"]
     for prefix in PREFIXES:
-        for route in GETS + POSTS:
+        for route in [*GETS, "/timeline", *POSTS]:
             (operation,) = paths[prefix + route].values()
             assert operation["description"]
 

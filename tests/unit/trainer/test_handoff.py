@@ -113,6 +113,48 @@ def test_the_report_times_what_ran():
     assert len(report.update["engines"][0]["ranks"]) == 1
 
 
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_the_report_says_when_its_steps_ran(in_halves):
+    setup = Setup()
+    if in_halves:
+        report = setup.handoff.release()
+        setup.handoff.sync("7", report)
+    else:
+        with setup.handoff.training("7") as report:
+            assert [step.name for step in report.steps] == ["sleep", "load"]
+    names = [step.name for step in report.steps]
+    assert [name for name in names if name != "load"] == [
+        *("sleep", "training", "offload_others", "wake_weights", "sync", "offload", "wake_kv_cache")
+    ]
+    assert names.index("load") < names.index("training")
+    ends = 0
+    for step in report.steps:
+        assert ends <= step.start_ns + 1_000_000 and step.error is None
+        ends = step.start_ns + step.duration_ns
+    assert ends <= time.time_ns() + 1_000_000
+
+
+def test_a_step_that_failed_is_in_the_report():
+    setup = Setup()
+    with pytest.raises(RLMemoryError):
+        with setup.handoff.training() as report:
+            setup.optimizer.offload = lambda: 1 / 0
+    assert [(step.name, step.error) for step in report.steps][-1] == ("offload_others", "RLMemoryError")
+
+
+def test_the_bytes_of_the_trainer_follow_its_parts():
+    setup = Setup()
+    setup.model.resident_bytes = lambda device: 100 * setup.model.here
+    setup.optimizer.resident_bytes = lambda device: 7 * setup.optimizer.here
+    with setup.handoff.training("7") as report:
+        pass
+    held = {step.name: (step.trainer_bytes_before, step.trainer_bytes_after) for step in report.steps}
+    assert held["sleep"] == (0, 0)
+    assert held["training"] == (107, 107)
+    assert held["offload_others"] == (107, 100)
+    assert held["sync"] == (100, 100) and held["offload"] == (100, 0) and held["wake_kv_cache"] == (0, 0)
+
+
 def test_what_did_not_move_took_no_time():
     setup = Setup()
     setup.model.here = True
