@@ -59,7 +59,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output
 # runs in test-long.
 TOGETHER := sleep_wake modes faults updates
 RULES_tp := $(TOGETHER) freeze handoff kept_weights
-RULES_dp := $(TOGETHER) shared_backup metrics timeline
+RULES_dp := $(TOGETHER) shared_backup metrics timeline status_page
 RULES_pp := $(RULES_tp) shared_backup
 RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
@@ -131,6 +131,13 @@ test-sglang-suite: env-sglang
 
 test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_sglang) --engine sglang --fork --$* 2
+
+# The tests in a browser. The other targets leave them out where there is none, and say so; this one fails.
+.PHONY: test-browser
+test-browser: env-$(ENGINE)
+	$(ENV_$(ENGINE))/bin/python -m pytest $(PYTEST_FLAGS) --need-browser tests/unit/server/test_status_page_in_browser.py
+	$(ENV_$(ENGINE))/bin/python -m pytest $(PYTEST_FLAGS) --need-browser tests/conformance/test_status_page.py \
+		--engine $(ENGINE) --fork
 
 test-long:
 	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-ray trainers)

@@ -14,6 +14,7 @@ from rl_memory_plugins.server.idle import IdleEngine
 from rl_memory_plugins.server.openapi import described, specification
 from rl_memory_plugins.server.router import PREFIXES, NativeUpdate, build_router
 from rl_memory_plugins.server.scrape import StateAtScrape
+from rl_memory_plugins.server.status_page import put_in_front
 
 
 def attach(
@@ -26,7 +27,8 @@ def attach(
     native_update: NativeUpdate | None = None,
     is_held: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
-    """Put the control routes in front of the app's own, describe them, and put metrics and the gate around the app.
+    """Put the control routes in front of the app's own, describe them, and put metrics, the gate and the status page
+    around the app.
 
     Args:
         app: A FastAPI app that has not served a request yet.
@@ -62,4 +64,5 @@ def attach(
         idle=idle,
         on_refusal=lambda error: event_metrics().refused(error),
     )
+    put_in_front(app)
     return routes
