@@ -59,7 +59,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output
 # runs in test-long.
 TOGETHER := sleep_wake modes faults updates
 RULES_tp := $(TOGETHER) freeze handoff kept_weights
-RULES_dp := $(TOGETHER) shared_backup metrics timeline status_page
+RULES_dp := $(TOGETHER) shared_backup metrics timeline tracing status_page
 RULES_pp := $(RULES_tp) shared_backup
 RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
@@ -235,7 +235,7 @@ test-ray: env-trainers env-verl-sglang
 
 # What of it every change runs.
 test-ray-short: env-trainers
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_one_engine.py tests/ray/test_left_out.py
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_one_engine.py tests/ray/test_left_out.py tests/ray/test_trace.py
 
 # -- the engines' own tests --------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ COVERAGE_FLOOR := 86
 PYTHONS := 3.10 3.11 3.12 3.13
 # The unit tests that import no torch, for Pythons without a CPU build of it.
 WITHOUT_TORCH := $(addprefix tests/unit/,memory/test_faults.py memory/test_ranges.py server $(addprefix test_,$(addsuffix \
-	.py,admission board client config docs errors hooking import operations packaging private_directory tags)))
+	.py,admission board client config docs errors hooking import operations packaging private_directory tags timing)))
 
 .PHONY: lint types spelling lines hooks coverage test-python release
 

@@ -36,7 +36,7 @@ from rl_memory_plugins.tags import Content, Level, PauseMode, Tag, TagState
 if TYPE_CHECKING:
     from rl_memory_plugins.client import EngineClient
     from rl_memory_plugins.config import RLMemoryConfig
-    from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
+    from rl_memory_plugins.records import EngineStatus, RankStatus, Report, StepTime, TagChange, TagStatus
     from rl_memory_plugins.trainer.push import push_weights
     from rl_memory_plugins.trainer.sources.model import ModelSource
     from rl_memory_plugins.weights.checksums import Checksums, tensor_checksum
@@ -69,6 +69,7 @@ __all__ = [
     "RankStatus",
     "Report",
     "StateConflictError",
+    "StepTime",
     "Tag",
     "TagChange",
     "TagState",
@@ -89,6 +90,7 @@ _LAZY = {
     "RLMemoryConfig": "config",
     "RankStatus": "records",
     "Report": "records",
+    "StepTime": "records",
     "TagChange": "records",
     "TagStatus": "records",
     "push_weights": "trainer.push",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import httpx
 
 from rl_memory_plugins.errors import InvalidRequestError, NoAnswerError, RLMemoryError, UnsupportedError, from_record
+from rl_memory_plugins.trace_context import outgoing
 
 TRANSITION_S = 900.0
 """How long a transition may take if the caller names no time. The engine's own `drain_timeout_s` is 600 by default."""
@@ -47,6 +48,8 @@ def http_client(
 
 class EngineClient:
     """The control routes of one server. Raises each error of the server as its own type.
+
+    If a span of OpenTelemetry is current, the calls are part of its trace.
 
     Every call takes `timeout_s`: the seconds that the server may take to answer, in place of the client's; `math.inf`
     for no limit. A transition continues without its client.
@@ -263,7 +266,11 @@ class EngineClient:
         limit = self._limit(timeout_s)
         try:
             response = self._http.request(
-                method, ROUTES + route, json=body, timeout=httpx.Timeout(limit, connect=CONNECT_S)
+                method,
+                ROUTES + route,
+                json=body,
+                headers=outgoing(),
+                timeout=httpx.Timeout(limit, connect=CONNECT_S),
             )
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise RLMemoryError(f"cannot reach {self.url}: {error}") from None

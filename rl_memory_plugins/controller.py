@@ -10,7 +10,6 @@ the next correct command works.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,6 +28,7 @@ from rl_memory_plugins.keep import checked_globs
 from rl_memory_plugins.published_state import PublishedState
 from rl_memory_plugins.records import LONGEST_VERSION, EngineStatus, Reply, WeightsStatus
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
+from rl_memory_plugins.timing import Moment
 from rl_memory_plugins.transition import PendingTransition, given_up
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class Controller:
             return self._decided(operation, finish)
 
         def finish(agreed: bool) -> Any:
-            start = time.perf_counter()
+            start = Moment.now()
             try:
                 if agreed:  # before the content is valid: caches hold results of the old weights
                     self._engine.reset_caches(frozen=command.mode is PauseMode.FREEZE)
@@ -252,7 +252,7 @@ class Controller:
             self._updates += 1
             version = command.weight_version or str(self._updates)
             self._state.note(weight_version=version)
-            operation.seconds["finish"] = time.perf_counter() - start
+            operation.seconds.add("finish", start)
             return operation.report(received, weight_version=version, ranks=[reply.result for reply in received])
 
         return self._drain_then(operation, command.mode, act)
@@ -270,7 +270,7 @@ class Controller:
 
         def act() -> Any:  # also while the engine holds another transition, which ends first
             self._drained[operation.ticket] = operation.name
-            return {"drained": operation.elapsed()}
+            return {"drained": operation.seconds["drain"], "steps": operation.steps()}
 
         return self._drain_then(operation, PauseMode.WAIT, act)
 
@@ -330,7 +330,7 @@ class Controller:
             if operation.cancelled:
                 return
             self._draining.remove(operation)
-            operation.seconds["drain"] = operation.elapsed()
+            operation.note("drain")
 
             def run() -> Any:
                 done.result()

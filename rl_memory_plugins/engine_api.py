@@ -8,12 +8,13 @@ transport implements `run`, which drives an operation. An asyncio transport deri
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rl_memory_plugins import admission, operations
+from rl_memory_plugins import admission, operations, spans
 from rl_memory_plugins.board import Boards
 from rl_memory_plugins.commands import AnyCommand, UpdateWeights, WakeUp
 from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError
@@ -185,7 +186,7 @@ class EngineApi(ABC):
 
     @contextmanager
     def _observed(self, command: Transition) -> Iterator[Course]:
-        """Tell the observer and the recorder the outcome of the body, which fills in the course."""
+        """Tell the observer and the recorder the outcome of the body, which fills in the course, and trace it."""
         course = Course(command)
         try:
             yield course
@@ -198,10 +199,12 @@ class EngineApi(ABC):
             self.observer.failed(command, error)
             if not (tries_again() and isinstance(error, DeviceMemoryError)):  # there may be many, and all are alike
                 self.recorder.note(course)
+                spans.emit(command, course.start_ns, time.time_ns(), error)
             raise
         assert course.report is not None
         self.observer.completed(command, course.report)
         self.recorder.note(course)
+        spans.emit(command, course.start_ns, time.time_ns(), course.report)
 
     def _known_at_failure(self) -> list[EngineStatus]:
         with suppress(RLMemoryError):  # of an engine that has died

@@ -24,7 +24,7 @@ from rl_memory_plugins.commands import AnyCommand
 from rl_memory_plugins.coordination import raise_engine_failures
 from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
 from rl_memory_plugins.keep import parse_keep
-from rl_memory_plugins.records import LONGEST_ADAPTER, LONGEST_VERSION, EngineStatus, Reply, Report
+from rl_memory_plugins.records import LONGEST_ADAPTER, LONGEST_VERSION, EngineStatus, Reply, Report, StepTime
 from rl_memory_plugins.tags import Level, PauseMode, Tag, parse_level, parse_mode, parse_tags
 from rl_memory_plugins.timing import LONGEST_S
 from rl_memory_plugins.weights import addresses
@@ -175,20 +175,21 @@ def transition(command: Transition, engines: list[EngineStatus]) -> Operation:
     """
     if len(engines) == 1:
         return _merge(raise_engine_failures((yield command)))
-    ticket, drained_s = uuid.uuid4().hex, 0.0
+    ticket, waited = uuid.uuid4().hex, []
     try:
         if getattr(command, "mode", None) is PauseMode.WAIT:
             waited = raise_engine_failures((yield commands.Drain(command.name, ticket)))
-            drained_s = max(reply.result["drained"] for reply in waited)
         raise_engine_failures((yield msgspec.structs.replace(command, hold=ticket)))
     except Exception:  # an engine refused, or the transport failed; other engines may hold the transition
         # An engine that holds no transition with this ticket answers 409, and nothing has to be undone there.
         yield commands.Decide(ticket, commit=False)
         raise
     report = _merge(raise_engine_failures((yield commands.Decide(ticket, commit=True))))
-    if drained_s:
+    if waited:
+        drained_s = max(reply.result["drained"] for reply in waited)
         report.seconds["drain"] += drained_s
         report.seconds["total"] += drained_s
+        report.steps[:0] = _steps(waited)
     return report
 
 
@@ -217,7 +218,16 @@ def _merge(replies: list[Reply[Any]]) -> Report:
             seconds[step] = max(seconds.get(step, 0.0), value)
     changes = [change for report in reports for change in report.changes]
     details = reports[0].details if len(reports) == 1 else {"engines": [report.details for report in reports]}
-    return Report(changes=changes, seconds=seconds, details=details)
+    return Report(changes=changes, seconds=seconds, details=details, steps=_steps(replies))
+
+
+def _steps(replies: list[Reply[Any]]) -> list[StepTime]:
+    """When the steps of all engines have run."""
+    return [
+        msgspec.structs.replace(step, engine=reply.rank)
+        for reply in replies
+        for step in msgspec.convert(reply.result.get("steps", ()), list[StepTime])
+    ]
 
 
 def run(operation: Operation, call: Callable[[AnyCommand], list[Reply[Any]]]) -> Any:

@@ -15,6 +15,7 @@ from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.records import Reply, WeightsStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
+from rl_memory_plugins.timing import Steps
 
 if TYPE_CHECKING:
     from rl_memory_plugins.weights.addresses import Endpoints
@@ -79,6 +80,9 @@ class RankAgent:
             if method not in self._methods:
                 raise EngineFaultError(f"this rank has no method {method!r}")
             result = self._methods[method](**arguments)
+            seconds = result.get("seconds") if isinstance(result, dict) else None
+            if isinstance(seconds, Steps):
+                result = {**result, "places": seconds.places}
             return Reply(rank=self.manager.rank, result=msgspec.to_builtins(result))
         except Exception as error:
             return error_reply(self.manager.rank, error)

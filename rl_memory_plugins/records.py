@@ -137,12 +137,24 @@ class TagChange(msgspec.Struct, frozen=True):
     bytes_copied: int = 0
 
 
+class StepTime(msgspec.Struct, frozen=True):
+    """When one step ran on one rank, by the wall clock of the rank's host."""
+
+    step: str  # a key of `Report.seconds`
+    rank: int | None  # `None` for a step of the engine as a whole
+    start_ns: int  # in nanoseconds since 1970
+    end_ns: int
+    seconds: float  # less than from start to end if the step ran in several parts
+    engine: int = 0  # the data-parallel engine
+
+
 class Report(msgspec.Struct, frozen=True):
     """The report of one transition. A step that did not run took 0.0 seconds."""
 
     changes: list[TagChange]
     seconds: dict[str, float]  # by step; the slowest rank counts
     details: dict[str, Any] = {}
+    steps: list[StepTime] = []  # those that ran, of each engine and each rank
 
 
 T = TypeVar("T")

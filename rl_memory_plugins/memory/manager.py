@@ -20,6 +20,7 @@ from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.memory.weights_content import KeptWeights, PreparedSleep
 from rl_memory_plugins.records import RankStatus, TagChange, TagStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState, preserves
+from rl_memory_plugins.timing import Steps
 
 POISON_BYTE = 0xFF  # an all-ones float of any width is a NaN
 
@@ -205,7 +206,7 @@ class MemoryManager(SleepCopies):
         prepared, self._prepared_sleep = self._require_sleep(), None
         self._residual = None
         if prepared.is_split:
-            self._seconds = {}  # those of the commit before
+            self._seconds = Steps()  # those of the commit before
         with self._naming_changes():
             try:
                 changes = self._release_tags(prepared, tags)

@@ -11,7 +11,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.reclaim import Reclaim
 from rl_memory_plugins.memory.weights_content import WeightsContent
-from rl_memory_plugins.timing import timed
+from rl_memory_plugins.timing import Steps, timed
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ class Transitions(WeightsContent):
         self._reclaim: Reclaim | None = None
         self._reclaimed = True  # the deferred work of the latest release is done
         self._allocations = 0  # `Device.allocations()` at the end of the latest transition
-        self._seconds: dict[str, float] = {}
+        self._seconds = Steps()
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> Steps:
         """The seconds by step of the latest transition. Steps that did not run are absent."""
-        return dict(self._seconds)
+        return self._seconds.copy()
 
     def _reclaim_later(self) -> None:
         """Schedule the deferred work of a release. Ends every transition, because a transition's begin cancels it."""
@@ -63,7 +63,7 @@ class Transitions(WeightsContent):
 
     def _begin_transition(self) -> None:
         self._require_no_transition()
-        self._seconds = {}
+        self._seconds = Steps()
         if self._reclaim is not None:
             self._reclaim.end()
             self._reclaim = None

@@ -93,11 +93,15 @@ class EngineActor:
         """The engine takes no part until it has the weights of the others."""
         self._joined = False
 
-    async def call(self, method: str, route: str, body: bytes) -> tuple[int, bytes] | None:
-        """Call a control route. Returns the status and the body of the answer; `None` without an engine."""
+    async def call(self, method: str, route: str, body: bytes, trace: dict[str, str]) -> tuple[int, bytes] | None:
+        """Call a control route. Returns the status and the body of the answer; `None` without an engine.
+
+        Args:
+            trace: The headers of `trace_context.outgoing`.
+        """
         if self._living() is None:
             return None
-        headers = {"Content-Type": "application/json"} if body else {}
+        headers = {**trace, "Content-Type": "application/json"} if body else trace
         response = await self._http.request(method, route, content=body, headers=headers)
         self._living()
         return response.status_code, response.content

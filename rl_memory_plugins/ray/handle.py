@@ -12,6 +12,7 @@ from rl_memory_plugins.errors import EngineLostError, NoAnswerError, RLMemoryErr
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import About
 from rl_memory_plugins.ray.engines import Generated
+from rl_memory_plugins.trace_context import outgoing
 
 with needs("ray"):
     import ray
@@ -146,7 +147,7 @@ class _RayTransport(httpx.BaseTransport):
         self._handle = handle
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        call = self._handle.actor.call.remote(request.method, request.url.path, request.read())
+        call = self._handle.actor.call.remote(request.method, request.url.path, request.read(), outgoing())
         answer = self._handle.result(call, request.extensions["timeout"]["read"])
         if answer is None:
             raise self._handle.lost()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rl_memory_plugins import errors
-from rl_memory_plugins.records import EngineStatus, RankStatus, Report, TagChange, TagStatus
+from rl_memory_plugins.records import EngineStatus, RankStatus, Report, StepTime, TagChange, TagStatus
 from rl_memory_plugins.server.answers import (
     AdapterRemoved,
     AdapterUpdated,
@@ -57,10 +57,17 @@ UPDATE: Json = {
 }
 _SLEEP_REPORT = Report(
     changes=[
-        TagChange(0, "kv_cache", TagState.DISCARDED, bytes_released=4190208),
-        TagChange(0, "weights", TagState.DISCARDED, bytes_released=2088960),
+        TagChange(0, "kv_cache", TagState.DISCARDED, bytes_released=134213632),
+        TagChange(0, "weights", TagState.DISCARDED, bytes_released=26136576, bytes_copied=8384512),
     ],
-    seconds={"drain": 5.3e-05, "synchronize": 3.8e-06, "backup": 0.00014, "release": 0.00054, "total": 0.00086},
+    seconds={"drain": 0.00065, "synchronize": 4.6e-06, "backup": 0.0022, "release": 0.014, "total": 0.018},
+    steps=[
+        StepTime("drain", None, 1795745904682959017, 1795745904683610375, 0.00065),
+        StepTime("total", None, 1795745904682959017, 1795745904701204240, 0.018),
+        StepTime("backup", 0, 1795745904684113475, 1795745904698366070, 0.0022),
+        StepTime("synchronize", 0, 1795745904684138065, 1795745904685083768, 4.6e-06),
+        StepTime("release", 0, 1795745904686624344, 1795745904700714190, 0.014),
+    ],
 )
 SLEPT: Json = {"level 2": _sent(Slept("sleeping", Level.DISCARD, (Tag.KV_CACHE, Tag.WEIGHTS), _SLEEP_REPORT))}
 _WAKE_REPORT = Report(

@@ -36,6 +36,7 @@ from rl_memory_plugins.server.installation import installation
 from rl_memory_plugins.server.parameters import read_arguments, read_body, read_since, reject_unknown
 from rl_memory_plugins.server.responses import error_response, json_response
 from rl_memory_plugins.tags import Content
+from rl_memory_plugins.trace_context import continued
 
 logger = logging.getLogger(__name__)
 
@@ -177,12 +178,13 @@ def build_router(
 def answering(
     handler: Handler, auth: ControlAuth, on_error: Callable[[RLMemoryError], None] = lambda error: None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that checks the caller first, and turns results and errors into responses."""
+    """An endpoint that checks the caller first, continues its trace, and turns results and errors into responses."""
 
     async def endpoint(request: Request) -> Response:
         try:
             auth.check(request)
-            answer = await handler(request)
+            with continued(request.headers):
+                answer = await handler(request)
             return answer if isinstance(answer, Response) else json_response(answer)
         except Exception as error:
             if not isinstance(error, RLMemoryError):

@@ -14,7 +14,7 @@ import torch
 from rl_memory_plugins.errors import ManifestError, StateConflictError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.timing import timed
+from rl_memory_plugins.timing import Steps, timed
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, StreamedAttached, attach
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached, communicated
@@ -48,7 +48,7 @@ class Session:
     timeout_s: float
     check_finite: bool
     is_held: bool = field(default=False, init=False)
-    seconds: dict[str, float] = field(default_factory=dict, init=False)
+    seconds: Steps = field(default_factory=Steps, init=False)
 
     _next_tensor: int = field(default=0, init=False)  # index into the manifest
     _received_bytes: int = field(default=0, init=False)  # of the next tensor
@@ -104,7 +104,7 @@ class Session:
                 "casts": plan.casts,
                 "unused": self._unused,
                 "transport": buffer.transport,
-                "seconds": dict(self.seconds),
+                "seconds": self.seconds.copy(),
             }
             connection.send(wire.Done(report), self.timeout_s)
             if isinstance(buffer, (DirectAttached, CommunicatedAttached)) and buffer.keep:

@@ -99,7 +99,7 @@ def limits_of(client: EngineClient, monkeypatch: pytest.MonkeyPatch, **of_call: 
     """The limits with which a client makes its calls."""
     seen: list[float | None] = []
 
-    def request(method: str, url: str, json: Any, timeout: httpx.Timeout) -> httpx.Response:
+    def request(method: str, url: str, json: Any, headers: Any, timeout: httpx.Timeout) -> httpx.Response:
         assert timeout.connect is not None
         seen.append(timeout.read)
         return httpx.Response(200, json={"is_sleeping": False, "engines": [], "weight_version": "1"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -25,6 +26,7 @@ from rl_memory_plugins.errors import (
     WeightUpdateError,
     from_record,
 )
+from rl_memory_plugins.records import Report, StepTime
 from rl_memory_plugins.tags import Content, PauseMode
 from rl_memory_plugins.transition import STEPS
 
@@ -101,6 +103,24 @@ def test_a_sleep_drains_resets_and_releases(world: World) -> None:
     assert set(report["seconds"]) == set(STEPS["sleep"])
     assert world.reader.read().asleep_tags() == ["cuda_graph", "kv_cache", "weights"]
     assert world.engine.shown[0] == ["cuda_graph", "kv_cache", "weights"]
+
+
+def test_a_report_tells_when_each_rank_took_each_step(world: World) -> None:
+    before = time.time_ns()
+    report = msgspec.convert(world.run(commands.Sleep(level=1)), Report)
+    by_rank: dict[int | None, dict[str, StepTime]] = {}
+    for step in report.steps:
+        by_rank.setdefault(step.rank, {})[step.step] = step
+    assert by_rank[None].keys() == {"drain", "total"}
+    assert by_rank[0].keys() == by_rank[1].keys() == {"synchronize", "backup", "release"}
+    total = by_rank[None]["total"]
+    assert before <= total.start_ns and total.end_ns <= time.time_ns()
+    for step in report.steps:
+        assert total.start_ns <= step.start_ns <= step.end_ns <= total.end_ns
+    for name in ("synchronize", "backup", "release"):
+        assert report.seconds[name] == max(by_rank[rank][name].seconds for rank in (0, 1))
+    again = msgspec.convert(world.run(commands.Sleep(level=1)), Report)
+    assert "release" not in {step.step for step in again.steps}, "what sleeps already is not released again"
 
 
 def test_the_engine_resumes_only_when_all_is_resident_and_valid(world: World) -> None:

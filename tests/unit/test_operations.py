@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from rl_memory_plugins import commands, operations
 from rl_memory_plugins.errors import DrainTimeoutError, HostMemoryError, InvalidRequestError, StateConflictError
-from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.records import EngineStatus, Reply, StepTime
 from rl_memory_plugins.tags import PauseMode
 
 REPORT = {"changes": [], "seconds": {"total": 1.0}, "details": {}}
@@ -66,6 +67,15 @@ def test_several_engines_agree_first() -> None:
     assert engines.asked[0].hold
     assert engines.asked[1] == commands.Decide(engines.asked[0].hold, commit=True)
     assert report.seconds == {"total": 3.0}
+
+
+def test_the_steps_name_their_engines() -> None:
+    held = {"held": True}
+    steps = [StepTime("total", None, 1, 9, 8e-9), StepTime("map", 1, 2, 5, 3e-9)]
+    answer = {**REPORT, "steps": msgspec.to_builtins(steps)}
+    engines = Engines([held, held], [answer, answer])
+    report = operations.run(operations.transition(operations.wake_up(), status(2)), engines)
+    assert report.steps == [*steps, *(msgspec.structs.replace(step, engine=1) for step in steps)]
 
 
 def test_one_engine_that_cannot_makes_all_undo() -> None:
@@ -130,10 +140,13 @@ def test_a_drain_that_takes_too_long_is_given_up() -> None:
 
 def test_several_engines_are_drained_before_they_are_held() -> None:
     report = {**REPORT, "seconds": {"drain": 0.0, "total": 1.0}}
-    engines = Engines([{"drained": 2.0}, {"drained": 5.0}], [{"held": True}] * 2, [report, report])
+    drained = {"steps": msgspec.to_builtins([StepTime("drain", None, 1, 3, 2e-9)])}
+    waited = [{"drained": 2.0, **drained}, {"drained": 5.0, **drained}]
+    engines = Engines(waited, [{"held": True}] * 2, [report, report])
     result = operations.run(operations.transition(operations.sleep(1, mode="wait"), status(2)), engines)
     assert [type(command) for command in engines.asked] == [commands.Drain, commands.Sleep, commands.Decide]
     assert result.seconds == {"drain": 5.0, "total": 6.0}
+    assert [(step.step, step.engine) for step in result.steps] == [("drain", 0), ("drain", 1)]
     drain, sleep, decide = engines.asked
     assert drain.ticket == sleep.hold == decide.ticket  # type: ignore[union-attr]
 

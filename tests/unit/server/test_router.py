@@ -127,7 +127,7 @@ def test_update_weights(client, control, prefix):
         "status": "updated",
         "weight_version": "v7",
         "content": "valid",
-        "report": {"changes": [], "seconds": {"total": 0.1}, "details": {}},
+        "report": {"changes": [], "seconds": {"total": 0.1}, "details": {}, "steps": []},
     }
     assert control.calls == [("update_weights", UpdateWeights(**UPDATE))]
     assert control.calls[0][1].timeout_s is None  # the engine's option decides
