@@ -58,7 +58,7 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour. All of it
 # runs in test-long.
 TOGETHER := sleep_wake modes faults updates
-RULES_tp := $(TOGETHER) freeze handoff kept_weights
+RULES_tp := $(TOGETHER) freeze handoff kept_weights sharded_trainer
 RULES_dp := $(TOGETHER) shared_backup metrics timeline tracing status_page
 RULES_pp := $(RULES_tp) shared_backup
 RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \

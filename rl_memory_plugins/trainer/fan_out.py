@@ -44,6 +44,11 @@ class FanOut:
         self._is_over = False
         self._error: BaseException | None = None
 
+    @property
+    def gathered(self) -> int | None:
+        """See `weights.source.ShardedSource`."""
+        return self._source.gathered
+
     # -- the owner's thread -------------------------------------------------------------------------------------
 
     def ask(self) -> None:

@@ -76,10 +76,10 @@ class Lane(Senders):
 
     # -- the lane's thread ----------------------------------------------------------------------------------
 
-    def settle(self, findings: Findings) -> Findings:
+    def settle(self, findings: Findings | None) -> Findings:
         return self.consult(findings)
 
-    def consult(self, findings: Findings) -> Findings:
+    def consult(self, findings: Findings | None) -> Findings:
         with self._changed:
             self._findings = findings
             self._changed.notify_all()

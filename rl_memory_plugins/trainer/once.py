@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.sender import close_iterator
-from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
+from rl_memory_plugins.weights.shards import Layout
+from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, ShardedSource, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,21 @@ class Once:
 
     def resident(self) -> list[torch.Tensor] | None:
         return self._source.resident() if isinstance(self._source, ResidentSource) else None
+
+    @property
+    def gathered(self) -> int | None:
+        return self._source.gathered if isinstance(self._source, ShardedSource) else None
+
+    def layouts(self) -> list[Layout | None] | None:
+        return self._source.layouts() if isinstance(self._source, ShardedSource) else None
+
+    def leave_out(self, names: Collection[str]) -> None:
+        assert isinstance(self._source, ShardedSource)
+        self._source.leave_out(names)
+
+    def held(self, name: str) -> torch.Tensor:
+        assert isinstance(self._source, ShardedSource)
+        return self._source.held(name)
 
     def drain(self) -> None:
         """Take part in the remaining gathers."""

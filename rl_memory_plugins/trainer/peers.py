@@ -48,11 +48,17 @@ class Peers:
     def __init__(self, group: Any = None) -> None:
         self.step = ""
         self.rank, self.size = 0, 1
+        self._ranks = {0: 0}
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD if group is None else group
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             if self.size > 1:
                 self._group = _gloo_group(group)
+                self._ranks = {one: rank for rank, one in enumerate(dist.get_process_group_ranks(group))}
+
+    def rank_of(self, rank: int) -> int | None:
+        """The place here of a rank of the whole world; `None` if it is not among these."""
+        return self._ranks.get(rank)
 
     @contextlib.contextmanager
     def at(self, step: str) -> Iterator[None]:
@@ -108,6 +114,7 @@ class Peers:
         Raises:
             Exception: a rank has shared an error. The rank that has shared it raises it unchanged; the others raise it
                 as an `RLMemoryError` with `details["trainer_rank"]`.
+            RLMemoryError: a rank is gone, and this one has no error of its own.
             StateConflictError: the ranks are at different steps, and no value was shared. `details["steps"]` lists the
                 steps by rank. A rank with an error raises its own error instead.
         """
@@ -122,7 +129,11 @@ class Peers:
         if announcement is not None:
             announcement.join()
             _announcements.pop(self._group, None)
-        messages = [msgspec.msgpack.decode(message, type=_Message) for message in self._gather(sent)]
+        try:
+            gathered = self._gather(sent)
+        except RuntimeError as lost:  # torch's error for a connection that was closed, or a timeout
+            raise error or RLMemoryError(f"a process of the trainer is gone: {lost}", reason="lost") from lost
+        messages = [msgspec.msgpack.decode(message, type=_Message) for message in gathered]
         steps = [message.step for message in messages]
         if len(set(steps)) > 1:
             raise error or StateConflictError(

@@ -300,7 +300,8 @@ class SeveralEngines:
         failed = failures_of(outcomes, specificity)
         reports = [lane.report for lane in self._lanes.values() if lane.report is not None]
         answers = [self._calls[number].answer if number in self._calls else None for number in self._own]
-        return {**merged(reports), "engines": answers, "failed": failed}
+        gathered = {"sent_from_shards": 0, "gathered": self._fan.gathered}
+        return {**merged(reports), **gathered, "engines": answers, "failed": failed}
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

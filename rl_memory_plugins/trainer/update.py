@@ -7,7 +7,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.adapters import Adapter
@@ -23,9 +23,12 @@ from rl_memory_plugins.trainer.sources.model import Tensors, as_source
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.addresses import Endpoints
 from rl_memory_plugins.weights.answers import Findings, of_senders
-from rl_memory_plugins.weights.manifest import manifest_error
+from rl_memory_plugins.weights.buffers import SENT
+from rl_memory_plugins.weights.division import Division, Need, Share, decide
+from rl_memory_plugins.weights.manifest import Manifest, manifest_error
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
-from rl_memory_plugins.weights.source import TensorSource
+from rl_memory_plugins.weights.shards import Layout, Layouts
+from rl_memory_plugins.weights.source import ShardedSource, TensorSource
 
 ON_FAILURE = ("abort", "continue")
 
@@ -118,27 +121,37 @@ def push_from_all(
         for device in devices
         if server_of(device, controller, sites) == peers.rank
     ]
-    begin = _Begin(peers)
+    begin = _Begin(peers, may_divide=peers.size > 1 and isinstance(source, ShardedSource) and _may_be_sent(options))
     sender: WeightSender | None = None
     report: dict[str, Any] = {}
     failure: Exception | None = None
     posts: list[Post] = []
     calls: list[EngineCall] = []
 
-    def listen() -> Endpoints:
+    def listen() -> _Opened:
         nonlocal sender
         posts.extend(post_of(engine) for engine in engines)
-        if not served:
-            return {}
-        sender = WeightSender(served, timeout_s=wait_s, token=token, senders=begin, **options)
-        return sender.endpoints
+        if served:
+            sender = WeightSender(served, timeout_s=wait_s, token=token, senders=begin, **options)
+        return _Opened({} if sender is None else sender.endpoints, begin.may_divide)
+
+    def listen_for_others() -> bool:
+        """After those that serve ranks: another process of this host may need the port."""
+        nonlocal sender
+        with contextlib.suppress(InvalidRequestError):
+            sender = sender or WeightSender([], timeout_s=wait_s, token=token, senders=begin, **options)
+        return sender is not None
 
     try:
         if config is not None:
             request["config"] = peers.agree(config)[peers.rank]
-        sockets = peers.agree(listen)
+        opened = peers.agree(listen, as_type=_Opened)
+        begin.may_divide = all(one.may_divide for one in opened) and all(peers.agree(listen_for_others))
+        if sender is not None and not served and not begin.may_divide:
+            sender.close()
+            sender = None
         for post, devices in zip(posts, sites[peers.rank].engines, strict=True):
-            endpoints = {device: sockets[server_of(device, peers.rank, sites)][device] for device in devices}
+            endpoints = {device: opened[server_of(device, peers.rank, sites)].endpoints[device] for device in devices}
             fail = functools.partial(fail_senders, [(device, endpoints[device]) for device in devices], token)
             body = {"endpoints": endpoints, "token": token, "timeout_s": timeout_s, **request}
             calls.append(EngineCall(post, body, fail))
@@ -194,6 +207,24 @@ def require_options(options: Mapping[str, Any]) -> None:
     WeightSender(**sender).close()
 
 
+class _Opened(NamedTuple):
+    """The sender of a process.
+
+    Attributes:
+        endpoints: Those of the ranks that it serves.
+        may_divide: See `_Begin`.
+    """
+
+    endpoints: Endpoints
+    may_divide: bool
+
+
+def _may_be_sent(options: Mapping[str, Any]) -> bool:
+    """Whether ranks may get the bytes themselves, and not share memory with this process."""
+    transport = options.get("transport", "auto")
+    return transport in SENT or (transport == "auto" and options.get("advertise") is not None)
+
+
 def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
     """Iterate over the source once, and send if this process has a sender. Returns the report."""
     once = Once(source)
@@ -220,7 +251,16 @@ def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, part
         raise
     finally:
         once.close()
-    return {"bytes": 0, "tensors": 0, "buckets": 0, "unused": [], "seconds": {}, "receivers": []}
+    return {
+        "bytes": 0,
+        "tensors": 0,
+        "buckets": 0,
+        "unused": [],
+        "seconds": {},
+        "receivers": [],
+        "sent_from_shards": 0,
+        "gathered": once.gathered,
+    }
 
 
 class _Begin:
@@ -228,10 +268,12 @@ class _Begin:
 
     Attributes:
         agreed: Whether the update begins; `None` until this process has taken part.
+        may_divide: Whether the processes may send their shards; the same on all of them once all listen.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, *, may_divide: bool) -> None:
         self.peers = peers
+        self.may_divide = may_divide
         self.agreed: bool | None = None
 
     def settle(self, findings: Findings | None, error: Exception | None = None) -> Findings:
@@ -260,3 +302,29 @@ class _Begin:
         votes = self.peers.share(findings, as_type=Findings | None)
         self.agreed = None
         return of_senders([vote for vote in votes if vote is not None])
+
+    def divide(
+        self, manifest: Manifest, source: ShardedSource, needs: list[Need], places: list[str]
+    ) -> Division | None:
+        """See `Senders`. All processes call it, once all have settled."""
+        if not self.may_divide:
+            return None
+
+        def own() -> Share:
+            each = source.layouts()
+            layouts = None if each is None else Layouts.made_of(self._among_peers(one) for one in each)
+            return Share(manifest.digest(), layouts, needs, places)
+
+        division = decide(self.peers.agree(own, as_type=Share), self.peers.rank)
+        if division is not None:
+            left_out = zip(division.layouts.of, manifest.tensors, strict=True)
+            source.leave_out({spec.name for number, spec in left_out if number >= 0})
+        return division
+
+    def _among_peers(self, layout: Layout | None) -> Layout | None:
+        """A layout over the ranks of the world as one over these processes, if they hold all of it."""
+        if layout is None:
+            return None
+        ranks = [self.peers.rank_of(rank) for rank in layout.holders]
+        holders = tuple(rank for rank in ranks if rank is not None)
+        return Layout(holders, layout.boxes) if len(holders) == len(ranks) else None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.known_names import Ignored, hint, ignored_by_all
-from rl_memory_plugins.weights.manifest import Mismatch
+from rl_memory_plugins.weights.manifest import Manifest, Mismatch
+
+if TYPE_CHECKING:
+    from rl_memory_plugins.weights.division import Division, Need
+    from rl_memory_plugins.weights.source import ShardedSource
 
 UNUSED = "no rank of the engine uses it"
 
@@ -66,13 +70,28 @@ def of_senders(findings: Sequence[Findings]) -> Findings:
 class Senders(Protocol):
     """The senders of one update. This one is a sender without others."""
 
-    def settle(self, findings: Findings) -> Findings:
-        """The findings of all senders, none of which has mismatches. No sender begins before all agree."""
-        return findings
+    def settle(self, findings: Findings | None) -> Findings:
+        """The findings of all senders, none of which has mismatches. No sender begins before all agree.
 
-    def consult(self, findings: Findings) -> Findings:
+        Args:
+            findings: Those of this sender; `None` if it serves no rank.
+        """
+        return of_senders([] if findings is None else [findings])
+
+    def consult(self, findings: Findings | None) -> Findings:
         """The findings of all senders, which may change their sources. Nothing begins yet."""
-        return findings
+        return of_senders([] if findings is None else [findings])
+
+    def divide(
+        self, manifest: Manifest, source: ShardedSource, needs: list[Need], places: list[str]
+    ) -> Division | None:
+        """Whether all senders send their shards, once all have settled. By default each sends whole tensors.
+
+        Args:
+            needs: Those of the ranks of this sender.
+            places: Where it listens.
+        """
+        return None
 
 
 class Alone(Senders):

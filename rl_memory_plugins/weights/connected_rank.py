@@ -15,6 +15,7 @@ class ConnectedRank:
         self.connection = connection
         self.rank = hello.rank
         self.device = hello.device
+        self.number = hello.number
         self.unacknowledged: list[int] = []
         self.candidate_transports: list[str] = []  # the remaining ones, best first
         self.refused: list[dict[str, str]] = []

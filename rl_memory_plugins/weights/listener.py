@@ -8,7 +8,7 @@ import os
 import secrets
 import selectors
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl_memory_plugins.errors import AuthenticationError, RLMemoryError, WeightUpdateError
@@ -48,13 +48,19 @@ class Listener:
         self.token = token or secrets.token_urlsafe(32)
         self.ranks: list[ConnectedRank] = []
         self._cancelled: RLMemoryError | None = None
-        self._doors = Doors(self._count + 8, directory=directory, advertise=advertise, local=local, tls=tls)
+        self._numbers: set[int] | None = None  # of ranks that may connect besides
+        self._doors = Doors(self._count + 128, directory=directory, advertise=advertise, local=local, tls=tls)
         self._greeter = Greeter(self._doors.prepare)
         self._cancel_sender, self._cancel_receiver = socket.socketpair()
-        places = self._doors.places
+        self.places = places = self._doors.places
         self.endpoints: Endpoints = dict.fromkeys(
             ["*"] if self._missing is None else self._missing, places[0] if len(places) == 1 else places
         )
+
+    def expect(self, numbers: Collection[int]) -> None:
+        """Let ranks connect that other processes serve. Each says its number."""
+        self._numbers = set(numbers)
+        self._count += len(self._numbers)
 
     def close(self) -> None:
         """Close all connections and sockets. May be called more than once."""
@@ -125,7 +131,10 @@ class Listener:
                 )
             if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
                 raise AuthenticationError("the token does not belong to this update")
-            if self._missing is not None and hello.device not in self._missing:
+            if self._numbers is not None:
+                if hello.number not in self._numbers:
+                    raise WeightUpdateError(f"no rank with the number {hello.number} is expected", device=hello.device)
+            elif self._missing is not None and hello.device not in self._missing:
                 raise WeightUpdateError(
                     f"no receiver is expected on device {hello.device}, or it has already connected",
                     device=hello.device,
@@ -138,7 +147,9 @@ class Listener:
             connection.close()
             return
         self.ranks.append(ConnectedRank(connection, hello))
-        if self._missing is not None:
+        if self._numbers is not None:
+            self._numbers.remove(hello.number)
+        elif self._missing is not None:
             self._missing.remove(hello.device)
 
     def gather(self, ranks: Sequence[ConnectedRank], *types: type[wire.M]) -> list[tuple[ConnectedRank, wire.M]]:

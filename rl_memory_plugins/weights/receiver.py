@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from rl_memory_plugins.capabilities import Capabilities, fixed_by
@@ -76,7 +77,13 @@ class WeightReceiver:
         """
         self._manager.require_writable()
         session = Session(
-            self._manager, loader or self._model, self._mappings, self._communicators, timeout_s, self._check_finite
+            self._manager,
+            loader or self._model,
+            self._mappings,
+            self._communicators,
+            timeout_s,
+            self._check_finite,
+            lambda places: self._dial(places, timeout_s),
         )
         with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)
@@ -84,7 +91,8 @@ class WeightReceiver:
             return session.run(connection, token)
         except Exception as error:
             known = wire.as_update_error(error, rank=self._manager.rank)
-            connection.fail(known)
+            for one in (connection, *session.others()):
+                one.fail(known)
             # The frames of the traceback must not keep the trainer's memory alive as long as the error.
             traceback.clear_frames(error.__traceback__)
             if known is error:
@@ -92,7 +100,8 @@ class WeightReceiver:
             raise known from error
         finally:
             if not session.is_held:
-                connection.close()
+                for one in (connection, *session.others()):
+                    one.close()
 
     def capabilities(self) -> Capabilities:
         """Whether this model's weights can be updated."""
@@ -126,8 +135,11 @@ class WeightReceiver:
             raise InvalidRequestError(
                 f"endpoints has no socket for device {device}", field="endpoints", device=device, got=sorted(endpoints)
             )
+        return self._dial(places_of(places), timeout_s)
+
+    def _dial(self, places: Sequence[str], timeout_s: float) -> wire.Connection:
         try:
-            sock = dial(places_of(places), self._hosts, timeout_s)
+            sock = dial(places, self._hosts, timeout_s)
         except RLMemoryError as error:
             error.details["rank"] = self._manager.rank
             raise

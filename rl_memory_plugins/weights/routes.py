@@ -109,6 +109,7 @@ class Routes:
         index = gpus.get(self._own_gpu or "")
         self.own_device = torch.device("cpu") if index is None else torch.device("cuda", index)
         self._routes: dict[tuple[str, str], Route] = {}
+        self._parts: dict[str, list[StreamedStaging | NcclStaging]] = {}  # by transport
         for rank in ranks:
             rank.candidate_transports = candidate_transports(
                 transport,
@@ -263,10 +264,45 @@ class Routes:
                     route = self._routes[transport, f"{device} {number}"] = Route(transport, buffer)
                 route.ranks, route.cut = ranks, cut
 
+    def sent_buckets(self, transports: Collection[str]) -> list[list[BucketEntry]]:
+        """The buckets of an update to which several processes contribute, the same on all of them."""
+        nbytes = NCCL_BUCKET_BYTES if set(transports) == {"nccl"} else STREAMED_BUCKET_BYTES
+        return _with_buckets(self._manifest, nbytes).buckets()
+
+    def part_buffer(self, transport: str, slot_bytes: int) -> StreamedStaging | NcclStaging:
+        """A buffer for what this process contributes to an update.
+
+        Raises:
+            UnsupportedError: this process uses no GPU.
+            OutOfMemoryError: the memory cannot be allocated.
+        """
+        buffer: StreamedStaging | NcclStaging
+        if transport == "nccl":
+            if self._own_gpu is None:
+                raise UnsupportedError("this process uses no GPU")
+            buffer = NcclStaging(self._own_gpu, slot_bytes, self._manifest.slots)
+        else:
+            buffer = StreamedStaging(slot_bytes, self._manifest.slots, kind=transport)
+        self._parts.setdefault(transport, []).append(buffer)
+        return buffer
+
+    def transports(self) -> list[str]:
+        """Those in use."""
+        return [route.transport for route in self.in_use()] + list(self._parts)
+
+    def staging_bytes(self) -> int:
+        """The memory of the buffers in use."""
+        if self._parts:
+            return sum(buffer.nbytes for buffers in self._parts.values() for buffer in buffers)
+        return sum(route.buffer.nbytes for route in self.in_use())
+
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # close each buffer even if another one raises
             for route in self._routes.values():
                 closing.callback(route.buffer.close)
+            for buffers in self._parts.values():
+                for buffer in buffers:
+                    closing.callback(buffer.close)
 
 
 def candidate_transports(

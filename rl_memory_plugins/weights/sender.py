@@ -13,18 +13,27 @@ import msgspec
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
-from rl_memory_plugins.weights.answers import Alone, Senders, of_ranks
+from rl_memory_plugins.weights.answers import Alone, Findings, Senders, of_ranks
 from rl_memory_plugins.weights.buffers import SENT, TRANSPORTS, NcclStaging, StreamedStaging
-from rl_memory_plugins.weights.buffers.streamed import memory_of
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, SEAL_BYTES, joining
 from rl_memory_plugins.weights.communicators.kept import OF_TRAINER
 from rl_memory_plugins.weights.connected_rank import ConnectedRank
+from rl_memory_plugins.weights.division import Need
 from rl_memory_plugins.weights.doors import Advertise
+from rl_memory_plugins.weights.links import await_slot, send_bytes
 from rl_memory_plugins.weights.listener import Listener
-from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec, manifest_error
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, manifest_error
+from rl_memory_plugins.weights.parts import Parts
 from rl_memory_plugins.weights.routes import Route, Routes
 from rl_memory_plugins.weights.slices import Slice
-from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, StableSource, TensorSource, name_of
+from rl_memory_plugins.weights.source import (
+    NegotiableSource,
+    ResidentSource,
+    ShardedSource,
+    StableSource,
+    TensorSource,
+    next_tensor,
+)
 from rl_memory_plugins.weights.tls import Tls
 
 if TYPE_CHECKING:
@@ -45,7 +54,8 @@ class WeightSender:
     buffer in host memory.
 
     Args:
-        receivers: The devices of all receivers (`RankStatus.device`), or their number.
+        receivers: The devices of all receivers (`RankStatus.device`), or their number. None of them if `senders` may
+            let this process contribute its shards to an update of others.
         bucket_bytes: The largest bucket, in bytes; a single row of a tensor may exceed it. Large buckets are fastest on
             a GPU, because the two processes take turns there. If memory is short, the sender uses smaller ones.
         slots: The number of buckets that exist at a time.
@@ -91,7 +101,7 @@ class WeightSender:
                 f"unknown transport {transport!r}", field="transport", got=transport, allowed=allowed
             )
         count = receivers if isinstance(receivers, int) else len(receivers)
-        if count < 1 or slots < 1 or bucket_bytes < 1:
+        if (count < 1 and senders is None) or slots < 1 or bucket_bytes < 1:
             raise InvalidRequestError(
                 "an update needs at least one receiver, one slot, and buckets of at least one byte"
             )
@@ -139,7 +149,9 @@ class WeightSender:
 
         Returns: bytes, tensors, buckets, `staging_bytes` (of this process, over all devices), seconds by step,
         `unused` (names that the engine's loader skips by itself), `transport` (the slowest in use), `fallbacks`
-        (device, transport, and the reason why it was not used), and the reports of the receivers.
+        (device, transport, and the reason why it was not used), the reports of the receivers, `sent_from_shards` (the
+        bytes that came from this process's own shards) and `gathered` (those of the tensors that the source gathered;
+        `None` if it cannot tell).
 
         Raises:
             ManifestError: the tensors do not fit the model. The error lists the mismatches of all ranks. No weights
@@ -150,6 +162,7 @@ class WeightSender:
             RLMemoryError: a receiver reported another error.
         """
         routes: Routes | None = None
+        parts: Parts | None = None
         tensors: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
             manifest = self._negotiate(source, partial)
@@ -163,10 +176,17 @@ class WeightSender:
                 resident=resident,
                 stable=resident is not None or (isinstance(source, StableSource) and source.stable),
             )
-            answers, buckets = self._offer(manifest, routes)
+            answers, buckets, slices = self._offer(manifest, routes)
             unused = self._require_accepted(answers)
-            tensors = source.tensors()
-            self._stream(manifest, buckets, routes.in_use(), tensors)
+            parts = self._divide(manifest, routes, source, answers)
+            if parts is None:
+                routes.cut(slices, buckets)
+                tensors = source.tensors()
+                self._stream(manifest, buckets, routes.in_use(), tensors)
+            else:
+                parts.open()
+                tensors = source.tensors()
+                parts.run(tensors)
             with timed(self._seconds, "commit"):
                 for rank in self._listener.ranks:
                     rank.connection.send(wire.Commit(unused), self._timeout_s)
@@ -176,12 +196,14 @@ class WeightSender:
                 "bytes": sum(spec.nbytes for spec in manifest.tensors),
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
-                "staging_bytes": sum(route.buffer.nbytes for route in routes.in_use()),
+                "staging_bytes": routes.staging_bytes(),
                 "unused": unused,
-                "transport": max((route.transport for route in routes.in_use()), key=TRANSPORTS.index),
+                "transport": max(routes.transports(), key=TRANSPORTS.index, default=""),
                 "fallbacks": [refusal for rank, _ in done for refusal in rank.refused],
                 "seconds": self._seconds,
-                "receivers": [message.report for _, message in done],
+                "receivers": [message.report for _, message in done if message.report],
+                "sent_from_shards": 0 if parts is None else parts.sent_bytes,
+                "gathered": source.gathered if isinstance(source, ShardedSource) else None,
             }
             routes.close()
             return report
@@ -195,7 +217,7 @@ class WeightSender:
                 with contextlib.suppress(Exception):  # the first error is the cause
                     routes.close()
             # The frames of the traceback must not keep tensors alive as long as the error.
-            self._current = routes = resident = None
+            self._current = routes = resident = parts = None
             traceback.clear_frames(error.__traceback__)
             close_iterator(tensors)
             try:
@@ -209,10 +231,12 @@ class WeightSender:
 
     def _offer(
         self, manifest: Manifest, routes: Routes
-    ) -> tuple[list[tuple[ConnectedRank, wire.Answer]], list[list[BucketEntry]]]:
+    ) -> tuple[
+        list[tuple[ConnectedRank, wire.Answer]], list[list[BucketEntry]], dict[ConnectedRank, list[Slice | None]]
+    ]:
         """Find a route for each rank, and let all ranks check the manifest.
 
-        Returns: the answer of each rank, and the buckets for the routes.
+        Returns: the answer of each rank, the buckets for the routes, and the slices of ranks that get only those.
         """
         answers: list[tuple[ConnectedRank, wire.Answer]] = []
         slices: dict[ConnectedRank, list[Slice | None]] = {}
@@ -240,8 +264,34 @@ class WeightSender:
                 elif isinstance(answer, wire.Unopened):
                     routes.refuse(rank, answer.reason)
                     waiting.append(rank)
-        routes.cut(slices, buckets)
-        return answers, buckets
+        return answers, buckets or routes.buckets(), slices
+
+    def _divide(
+        self,
+        manifest: Manifest,
+        routes: Routes,
+        source: TensorSource,
+        answers: Sequence[tuple[ConnectedRank, wire.Answer]],
+    ) -> Parts | None:
+        """Decide with the other senders whether all send their shards. `None`: each process sends whole tensors."""
+        if not isinstance(source, ShardedSource):
+            return None
+        order = {rank: number for number, rank in enumerate(self._listener.ranks)}
+
+        def may(rank: ConnectedRank, answer: wire.Accept) -> bool:
+            """No GPU has sent shards over NCCL, so that it must be named."""
+            return answer.divisible and not (rank.candidate_transports[0] == "nccl" and self._transport == "auto")
+
+        needs = [
+            Need(rank.candidate_transports[0], answer.slices, may(rank, answer))
+            for rank, answer in sorted(answers, key=lambda one: order[one[0]])
+            if isinstance(answer, wire.Accept)
+        ]
+        division = self._senders.divide(manifest, source, needs, self._listener.places)
+        if division is None:
+            return None
+        buckets = routes.sent_buckets({need.transport for need in division.needs})
+        return Parts(division, manifest, buckets, source, self._listener, routes, self._timeout_s, self._seconds)
 
     def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
         """The manifest to offer. Ask the ranks first if the source can change what it sends."""
@@ -258,7 +308,7 @@ class WeightSender:
                 for rank in self._listener.ranks:
                     rank.connection.send(wire.Ask(manifest), self._timeout_s)
                 answers = self._listener.gather(self._listener.ranks, wire.Answer)
-            found = self._senders.consult(of_ranks([(rank.rank, answer) for rank, answer in answers]))
+            found = self._senders.consult(self._findings(answers))
             mismatches = found.all_mismatches()
             if not mismatches:
                 return manifest
@@ -267,8 +317,8 @@ class WeightSender:
 
     def _require_accepted(self, answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> list[str]:
         """Raise one error with the mismatches of all ranks if there are any. Returns the names that all skip."""
-        found = of_ranks([(rank.rank, answer) for rank, answer in answers])
-        if not found.mismatches:
+        found = self._findings(answers)
+        if found is None or not found.mismatches:
             found = self._senders.settle(found)
         mismatches = found.all_mismatches()
         if mismatches:
@@ -276,6 +326,11 @@ class WeightSender:
             mismatches = [one if one.ranks else msgspec.structs.replace(one, ranks=everywhere) for one in mismatches]
             raise manifest_error(mismatches, found.ignored.unknown)
         return found.ignored.skipped
+
+    @staticmethod
+    def _findings(answers: Sequence[tuple[ConnectedRank, wire.Answer]]) -> Findings | None:
+        """What the ranks of this process answer; `None` if it serves none."""
+        return of_ranks([(rank.rank, answer) for rank, answer in answers]) if answers else None
 
     def _stream(
         self,
@@ -288,7 +343,7 @@ class WeightSender:
         for number, entries in enumerate(buckets):
             slot = number % self._slots
             with timed(self._seconds, "wait"):
-                self._await_slot(slot)
+                await_slot(self._listener, slot)
             with timed(self._seconds, "pack"):
                 placed = self._pack(slot, entries, manifest, routes, tensors)
             for route, places in placed.items():
@@ -298,40 +353,12 @@ class WeightSender:
                     rank.connection.send(wire.Bucket(slot, places, seal), self._timeout_s)
                     if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
                         with timed(self._seconds, "send"):
-                            self._send(rank, route.buffer.sent(slot, places, seal))
+                            send_bytes(rank, route.buffer.sent(slot, places, seal), self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(self._seconds, "wait"):
             for slot in range(self._slots):
-                self._await_slot(slot)
-
-    def _send(self, rank: ConnectedRank, data: torch.Tensor) -> None:
-        """Send the bytes of a bucket, after its message. Over a communicator, only begin to."""
-        if rank.communicator is None:
-            rank.connection.send_bytes(memory_of(data), self._timeout_s)
-            return
-        try:
-            rank.communicator.send(data, rank.connection, self._timeout_s)
-        except TimeoutError:
-            raise rank.connection.stalled("did not take the bytes of a bucket", self._timeout_s) from None
-        except OSError as error:
-            problem = str(error)
-        else:
-            return
-        rank.connection.raise_cause(f"took no bucket: {problem}")
-
-    def _await_slot(self, slot: int) -> None:
-        """Wait until all receivers have acknowledged the slot."""
-        while True:
-            holding = [rank for rank in self._listener.ranks if slot in rank.unacknowledged]
-            if not holding:
-                return
-            for rank, ack in self._listener.gather(holding, wire.Ack):
-                if ack.slot not in rank.unacknowledged:
-                    raise WeightUpdateError(
-                        f"{rank.connection.peer} acknowledged slot {ack.slot}, which it did not hold"
-                    )
-                rank.unacknowledged.remove(ack.slot)
+                await_slot(self._listener, slot)
 
     def _pack(
         self,
@@ -347,7 +374,7 @@ class WeightSender:
         for entry in entries:
             spec = manifest.tensors[entry.index]
             if entry.start == 0:
-                self._current = _next(spec, tensors)
+                self._current = next_tensor(spec, tensors)
             part = self._current
             if entry.nbytes != spec.nbytes:
                 part = part.narrow(0, entry.start // spec.row_nbytes, entry.nbytes // spec.row_nbytes)
@@ -379,16 +406,3 @@ def close_iterator(tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
     if close is not None:
         with contextlib.suppress(Exception):
             close()
-
-
-def _next(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    name, tensor = next(tensors, ("", None))
-    if tensor is None:
-        raise WeightUpdateError(f"the source ended before it yielded {spec.name}", name=spec.name)
-    if name != spec.name or tensor.shape != spec.shape or name_of(tensor.dtype) != spec.dtype:
-        raise WeightUpdateError(
-            f"the source yielded {name} {tensor.dtype} {list(tensor.shape)}, but its specs list {spec.name} "
-            f"{spec.dtype} {list(spec.shape)}",
-            name=spec.name,
-        )
-    return tensor

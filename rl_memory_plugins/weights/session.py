@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.timing import Steps, timed
 from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.assembly import Assembly
 from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, StreamedAttached, attach
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached, communicated
 from rl_memory_plugins.weights.communicators import over_nccl
@@ -26,6 +27,7 @@ from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, 
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.plan import LoadPlan, Write
 from rl_memory_plugins.weights.replay import Replays
+from rl_memory_plugins.weights.slices import Slice
 
 
 @dataclass(eq=False)
@@ -37,6 +39,7 @@ class Session:
         mappings: The open allocations of the trainer, which may outlive the update.
         communicators: Those that may outlive the update.
         timeout_s: The longest wait for the trainer at any point, in seconds.
+        dial: Connects to the first of a trainer's places that answers.
         is_held: Whether something that outlives the update owns the connection.
         seconds: The duration of each step.
     """
@@ -47,6 +50,7 @@ class Session:
     communicators: KeptCommunicators
     timeout_s: float
     check_finite: bool
+    dial: Callable[[Sequence[str]], wire.Connection]
     is_held: bool = field(default=False, init=False)
     seconds: Steps = field(default_factory=Steps, init=False)
 
@@ -55,6 +59,9 @@ class Session:
     _total_bytes: int = field(default=0, init=False)
     _committed: bool = field(default=False, init=False)
     _unused: list[str] = field(default_factory=list, init=False)  # names that every rank skips
+    _buffer: AttachedBuffer = field(init=False)
+    _hello: wire.Hello = field(init=False)
+    _slices: list[Slice | None] = field(default_factory=list, init=False)  # what of each tensor travels
     _assembled: torch.Tensor | None = field(default=None, init=False)  # the next tensor, if its rows do not load alone
     # slots as elements, by address and dtype
     _elements: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict, init=False)
@@ -64,18 +71,18 @@ class Session:
         manager = self.manager
         with timed(self.seconds, "connect"):
             names, nccl = self.communicators.names(), over_nccl.settings() if self._device.type == "cuda" else {}
-            hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank, names, nccl)
-            connection.send(hello, self.timeout_s)
+            self._hello = wire.Hello(wire.PROTOCOL, manager.device.name, token, manager.rank, names, nccl)
+            connection.send(self._hello, self.timeout_s)
             expected = self.model.drop_outdated()  # overlaps with the preparation of the offer
-            offer, buffer = self._attach(connection, expected)
+            offer, self._buffer = self._attach(connection, expected)
         try:
             cuts = bool(offer.buffer.get("slices"))
             plan = self._validate(connection, offer.manifest, expected, cuts=cuts)
             manifest, sent = offer.manifest, plan
             if cuts:
-                sent = plan.cut
+                sent, self._slices = plan.cut, plan.slices
                 manifest = msgspec.structs.replace(manifest, tensors=list(sent.specs.values()))
-            arrivals = self._arrivals(connection, buffer, manifest, sent)
+            arrivals = self._arrivals(connection, offer.manifest, manifest, sent)
             self.model.load_with_engine(plan, arrivals)
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)
@@ -86,6 +93,7 @@ class Session:
                 self.model.finish(plan)
                 manager.device.synchronize()
             self._elements.clear()
+            buffer = self._buffer
             if not buffer.keep:
                 buffer.close()
             if plan.opaque:  # the engine's loader may have made new tensors
@@ -107,14 +115,21 @@ class Session:
                 "seconds": self.seconds.copy(),
             }
             connection.send(wire.Done(report), self.timeout_s)
-            if isinstance(buffer, (DirectAttached, CommunicatedAttached)) and buffer.keep:
+            if isinstance(buffer, Assembly):
+                buffer.done(self.timeout_s)
+            if isinstance(buffer, (DirectAttached, CommunicatedAttached, Assembly)) and buffer.keep:
                 buffer.hold(connection)
                 self.is_held = True
             return report
         finally:
             self._elements.clear()
             if not self.is_held:
-                buffer.close()
+                self._buffer.close()
+
+    def others(self) -> list[wire.Connection]:
+        """The connections to other processes of the trainer."""
+        buffer = getattr(self, "_buffer", None)
+        return buffer.others if isinstance(buffer, Assembly) else []
 
     @functools.cached_property
     def _device(self) -> torch.device:
@@ -172,7 +187,7 @@ class Session:
             answer = wire.Reject(error.details["unused"], nearest=nearest, mismatches=mismatches)
             connection.send(answer, self.timeout_s)
             raise
-        connection.send(wire.Accept(plan.unused, plan.skipped, plan.nearest, slices), self.timeout_s)
+        connection.send(wire.Accept(plan.unused, plan.skipped, plan.nearest, slices, cuts), self.timeout_s)
         return plan
 
     def _plan(self, manifest: Manifest, expected: Mapping[str, torch.Tensor]) -> LoadPlan:
@@ -182,25 +197,35 @@ class Session:
         return self.model.plan(manifest, expected, self.manager.kept)
 
     def _arrivals(
-        self, connection: wire.Connection, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan
+        self, connection: wire.Connection, offered: Manifest, manifest: Manifest, plan: LoadPlan
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive buckets until the commit. Loads planned tensors, and yields copies of opaque tensors."""
-        replays = None
+        """Receive buckets until the commit. Loads planned tensors, and yields copies of opaque tensors.
+
+        Args:
+            offered, manifest: The manifest of whole tensors, and of those that travel. `plan` is of the latter.
+        """
+        replays, buffer = None, self._buffer
         if isinstance(buffer, DirectAttached) and buffer.keep and not plan.opaque and not self.check_finite:
             replays = self.model.replays
             replays.begin(plan, buffer.allocations)
         while True:
             with timed(self.seconds, "wait"):
-                bucket = connection.receive(wire.Bucket, wire.Commit, timeout_s=self.timeout_s)
+                bucket = connection.receive(wire.Bucket, wire.Commit, wire.Divide, timeout_s=self.timeout_s)
+            if isinstance(bucket, wire.Divide):
+                with timed(self.seconds, "connect"):
+                    buffer = self._divide(bucket, connection, offered)
+                continue
             if isinstance(bucket, wire.Commit):
                 self._unused = bucket.unused
+                if isinstance(buffer, Assembly):
+                    buffer.await_commits(self.timeout_s)
                 break
             assert isinstance(bucket, wire.Bucket)
             if not 0 <= bucket.slot < manifest.slots:
                 raise WeightUpdateError(
                     f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
-            if isinstance(buffer, (StreamedAttached, CommunicatedAttached)):
+            if isinstance(buffer, (StreamedAttached, CommunicatedAttached, Assembly)):
                 with timed(self.seconds, "wait"):  # it arrives whole before the first byte is written
                     buffer.receive(connection, bucket, self.timeout_s)
             # of the first bucket there may be nothing for this rank
@@ -228,6 +253,23 @@ class Session:
                 rank=self.manager.rank,
             )
         self._committed = True
+
+    def _divide(self, message: wire.Divide, connection: wire.Connection, offered: Manifest) -> Assembly:
+        """Connect to the other processes of the trainer that send their shards."""
+        inner, device = self._buffer, self.manager.device.name
+        if not isinstance(inner, (StreamedAttached, CommunicatedAttached)) or not self._slices:
+            raise connection.error("cannot divide this update")
+        self._buffer = assembly = Assembly(message, offered, self._slices, device, connection, inner)
+
+        def open_buffer(description: dict[str, Any], other: wire.Connection) -> StreamedAttached | CommunicatedAttached:
+            if description.get("kind") != inner.transport:
+                raise UnsupportedError(f"this rank is sent its parts over {inner.transport}")
+            if inner.transport == "tcp":
+                return StreamedAttached(description)
+            return communicated(description, other, self.communicators, self.timeout_s, device)
+
+        assembly.connect(self.dial, self._hello, open_buffer, self.timeout_s)
+        return assembly
 
     def _load(
         self, bucket: wire.Bucket, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan, replays: Replays | None

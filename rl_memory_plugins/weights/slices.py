@@ -134,7 +134,7 @@ class Cut:
         ranges: Iterable[tuple[int, int]] = part.ranges
         if part.dimension == 0:
             first = entry.start // self._whole[entry.index].row_nbytes if entry.start else 0
-            ranges = ((low - first, count) for low, count in _within(part.ranges, first, len(rows)))
+            ranges = ((low - first, count) for low, count in within(part.ranges, first, len(rows)))
         pieces = [rows.narrow(part.dimension, low, count) for low, count in ranges]
         if len(pieces) == 1:
             return pieces[0]
@@ -150,7 +150,7 @@ class Cut:
         row = self._whole[entry.index].row_nbytes
         first, rows = entry.start // row, entry.nbytes // row
         if part.dimension == 0:
-            first, rows = _count(part.ranges, 0, first), _count(part.ranges, first, rows)
+            first, rows = count_within(part.ranges, 0, first), count_within(part.ranges, first, rows)
         return first * cut.row_nbytes, rows * cut.row_nbytes
 
 
@@ -162,14 +162,14 @@ def cut_specs(specs: Sequence[TensorSpec], slices: Sequence[Slice | None]) -> li
     ]
 
 
-def _within(ranges: Iterable[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+def within(ranges: Iterable[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
     """The parts of ranges that lie among `count` indices from `first` on."""
     cut = [(max(low, first), min(low + length, first + count)) for low, length in ranges]
     return [(low, high - low) for low, high in cut if low < high]
 
 
-def _count(ranges: Iterable[tuple[int, int]], first: int, count: int) -> int:
-    return sum(length for _, length in _within(ranges, first, count))
+def count_within(ranges: Iterable[tuple[int, int]], first: int, count: int) -> int:
+    return sum(length for _, length in within(ranges, first, count))
 
 
 def _check(spec: TensorSpec, part: Slice) -> None:

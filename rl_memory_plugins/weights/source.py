@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.errors import InvalidRequestError, WeightUpdateError
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.shards import Layout
 
 
 @runtime_checkable
@@ -72,6 +73,30 @@ class NegotiableSource(TensorSource, Protocol):
 
         Returns: Whether `specs` has changed.
         """
+
+
+@runtime_checkable
+class ShardedSource(TensorSource, Protocol):
+    """A source of tensors that lie in parts in several processes.
+
+    Attributes:
+        gathered: The bytes of the tensors that the last iteration has gathered; `None` if that is not known.
+    """
+
+    @property
+    def gathered(self) -> int | None: ...
+
+    def layouts(self) -> list[Layout | None] | None:
+        """For each tensor of `specs` how it lies over the ranks of `torch.distributed`; `None` if it must be gathered.
+
+        Only this process need know its layouts. `None` if no tensor has one.
+        """
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """The next `tensors()` does not yield these, and gathers none of them."""
+
+    def held(self, name: str) -> torch.Tensor:
+        """What this process holds of a tensor, in the dtype in which it is sent. It does not change in the update."""
 
 
 @runtime_checkable
@@ -139,3 +164,21 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
 def name_of(dtype: torch.dtype) -> str:
     """torch's name of a dtype without the prefix, e.g. `bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def next_tensor(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """The next tensor of a source.
+
+    Raises:
+        WeightUpdateError: there is none, or it is not what the specs list.
+    """
+    name, tensor = next(tensors, ("", None))
+    if tensor is None:
+        raise WeightUpdateError(f"the source ended before it yielded {spec.name}", name=spec.name)
+    if name != spec.name or tensor.shape != spec.shape or name_of(tensor.dtype) != spec.dtype:
+        raise WeightUpdateError(
+            f"the source yielded {name} {tensor.dtype} {list(tensor.shape)}, but its specs list {spec.name} "
+            f"{spec.dtype} {list(spec.shape)}",
+            name=spec.name,
+        )
+    return tensor

@@ -13,10 +13,14 @@ deadline.
     Meet(key, value)                 ↔         … while the two ends make a communicator
     Unopened(reason)                 →         … then an Offer of another kind of buffer
     Accept(unused) | Reject(…)       →
+                                     ←    Divide(layouts, places)    … if other processes send their shards
                                      ←    Bucket(slot, entries)
     Ack(slot)                        →         … repeated; the trainer reuses a slot after its Ack
                                      ←    Commit
     Done(report)                     →
+
+After a `Divide` the rank connects to the other processes, too. There it says `Hello` with its number in the `Divide`,
+gets a `Link` instead of an offer, and then buckets and a commit as above.
 
 Either side may send `Failure` at any time and close the connection.
 """
@@ -38,9 +42,10 @@ import msgspec
 
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch
+from rl_memory_plugins.weights.shards import Layouts
 from rl_memory_plugins.weights.slices import Slice
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
@@ -63,6 +68,7 @@ class Hello(Message, frozen=True):
     rank: int
     held: list[str] = []  # the names of the communicators that this rank has kept
     nccl: dict[str, str] = {}  # see `over_nccl.settings`
+    number: int = -1  # what a `Divide` has told this rank; -1 before
 
 
 class Offer(Message, frozen=True):
@@ -84,10 +90,28 @@ class Answer(Message, frozen=True):
 
 class Accept(Answer, frozen=True):
     slices: list[Slice | None] = []  # what this rank needs of each tensor, if the offer asks for it
+    divisible: bool = False  # a `Divide` may follow
 
 
 class Reject(Answer, frozen=True, kw_only=True):
     mismatches: list[Mismatch]
+
+
+class Divide(Message, frozen=True):
+    """The processes of the trainer send their shards. Parts of a bucket come from all of them."""
+
+    layouts: Layouts
+    process: int  # the one at the other end of this connection; it also sends the tensors without a layout
+    number: int  # of this rank among those of all engines
+    ranks: int  # of all engines
+    places: list[list[str]]  # of each process; none for one that has nothing for this rank
+    slot_bytes: int  # the largest bucket of this rank
+
+
+class Link(Message, frozen=True):
+    """What another process of the trainer sends its parts with."""
+
+    buffer: dict[str, Any]  # for `buffers.attach`
 
 
 class Meet(Message, frozen=True):
@@ -107,6 +131,7 @@ class Bucket(Message, frozen=True):
     slot: int
     entries: list[BucketEntry]
     seal: bytes = b""  # with a communicator, what follows the last of the entries in the slot
+    checksum: int | None = None  # of what this process sends, if several do
 
 
 class Ack(Message, frozen=True):
@@ -128,7 +153,7 @@ class Failure(Message, frozen=True):
 
 
 _decode = msgspec.msgpack.Decoder(
-    Hello | Ask | Offer | Meet | Unopened | Accept | Reject | Bucket | Ack | Commit | Done | Failure
+    Hello | Ask | Offer | Meet | Unopened | Accept | Reject | Divide | Link | Bucket | Ack | Commit | Done | Failure
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -237,7 +262,7 @@ class Connection:
         message, fds = self.receive_with_fds(*types, timeout_s=timeout_s, limit=limit)
         if fds:
             close_fds(fds)
-            raise self._error("sent unexpected file descriptors")
+            raise self.error("sent unexpected file descriptors")
         return message
 
     def receive_with_fds(
@@ -259,7 +284,7 @@ class Connection:
             if isinstance(message, Failure):
                 raise self._peer_error(message)
             if not isinstance(message, types):
-                raise self._error(f"sent {type(message).__name__} instead of {wanted}")
+                raise self.error(f"sent {type(message).__name__} instead of {wanted}")
             received, fds = fds, []
             return message, received
         except TimeoutError:
@@ -267,7 +292,7 @@ class Connection:
         except OSError as error:
             raise self._lost(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._error(f"sent an invalid message: {error}") from None
+            raise self.error(f"sent an invalid message: {error}") from None
         finally:
             close_fds(fds)
 
@@ -281,13 +306,13 @@ class Connection:
                 part, received, flags = self._sock.recv(_LENGTH.size - len(header)), [], 0
             fds += received
             if flags & socket.MSG_CTRUNC:
-                raise self._error("sent file descriptors that were lost: this process cannot open more files")
+                raise self.error("sent file descriptors that were lost: this process cannot open more files")
             if not part:
                 raise ConnectionResetError("end of stream")
             header += part
         (length,) = _LENGTH.unpack(header)
         if length > limit:
-            raise self._error(f"announced a message of {length} bytes; the limit is {limit} bytes")
+            raise self.error(f"announced a message of {length} bytes; the limit is {limit} bytes")
         payload = bytearray(length)
         self._fill(memoryview(payload), deadline)
         return _decode(payload)
@@ -314,7 +339,7 @@ class Connection:
         except WeightUpdateError as error:
             if error.details.get("reason") != "stalled":
                 raise
-        raise self._error(problem, reason="lost")
+        raise self.error(problem, reason="lost")
 
     def _fill(self, memory: memoryview, deadline: Deadline) -> None:
         while memory:
@@ -324,14 +349,14 @@ class Connection:
                 raise ConnectionResetError("end of stream")
             memory = memory[count:]
 
-    def _error(self, problem: str, **details: Any) -> WeightUpdateError:
+    def error(self, problem: str, **details: Any) -> WeightUpdateError:
         return WeightUpdateError(f"{self.peer} {problem}", **details, **self.details)
 
     def _lost(self, error: OSError) -> WeightUpdateError:
-        return self._error(f"closed the connection during an update ({error.args[-1]})", reason="lost")
+        return self.error(f"closed the connection during an update ({error.args[-1]})", reason="lost")
 
     def stalled(self, problem: str, timeout_s: float) -> WeightUpdateError:
-        return self._error(f"stalled: it {problem} within {timeout_s:g} s", reason="stalled", timeout_s=timeout_s)
+        return self.error(f"stalled: it {problem} within {timeout_s:g} s", reason="stalled", timeout_s=timeout_s)
 
     def _peer_error(self, failure: Failure) -> RLMemoryError:
         """The error that the peer sent. A variable in the frame that raises this error would form a reference cycle."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -14,85 +13,15 @@ from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.peers import Peers
+from rl_memory_plugins.trainer.sources.megatron_layouts import FusedQKV, GateUp, Layout, Parted, Replicated, Split
 from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing
+from rl_memory_plugins.weights import shards
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.source import name_of
 
+__all__ = ["FusedQKV", "GateUp", "Layout", "MegatronSource", "NameMap", "Parted", "Replicated", "Split"]
+
 T = TypeVar("T")
-
-
-class Layout(Protocol):
-    """The layout of the checkpoint's tensors in the shards of one parameter.
-
-    Attributes:
-        sharded: Whether the tensor-parallel ranks hold different parts.
-    """
-
-    sharded: bool
-
-    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The checkpoint's tensors, given the shards of all ranks in their order. The result may be views.
-
-        Also called with shards on the meta device, for the shapes of the result.
-        """
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """Every tensor-parallel rank holds the whole parameter, e.g. a norm or a router."""
-
-    sharded = False
-
-    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        return shards
-
-
-@dataclass(frozen=True)
-class Split:
-    """Sharded along `dim`: 0 for column-parallel layers and vocabularies, 1 for row-parallel layers.
-
-    `size` is the unpadded size of `dim`, if the last rank's shard is padded, e.g. in vocabularies.
-    """
-
-    dim: int
-    size: int | None = None
-    sharded = True
-
-    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        whole = torch.cat(shards, self.dim)
-        return [whole if self.size is None else whole.narrow(self.dim, 0, self.size)]
-
-
-@dataclass(frozen=True)
-class FusedQKV:
-    """Megatron's fused weight or bias of attention: for each key-value head its queries, its key and its value.
-
-    Shape `[kv_heads * (heads / kv_heads + 2) * head_dim, ...]`, sharded between key-value heads. `merge` returns q, k
-    and v.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    sharded = True
-
-    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        rest = shards[0].shape[1:]
-        queries = self.heads // self.kv_heads
-        groups = torch.cat(shards).view(self.kv_heads, queries + 2, self.head_dim, *rest)
-        parts = (groups[:, :queries], groups[:, queries], groups[:, queries + 1])
-        return [part.reshape(-1, *rest) for part in parts]
-
-
-@dataclass(frozen=True)
-class GateUp:
-    """The first weight of a gated MLP: each shard is a part of gate, then a part of up. `merge` returns gate and up."""
-
-    sharded = True
-
-    def merge(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
 
 
 NameMap = Callable[[str], tuple[Sequence[str], Layout] | None]
@@ -106,6 +35,10 @@ class _Entry(NamedTuple):
     names: tuple[str, ...]  # names of the checkpoint's tensors in the parameter
     shapes: tuple[tuple[int, ...], ...]  # shapes of these tensors
     dtype: str  # torch's name of the parameter's dtype
+    sharded: bool  # over the tensor-parallel ranks
+    holders: tuple[int, ...]  # the owner's tensor-parallel ranks, in the whole world
+    dim: int  # see `Parted`
+    lengths: tuple[int, ...]  # of the parts of these tensors along `dim`; none if the layout has no `parts`
 
 
 class MegatronSource:
@@ -153,8 +86,15 @@ class MegatronSource:
         self._device = torch.device(device) if device else own_device()
         self._own: dict[tuple[str, ...], tuple[str, Layout]] = {}  # names of an entry: this rank's name, and the layout
         self._entries = self._plan(name_map)
+        self._by_name = {name: entry for entry in self._entries for name in entry.names}
+        self._left_out: Collection[str] = ()
+        self._parts: tuple[tuple[str, ...], list[torch.Tensor]] | None = None  # of the entry that `held` read last
 
     def specs(self) -> list[TensorSpec]:
+        self._left_out, self._parts = (), None
+        return self._specs()
+
+    def _specs(self) -> list[TensorSpec]:
         return [
             msgspec.structs.replace(self._outgoing.spec(entry.names[0], getattr(torch, entry.dtype), shape), name=name)
             for entry in self._entries
@@ -164,6 +104,8 @@ class MegatronSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = self._named()
         for entry in self._entries:
+            if entry.names[0] in self._left_out:  # all names of an entry are
+                continue
             if entry.owner == self._stage:
                 local, layout = self._own[entry.names]
                 tensors = self._gather(entry.names[0], parameters[local], layout)
@@ -172,6 +114,59 @@ class MegatronSource:
                 tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape in entry.shapes]
             for name in entry.names:
                 yield name, self._broadcast(tensors.pop(0), entry.owner)
+
+    @property
+    def gathered(self) -> int:
+        """See `weights.source.ShardedSource`. What stages broadcast counts too."""
+        of_specs = [entry for entry in self._entries for _ in entry.names]
+        return sum(
+            spec.nbytes
+            for spec, entry in zip(self._specs(), of_specs, strict=True)
+            if spec.name not in self._left_out and self._is_apart(entry)
+        )
+
+    def layouts(self) -> list[shards.Layout | None] | None:
+        """See `weights.source.ShardedSource`."""
+        found = [
+            self._layout(entry, shape, length)
+            for entry in self._entries
+            for shape, length in zip(entry.shapes, entry.lengths or [0] * len(entry.shapes), strict=True)
+        ]
+        return found if any(found) else None
+
+    def leave_out(self, names: Collection[str]) -> None:
+        self._left_out = frozenset(names)
+
+    def held(self, name: str) -> torch.Tensor:
+        entry = self._by_name[name]
+        if self._parts is None or self._parts[0] != entry.names:
+            self._parts = None
+            local, layout = self._own[entry.names]
+            assert isinstance(layout, Parted)
+            shard = self._outgoing.cast(entry.names[0], host_view(self._named()[local].detach()))
+            self._parts = entry.names, layout.parts(shard, self._tp_size if layout.sharded else 1)
+        number = entry.names.index(name)
+        whole = self._layout(entry, entry.shapes[number], entry.lengths[number])
+        box = None if whole is None else whole.box(_own_rank())
+        part = self._parts[1][number]
+        return part if box is None else part.narrow(entry.dim, 0, box[entry.dim][1])  # without the padding
+
+    def _is_apart(self, entry: _Entry) -> bool:
+        """Whether ranks lack something of the entry."""
+        return self._pp_group is not None or (entry.sharded and self._tp_size > 1)
+
+    def _layout(self, entry: _Entry, shape: tuple[int, ...], length: int) -> shards.Layout | None:
+        """How a tensor of an entry lies over the ranks; `None` if every rank has it, or only a merge makes it."""
+        if not (entry.lengths and shape and self._is_apart(entry)):
+            return None
+        boxes = []
+        holders = entry.holders if entry.sharded else entry.holders[:1]
+        for number in range(len(holders)):
+            first = min(number * length, shape[entry.dim])
+            box = [(0, extent) for extent in shape]
+            box[entry.dim] = first, min(length, shape[entry.dim] - first)
+            boxes.append(tuple(box))
+        return shards.Layout(tuple(holders), tuple(boxes))
 
     @property
     def negotiable(self) -> bool:
@@ -238,14 +233,28 @@ class MegatronSource:
             mapped = name_map(local)
             if mapped is not None:
                 names, layout = mapped
-                shards = [torch.empty(tensor.shape, device="meta")] * (self._tp_size if layout.sharded else 1)
-                shapes = tuple(tuple(whole.shape) for whole in layout.merge(shards))
+                ranks = self._tp_size if layout.sharded else 1
+                meta = torch.empty(tensor.shape, device="meta")
+                shapes = tuple(tuple(whole.shape) for whole in layout.merge([meta] * ranks))
                 if len(shapes) != len(names):
                     raise InvalidRequestError(
                         f"{local}: {layout} makes {len(shapes)} tensors, but name_map returns {list(names)}", name=local
                     )
                 self._own.setdefault(tuple(names), (local, layout))
-                yield _Entry(self._stage, tuple(names), shapes, name_of(tensor.dtype))
+                dim, lengths = 0, ()
+                if isinstance(layout, Parted) and all(shapes):
+                    dim = layout.dim
+                    lengths = tuple(part.shape[dim] for part in layout.parts(meta, ranks))
+                dtype = name_of(tensor.dtype)
+                yield _Entry(self._stage, tuple(names), shapes, dtype, layout.sharded, self._tp_ranks(), dim, lengths)
+
+    def _tp_ranks(self) -> tuple[int, ...]:
+        """The tensor-parallel ranks of this rank's stage, in the whole world."""
+        return (_own_rank(),) if self._tp_group is None else tuple(dist.get_process_group_ranks(self._tp_group))
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _agree(group: Any, run: Callable[[], T], as_type: Any = Any) -> list[T]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +13,10 @@ from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.sources.gather import gather_all
 from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
 from rl_memory_plugins.trainer.sources.peft_names import base_names, warn_of_adapters
+from rl_memory_plugins.trainer.sources.placements import is_sharded, layout_of
 from rl_memory_plugins.trainer.sources.saved import OfParameters, SavedForm, reversal_of
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.shards import Layout
 from rl_memory_plugins.weights.source import ReadingSource, TensorSource, named_tensors
 
 Tensors: TypeAlias = TensorSource | torch.nn.Module | Mapping[str, torch.Tensor]
@@ -52,6 +55,9 @@ class ModelSource:
         self._as_held = False  # the tensors are sent as the module holds them
         self._fits_neither = False  # both forms were refused in this update
         self._is_agreed = False  # an engine has taken the specs in this form
+        self._sharded: dict[str, int] = {}  # names of tensors that lie in several processes, and their bytes as sent
+        self._left_out: Collection[str] = ()  # those that `tensors` does not yield
+        self._parts: Mapping[str, Any] = {}  # the same; weak, so that none outlives its mapping between updates
 
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`.
@@ -67,10 +73,13 @@ class ModelSource:
             warn_of_adapters(self._model)
         named = self._named()
         dtypes, specs = {}, []
+        self._sharded, self._left_out, self._parts = {}, (), {}
         for name, tensor in named:
-            self._check(name, tensor)
+            is_apart = self._check(name, tensor)
             dtypes[name] = tensor.dtype
             specs.append(self._outgoing.spec(name, tensor.dtype, tensor.shape))
+            if is_apart:
+                self._sharded[name] = specs[-1].nbytes
         self._listed = named if isinstance(named, list) else None
         form = self._saved_form()
         if form is None:
@@ -81,11 +90,34 @@ class ModelSource:
         form, self._is_agreed = self._saved_form(), True
         named, self._listed = self._named(), None
         if form is None:
-            return gather_all(named, self._outgoing)
+            left_out = self._left_out
+            return gather_all([one for one in named if one[0] not in left_out] if left_out else named, self._outgoing)
         held = dict(named)
         ordered = [(name, held[name]) for group in form.groups for name in group.names]
         whole = gather_all(ordered, OfParameters(self._outgoing, form))
         return ((name, self._outgoing.cast(name, tensor)) for name, tensor in form.convert(whole))
+
+    @property
+    def gathered(self) -> int | None:
+        """See `weights.source.ShardedSource`."""
+        if not self._holds_tensors:
+            return None
+        return sum(nbytes for name, nbytes in self._sharded.items() if name not in self._left_out)
+
+    def layouts(self) -> list[Layout | None] | None:
+        """See `weights.source.ShardedSource`. `None` also if the checkpoint's form is another than the module's."""
+        if not self._sharded or not self._holds_tensors or self._saved_form() is not None:
+            return None
+        known: dict[Any, Layout | None] = {}
+        return [layout_of(tensor, known) if name in self._sharded else None for name, tensor in self._named()]
+
+    def leave_out(self, names: Collection[str]) -> None:
+        self._left_out = frozenset(names)
+        own = {name: tensor for name, tensor in self._named() if name in self._left_out}
+        self._parts = weakref.WeakValueDictionary(own)
+
+    def held(self, name: str) -> torch.Tensor:
+        return self._outgoing.cast(name, host_view(self._parts[name]._local_tensor.detach()))
 
     @property
     def negotiable(self) -> bool:
@@ -143,12 +175,18 @@ class ModelSource:
             self._form = SavedForm(revert, shapes)
         return None if self._form.is_identity else self._form
 
-    def _check(self, name: str, tensor: Any) -> None:
+    def _check(self, name: str, tensor: Any) -> bool:
+        """Whether a tensor lies in parts in several processes.
+
+        Raises:
+            InvalidRequestError: it cannot be sent.
+        """
         part = getattr(tensor, "_local_tensor", tensor)
         if part.nbytes and not part.untyped_storage().nbytes() and host_view(part) is part:
             raise InvalidRequestError(
                 f"{name} has no memory: other code than Offloader has freed it; load it first", name=name
             )
+        return part is not tensor and is_sharded(tensor)
 
 
 class OwnSource(ModelSource):
@@ -157,14 +195,14 @@ class OwnSource(ModelSource):
     `specs()` refuses a tensor that is sharded over several processes: to gather it would wait for the others forever.
     """
 
-    def _check(self, name: str, tensor: Any) -> None:
+    def _check(self, name: str, tensor: Any) -> bool:
         if hasattr(tensor, "full_tensor") and tensor.device_mesh.size() > 1:
             raise InvalidRequestError(
                 f"{name} is sharded over {tensor.device_mesh.size()} processes: call push_from_all in all of them, or "
                 "send a ModelSource, over whose tensors() the other processes iterate too",
                 name=name,
             )
-        super()._check(name, tensor)
+        return super()._check(name, tensor)
 
 
 def as_source(tensors: Tensors, kind: type[ModelSource] = ModelSource) -> TensorSource:

@@ -12,8 +12,8 @@ import threading
 from rl_memory_plugins.weights.communicators import Communicator
 from rl_memory_plugins.weights.wire import Connection
 
-MAX_NAMES = 16
-"""The number of communicators that a rank names to a trainer, which knows at most one of them."""
+MAX_NAMES = 128
+"""The number of communicators that a rank names to a process of a trainer, which knows at most one of them."""
 
 
 class KeptCommunicators:

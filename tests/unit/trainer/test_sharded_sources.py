@@ -381,6 +381,42 @@ def megatron_tensor_parallel(rank):
     return same(collected(cast), {name: tensor.bfloat16() for name, tensor in full.items()})
 
 
+def megatron_in_parts(rank, stages):
+    """What the ranks hold of each tensor makes it up, with the same layouts on all ranks."""
+    full, half = unsharded(), LAYERS // 2
+    if stages:
+        shards = megatron_shards(full, 0, 1, range(rank * half, (rank + 1) * half))
+        source = MegatronSource(shards, name_map(rank * half), pp_group=dist.group.WORLD)
+    else:
+        shards = megatron_shards(full, rank, 2, range(LAYERS))
+        source = MegatronSource(shards, name_map(0), tp_group=dist.group.WORLD)
+    specs, layouts = source.specs(), source.layouts()
+    source.leave_out([spec.name for spec, layout in zip(specs, layouts, strict=True) if layout])
+    held = {
+        spec.name: (layout.box(rank), source.held(spec.name))
+        for spec, layout in zip(specs, layouts, strict=True)
+        if layout and layout.box(rank)
+    }
+    shared = [None, None]
+    dist.all_gather_object(shared, (layouts, held))
+    assert shared[0][0] == shared[1][0]
+    got = dict(source.tensors())
+    for spec, layout in zip(specs, layouts, strict=True):
+        if layout:
+            layout.require(spec)
+            got[spec.name] = torch.full(spec.shape, torch.nan)
+            for _, parts in shared:
+                for box, part in [parts[spec.name]] if spec.name in parts else []:
+                    got[spec.name][tuple(slice(first, first + count) for first, count in box)] = part
+    assert all(layouts) if stages else sum(layout is None for layout in layouts) == LAYERS  # the norms
+    return same(got, full)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_what_megatrons_ranks_hold_makes_up_the_checkpoint(pair, stages):
+    assert pair.run(megatron_in_parts, stages) == [True, True]
+
+
 def megatron_pipeline_parallel(rank):
     full = unsharded()
     half = LAYERS // 2
