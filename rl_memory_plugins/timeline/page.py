@@ -80,9 +80,10 @@ def what(event: Event) -> str:
     return f"{event.operation}{level}{tags}{received}{', idle' if event.idle else ''}"
 
 
-def steps(event: Event) -> str:
-    """The steps of an event: `drain 0.100 s, release 0.300 s`."""
-    return ", ".join(f"{step.name} {step.duration_ns / 1e9:.3f} s" for step in event.steps)
+def steps(event: Event, at_least_ns: int = 0) -> str:
+    """The steps of an event that took so long: `drain 0.100 s, release 0.300 s`."""
+    shown = (step for step in event.steps if step.duration_ns >= at_least_ns)
+    return ", ".join(f"{step.name} {step.duration_ns / 1e9:.3f} s" for step in shown)
 
 
 def device_bytes(memories: Iterable[RankMemory]) -> int:

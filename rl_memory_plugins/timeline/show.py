@@ -15,6 +15,7 @@ from rl_memory_plugins.timeline.records import Present, RankMemory
 
 BAR = 30  # characters
 LATEST = 20  # events
+SHOWN_NS = 500_000  # shorter steps are left out
 
 
 def shown(history: History) -> RenderableType:
@@ -46,16 +47,19 @@ def _memory(memories: list[RankMemory]) -> Table:
 
 
 def _transitions(history: History) -> Table:
-    table = Table("start (UTC)", "where", "what", "seconds", "steps", "on the devices", "outcome")
+    several = len(history.engines) > 1
+    table = Table(
+        "start (UTC)", *(["where"] if several else []), "what", "seconds", "steps", "on the devices", "outcome"
+    )
     events = [(event, name) for name, timeline in history.engines.items() for event in timeline.events]
     events.sort(key=lambda pair: pair[0].start_ns)
     for event, name in events[-LATEST:]:
         table.add_row(
             utc(event.start_ns)[11:],
-            name,
+            *([name] if several else []),
             what(event),
             f"{event.duration_ns / 1e9:.3f}",
-            steps(event),
+            steps(event, SHOWN_NS),
             change(device_bytes(event.before), device_bytes(event.after)),
             event.error or event.outcome,
             style="red" if event.error else None,
