@@ -136,6 +136,11 @@ class Boards:
         """Whether an answer may no longer hold: another server may have changed its engine."""
         return self._answered_at is not None and time.monotonic() > self._answered_at + ANSWER_VALID_S
 
+    @property
+    def elsewhere(self) -> int:
+        """How many engines are on other hosts."""
+        return sum(isinstance(engine, EngineStatus) for engine in self._engines)
+
     def expire(self) -> None:
         """Declare the answers outdated."""
         if self._answered_at is not None:

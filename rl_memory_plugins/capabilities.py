@@ -22,6 +22,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ranks: The number of ranks that the controller reaches.
+        hosts: The number of hosts that the ranks are on, where each host was started by itself (`--nnodes`).
         steps_with_peers: The data-parallel engines of a model with experts run every step together. An engine that
             resumes alone waits for the others.
         modes: The modes that the engine supports.
@@ -33,6 +34,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ranks: int = 1
+    hosts: int = 1
     steps_with_peers: bool = False
     modes: tuple[PauseMode, ...] = tuple(PauseMode)
     no_freeze: str = ""

@@ -115,10 +115,14 @@ class EngineApi(ABC):
             path: A folder of safetensors files as `save_pretrained` writes it, or one file.
             partial: The files hold only some of the weights. The other weights must be valid.
             **options: `weight_version`, `mode`, `timeout_s` and `base_version`; see `commands.UpdateWeights`.
+
+        Raises:
+            UnsupportedError: ranks are on other hosts, where these files are not.
         """
-        from rl_memory_plugins.trainer.file_sender import FileSender
+        from rl_memory_plugins.trainer.file_sender import FileSender, require_one_host
 
         engines = yield from self.status()
+        require_one_host(engines, 0 if self._boards is None else self._boards.elsewhere)
         devices = [rank.device for engine in engines for rank in engine.ranks]
         with FileSender(path, devices, partial=partial, timeout_s=options.get("timeout_s")) as sender:
             command = operations.update_weights(sender.endpoints, sender.token, **options)

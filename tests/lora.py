@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def tensors(
 
 @torch.no_grad()
 def merged(model: torch.nn.Module, adapter: dict[str, torch.Tensor], scaling: float = 2.0) -> torch.nn.Module:
-    """Adds the adapter to the model's weights. Returns the model."""
+    """A copy of the model with the adapter in its weights."""
+    model = copy.deepcopy(model)
     for name, matrix in adapter.items():
         layer, _, kind = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
         if kind == "lora_A":

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from integration.engines.forks import Forked, Forks
 from integration.engines.ports import reserve_port
 from integration.waiting import wait_until
 from rl_memory_plugins.client import EngineClient, http_client
@@ -43,7 +44,7 @@ class Launch:
     max_running: int = 4
     context: int = 2048  # the most tokens of a request, prompt and answer, on vLLM
     device: str = "cpu"  # or "cuda"
-    forked: bool = False  # on the CPU: the engine's processes are forks of the server's, which start in seconds
+    forked: bool = False  # on the CPU: server and engine are forks of a process that has imported the engine
     compiled: bool = True  # on a GPU; an engine without compilation captures graphs too, and starts sooner
     graphs: bool = True  # on a GPU; without them an engine starts soonest
     memory: float = 0.0  # the share of the GPU's memory that the engine takes, in place of `kv_bytes`; 0 for none
@@ -79,6 +80,9 @@ class EngineKind(ABC):
     name: str
     generation_route: str
     health_routes: tuple[str, ...] = ("/health",)
+    #: The modules that a forked server finds imported, and the variables that change what an import does.
+    imports: tuple[str, ...]
+    import_variables: tuple[str, ...] = ()
 
     def command(self, launch: Launch, port: int) -> list[str]:
         command = [
@@ -137,6 +141,16 @@ class EngineKind(ABC):
     def requests_held(self, http: httpx.Client) -> int:
         """How many requests the engine runs or has queued, by its own count."""
 
+    def forks(self, environment: dict[str, str]) -> Forks:
+        """The process of which servers with these variables are forks. It stays, for further servers."""
+        key = (self.name, *(environment.get(name) for name in self.import_variables))
+        if key not in _FORKS:
+            _FORKS[key] = Forks(self.imports, environment)
+        return _FORKS[key]
+
+
+_FORKS: dict[tuple[str | None, ...], Forks] = {}
+
 
 class Server:
     """A running server. `with` waits until it is ready, and stops it at the end."""
@@ -151,9 +165,16 @@ class Server:
         environment["PYTHONPATH"] = os.pathsep.join(
             path for path in (environment.get("PYTHONPATH", ""), str(REPOSITORY)) if path
         )
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                kind.command(launch, self.port),
+        self._process = self._start(kind.command(launch, self.port), environment)
+        self.http = http_client(self.url, launch.api_key, timeout=120)
+        self.control = EngineClient(self.url, launch.api_key, timeout_s=120)
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
+        if self.launch.forked and command[:2] == [sys.executable, "-m"]:
+            return self.kind.forks(environment).start(command, environment, self.log)
+        with self.log.open("wb") as output:
+            return subprocess.Popen(
+                command,
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -161,8 +182,6 @@ class Server:
                 # to keep a client in another session from running for seconds.
                 process_group=0,
             )
-        self.http = http_client(self.url, launch.api_key, timeout=120)
-        self.control = EngineClient(self.url, launch.api_key, timeout_s=120)
 
     def __enter__(self) -> Server:
         try:

@@ -32,6 +32,14 @@ class Sglang(EngineKind):
     name = "sglang"
     generation_route = "/generate"
     health_routes = ("/health", "/health_generate")
+    imports = (
+        "rl_memory_plugins.cli",
+        "sglang.launch_server",
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.managers.scheduler",
+    )
+    import_variables = ("SGLANG_DISABLED_MODEL_ARCHS", "PYTHONPATH")  # which libraries there are
 
     def arguments(self, launch: Launch) -> list[str]:
         return [

@@ -43,6 +43,15 @@ def _compilation(launch: Launch) -> list[str]:
 class Vllm(EngineKind):
     name = "vllm"
     generation_route = "/v1/completions"
+    imports = (
+        "rl_memory_plugins.cli",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen2",
+    )
 
     def arguments(self, launch: Launch) -> list[str]:
         arguments = [

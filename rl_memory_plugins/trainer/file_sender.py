@@ -7,7 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.trainer.push import most_specific
 from rl_memory_plugins.trainer.sources.checkpoint import CheckpointSource
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
@@ -79,6 +80,24 @@ class FileSender:
             self._sender.send(self._source, partial=self._partial)
         except Exception as error:
             self._failure = error
+
+
+def require_one_host(engines: Sequence[EngineStatus], elsewhere: int) -> None:
+    """Check that all ranks are on the host of this process. Ranks elsewhere would never connect.
+
+    Args:
+        elsewhere: How many of the engines are on other hosts as a whole.
+
+    Raises:
+        UnsupportedError: they are not.
+    """
+    hosts = max((engine.capabilities.hosts for engine in engines), default=1)
+    if elsewhere or hosts > 1:
+        raise UnsupportedError(
+            "files are sent to the ranks of the server's host alone, and others have "
+            f"{f'{elsewhere} of {len(engines)} engines' if elsewhere else 'ranks of this engine'}: "
+            "send the weights from a trainer with advertise=, or load them by the engine's own call"
+        )
 
 
 def _source(path: object) -> CheckpointSource:

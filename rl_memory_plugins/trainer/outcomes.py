@@ -30,12 +30,14 @@ class Outcome(msgspec.Struct):
         engine: The index of the engine among those of this process; in a fleet its number.
         error: The record of the error; `None` if the engine has the new weights.
         state: Of a failed engine its `content`, `weight_version`, `admitting` and `reason`; `None` if it does not tell.
+        behind: Of an engine behind a relay its place there; `engine` is then the relay's.
     """
 
     trainer_rank: int
     engine: int
     error: dict[str, Any] | None = None
     state: dict[str, Any] | None = None
+    behind: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class EngineFailure:
     """An engine that an update or a handoff with `on_failure="continue"` goes on without.
 
     Attributes:
-        trainer_rank, engine, state: See `Outcome`.
+        trainer_rank, engine, state, behind: See `Outcome`.
         error: Why.
     """
 
@@ -51,6 +53,19 @@ class EngineFailure:
     engine: int
     error: RLMemoryError
     state: dict[str, Any] | None
+    behind: int | None = None
+
+
+def behind_relay(answer: object, rank: int, number: int) -> list[Outcome]:
+    """The engines that have failed behind a relay that has not.
+
+    Args:
+        answer: The relay's. That of an engine names none.
+        rank: The rank of this process.
+        number: The relay's; see `number_of`.
+    """
+    failed = answer.get("failed", ()) if isinstance(answer, dict) else ()
+    return [Outcome(rank, number, one["error"], one.get("state"), one["engine"]) for one in failed]
 
 
 def outcomes_of(engines: Sequence[EngineHandle], errors: Sequence[RLMemoryError | None], rank: int) -> list[Outcome]:
@@ -89,11 +104,11 @@ def failures_of(outcomes: Sequence[Outcome], specificity: Callable[[Exception], 
         RLMemoryError: all engines have failed. The most specific error, with all of `outcomes` in its details.
     """
     failed = [
-        EngineFailure(one.trainer_rank, one.engine, from_record(one.error), one.state)
+        EngineFailure(one.trainer_rank, one.engine, from_record(one.error), one.state, one.behind)
         for one in outcomes
         if one.error is not None
     ]
-    if failed and len(failed) == len(outcomes):
+    if failed and all(one.error is not None for one in outcomes):
         error = max((one.error for one in failed), key=specificity)
         error.details["engines"] = msgspec.to_builtins(outcomes)
         raise error

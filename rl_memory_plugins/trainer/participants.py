@@ -12,6 +12,7 @@ from rl_memory_plugins.trainer.engine_handle import EngineHandle, on_all
 from rl_memory_plugins.trainer.outcomes import (
     EngineFailure,
     Outcome,
+    behind_relay,
     failures_of,
     number_of,
     on_each,
@@ -37,7 +38,7 @@ class Participants:
         goes_on: Leave out an engine that fails, and go on without it. Otherwise the first failure is raised.
 
     Attributes:
-        failures: The engines of all processes that were left out.
+        failures: The engines of all processes that were left out, those behind relays among them.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], peers: Peers, *, goes_on: bool) -> None:
@@ -47,6 +48,7 @@ class Participants:
         self._goes_on = goes_on
         self._errors: dict[int, RLMemoryError] = {}  # by place, of those left out
         self._states: dict[int, dict[str, Any] | None] = {}
+        self._behind: dict[tuple[int, int | None], Outcome] = {}  # by number and place: a relay leaves those out
         self.failures: list[EngineFailure] = []
 
     def call(self, call: Callable[[EngineHandle], Any]) -> None:
@@ -65,6 +67,8 @@ class Participants:
             for place, answer in zip(present, answers, strict=True):
                 if isinstance(answer, RLMemoryError):
                     self._leave_out(place, answer)
+                for outcome in behind_relay(answer, self._peers.rank, self._numbers[place]):
+                    self._behind.setdefault((outcome.engine, outcome.behind), outcome)
             return self._outcomes()
 
         self._note(self._peers.agree(ask, as_type=list[Outcome]))
@@ -81,12 +85,19 @@ class Participants:
         self.failures = report.get("failed", [])
         for failure in self.failures:
             failure.error.details.setdefault("step", self._peers.step)
-            if failure.trainer_rank == self._peers.rank:
+            if failure.trainer_rank != self._peers.rank:
+                continue
+            if failure.behind is None:
                 self._errors[self._numbers.index(failure.engine)] = failure.error
+            else:
+                place, record = (failure.engine, failure.behind), record_of(failure.error)
+                found = Outcome(self._peers.rank, failure.engine, record, failure.state, failure.behind)
+                self._behind.setdefault(place, found)  # the error of a former step is the cause
 
     def take_back(self) -> None:
         """Forget all failures."""
         self._errors.clear()
+        self._behind.clear()
         self.failures = []
 
     def close_the_rest(self) -> None:
@@ -130,7 +141,7 @@ class Participants:
         return [
             Outcome(self._peers.rank, number, records.get(place), self._states.get(place))
             for place, number in enumerate(self._numbers)
-        ]
+        ] + list(self._behind.values())
 
     def _note(self, shared: Sequence[Sequence[Outcome]]) -> None:
         self.failures = failures_of([one for outcomes in shared for one in outcomes], specificity)

@@ -22,7 +22,15 @@ from rl_memory_plugins.trainer.engine_handle import EngineHandle, Post
 from rl_memory_plugins.trainer.fan_out import FanOut
 from rl_memory_plugins.trainer.lane import Lane
 from rl_memory_plugins.trainer.once import Once
-from rl_memory_plugins.trainer.outcomes import Outcome, failures_of, on_each, outcomes_of, record_of
+from rl_memory_plugins.trainer.outcomes import (
+    Outcome,
+    behind_relay,
+    failures_of,
+    number_of,
+    on_each,
+    outcomes_of,
+    record_of,
+)
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, specificity
 from rl_memory_plugins.trainer.sites import Site, fail_senders, server_of, this_site
@@ -131,6 +139,8 @@ class SeveralEngines:
                 raise failure.error from None
             failure = None if failure is None else wire.as_update_error(failure)
             outcomes = outcomes_of(self._engines, errors, self._peers.rank)
+            for place, (engine, answer) in enumerate(zip(self._engines, self._engine_answers(), strict=True)):
+                outcomes += behind_relay(answer, self._peers.rank, number_of(engine, place))
             shared = self._peers.share(outcomes, failure, specificity, as_type=list[Outcome], beside="engines")
         finally:
             del failure  # breaks the reference cycle between the error and this frame
@@ -299,9 +309,12 @@ class SeveralEngines:
         """
         failed = failures_of(outcomes, specificity)
         reports = [lane.report for lane in self._lanes.values() if lane.report is not None]
-        answers = [self._calls[number].answer if number in self._calls else None for number in self._own]
         gathered = {"sent_from_shards": 0, "gathered": self._fan.gathered}
-        return {**merged(reports), **gathered, "engines": answers, "failed": failed}
+        return {**merged(reports), **gathered, "engines": self._engine_answers(), "failed": failed}
+
+    def _engine_answers(self) -> list[Any]:
+        """The answers of the engines of this process; `None` for one that has failed."""
+        return [self._calls[number].answer if number in self._calls else None for number in self._own]
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

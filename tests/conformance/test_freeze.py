@@ -46,9 +46,10 @@ def answered_by(first: torch.nn.Module, other: torch.nn.Module, prompt: list[int
         strange = (lost(logits, tokens) > ROUNDING).nonzero()
         assert len(strange), "all tokens are by the first weights"
         most = int(strange[0])
+        cache = DynamicCache()
+        first(torch.tensor([prompt + tokens[: most - 1]]), past_key_values=cache)
         for count in range(most, max(most - 8, 0), -1):  # a choice that both weights share looks like the first's
-            cache = DynamicCache()
-            first(torch.tensor([prompt + tokens[: count - 1]]), past_key_values=cache)
+            cache.crop(len(prompt) + count - 1)
             logits = other(torch.tensor([tokens[count - 1 : -1]]), past_key_values=cache).logits[0]
             if float(lost(logits, tokens[count:]).max()) < ROUNDING:
                 return count

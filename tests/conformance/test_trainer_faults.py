@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +36,15 @@ def content_after_the_update(server: Server) -> str:
     ],
 )
 def test_a_trainer_that_dies(
-    server: Server, weights: Weights, first_tokens: list[int], when: str, message: str, contents: set[str]
+    server: Server,
+    weights: Weights,
+    first_tokens: list[int],
+    tmp_path: Path,
+    when: str,
+    message: str,
+    contents: set[str],
 ) -> None:
-    trainer = start_trainer_that_dies(server, when, message)
+    trainer = start_trainer_that_dies(server, weights.other, tmp_path / "model.safetensors", when, message)
     assert trainer.wait(120) == -signal.SIGKILL
     content = content_after_the_update(server)
     assert content in contents

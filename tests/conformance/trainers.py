@@ -7,9 +7,11 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from integration.engines.base import REPOSITORY, Server
 from rl_memory_plugins.errors import RLMemoryError
@@ -93,17 +95,20 @@ def push_with_wrong_token(server: Server, module: Any) -> None:
     push_weights(post, module, receivers=server.control.devices(), timeout_s=5)
 
 
-def start_trainer_that_dies(server: Server, when: str, message: str) -> subprocess.Popen[bytes]:
-    """A trainer in its own process, which kills itself `before` or `after` it first sends such a message."""
+def start_trainer_that_dies(
+    server: Server, model: torch.nn.Module, file: Path, when: str, message: str
+) -> subprocess.Popen[bytes]:
+    """A trainer in its own process, which kills itself `before` or `after` it first sends such a message.
+
+    It gets the model's tensors by `file`: to make a model, it would import `transformers` for seconds.
+    """
     launch = server.launch
+    save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, file)
     script = f"""
         import os, signal
-        from pathlib import Path
-        from integration.models import new_model
+        from safetensors.torch import load_file
         from rl_memory_plugins.client import EngineClient
         from rl_memory_plugins.weights import wire
-        from tests.conformance.conftest import OTHER_SEED
-        from tests.conformance.trainers import BUCKET_BYTES
 
         send = wire.Connection.send
 
@@ -116,8 +121,8 @@ def start_trainer_that_dies(server: Server, when: str, message: str) -> subproce
                 os.kill(os.getpid(), signal.SIGKILL)
 
         wire.Connection.send = send_and_die
-        model = new_model(Path({str(launch.model)!r}), OTHER_SEED, {launch.dtype!r}).to({launch.device!r})
+        tensors = load_file({str(file)!r}, device={launch.device!r})
         client = EngineClient({server.url!r}, {launch.api_key!r})
-        client.update_weights(model, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+        client.update_weights(tensors, bucket_bytes={BUCKET_BYTES}, timeout_s=60)
     """
     return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=REPOSITORY)

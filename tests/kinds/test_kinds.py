@@ -1,6 +1,6 @@
 """Every way of updating every kind of weights, against fresh engines, and against the committed records.
 
-`--kinds chosen` runs a third of the kinds, `--kinds all` all of them.
+`--kinds chosen` runs a quarter of the kinds, `--kinds all` all of them.
 """
 
 from __future__ import annotations

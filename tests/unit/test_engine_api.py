@@ -13,8 +13,15 @@ from fake_control import rank_status
 
 from rl_memory_plugins import admission, board, commands, operations
 from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.engine_api import ANSWER_S, AsyncioApi, EngineApi
-from rl_memory_plugins.errors import HostMemoryError, InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import (
+    HostMemoryError,
+    InvalidRequestError,
+    RLMemoryError,
+    StateConflictError,
+    UnsupportedError,
+)
 from rl_memory_plugins.operations import Operation, Transition
 from rl_memory_plugins.records import UNANSWERED, EngineStatus, Reply
 from rl_memory_plugins.tags import TagState
@@ -25,8 +32,9 @@ REPORT = {"changes": [], "seconds": {"total": 1.0}, "details": {}}
 class Engine:
     """One engine that obeys at once; its board is on this host or, where `local` is false, on another."""
 
-    def __init__(self, rank: int = 0, local: bool = True) -> None:
+    def __init__(self, rank: int = 0, local: bool = True, hosts: int = 1) -> None:
         self.rank = rank
+        self.hosts = hosts
         self.board = StatusBoard() if local else None
         self.asleep: list[str] = []
         self.held: list[str] = []  # what would be asleep after the second phase
@@ -36,7 +44,8 @@ class Engine:
 
     def status(self) -> EngineStatus:
         states = dict.fromkeys(self.asleep, TagState.PRESERVED)
-        return EngineStatus([rank_status(**states)], f"v{self.rank}", engine_rank=self.rank)
+        can = Capabilities(hosts=self.hosts)
+        return EngineStatus([rank_status(**states)], f"v{self.rank}", engine_rank=self.rank, capabilities=can)
 
     def publish(self) -> None:
         if self.board is not None:
@@ -310,3 +319,21 @@ def test_checksums_cover_every_engine() -> None:
     assert [one.tensors["own@0"] for one in found.engines] == ["aa", "bb"]
     for engine in engines:
         engine.board.close()
+
+
+@pytest.mark.parametrize(
+    ("engines", "named"),
+    [
+        ([{"hosts": 2}], "ranks of this engine"),
+        ([{}, {"rank": 1, "local": False}], "1 of 2 engines"),
+    ],
+    ids=["one engine over two hosts", "an engine elsewhere"],
+)
+def test_files_are_refused_at_once_where_they_reach_no_rank(engines: list[dict[str, Any]], named: str) -> None:
+    api = LocalApi(*(Engine(**options) for options in engines))
+    with pytest.raises(UnsupportedError, match=named):
+        api.run(api.update_weights_from_checkpoint("/models/any"))
+    assert [type(command) for command in api.asked] == [commands.Hello]
+    for engine in api.engines:
+        if engine.board is not None:
+            engine.board.close()

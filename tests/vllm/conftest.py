@@ -143,7 +143,7 @@ def started(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Chil
 def llm(started: Child, model_folder: Path, first_tokens: list[int]) -> Iterator[Child]:
     """Awake, with the checkpoint's weights; afterwards able to get there again by our calls alone."""
     yield started
-    assert started(restore, model_folder) == first_tokens
+    assert started(restore, model_folder, first_tokens) == first_tokens
 
 
 @pytest.fixture(scope="module")

@@ -153,13 +153,15 @@ def test_a_pause_of_the_users_own_survives_until_a_wake() -> None:
 )
 def test_what_a_core_can_do_is_known_before_it_is_whole(core: type, can_wait: bool, steps_with_peers: bool) -> None:
     """The controller is made when the KV cache is: most attributes of the core are set after that."""
-    found = capabilities_of(object.__new__(core), SimpleNamespace(lora_config=None))
+    found = capabilities_of(object.__new__(core), SimpleNamespace(lora_config=None, parallel_config=SimpleNamespace()))
     assert (PauseMode.WAIT in found.modes, found.steps_with_peers) == (can_wait, steps_with_peers)
     assert PauseMode.FREEZE in found.modes
 
 
 def test_a_prefix_cache_in_host_memory_is_named() -> None:
-    config = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=object()), lora_config=None)
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=object()), lora_config=None, parallel_config=SimpleNamespace()
+    )
     found = capabilities_of(object.__new__(EngineCoreProc), config)
     assert PauseMode.FREEZE not in found.modes
     assert "HiSparse" in found.no_freeze

@@ -14,7 +14,7 @@ from integration.engines.base import Launch, Server
 from integration.models import SHAPES, new_model, write_model
 from integration.two_hosts import TwoHosts, namespaces_work
 from rl_memory_plugins import tensor_checksum
-from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.trainer import RolloutHandoff
 from tests.conformance.trainers import BUCKET_BYTES, broken_update
 from tests.vllm.calls import OTHER_SEED, PROMPT, SEED
@@ -93,8 +93,8 @@ def test_a_stage_that_finds_no_trainer_changes_no_stage(
     with pytest.raises(WeightUpdateError, match="needs advertise=") as caught:
         server.control.update_weights(models[1], directory=hidden, timeout_s=10)
     assert caught.value.details["rank"] == 1
-    with pytest.raises(WeightUpdateError, match="needs advertise="):  # the server sends as a trainer of its own host
-        server.control.update_weights_from_checkpoint(server.launch.model, update_timeout_s=10)
+    with pytest.raises(UnsupportedError, match="the server's host"):
+        server.control.update_weights_from_checkpoint(server.launch.model)
     assert server.generate(PROMPT) == before
 
 

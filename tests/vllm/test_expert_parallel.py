@@ -19,7 +19,7 @@ SEED, OTHER_SEED = 3, 7
 LONG = 300
 SHORT = 6  # of the tokens that a fresh engine answers
 DRAIN_S = 3
-ROUNDS = 50  # twice
+ROUNDS = 30  # twice
 
 #: A vLLM plugin: the two collectives of the experts that vLLM's CPU platform lacks, and requests that are held on their
 #: way to the engines while a file is there, and an engine that comes late to each message while another file is there.

@@ -11,6 +11,11 @@ from rl_memory_plugins.errors import unsupported
 START_S = 600.0
 
 
+def count(server_args: Any) -> int:
+    """The number of nodes of the engine."""
+    return int(getattr(server_args, "nnodes", 1) or 1)
+
+
 def require_all_nodes(server_args: Any) -> None:
     """Check that the schedulers of all nodes have the plugin. Called by each of them, at the same point of its start.
 
@@ -19,7 +24,7 @@ def require_all_nodes(server_args: Any) -> None:
     Raises:
         UnsupportedError: some have not said so within `START_S`.
     """
-    if int(getattr(server_args, "nnodes", 1) or 1) == 1:
+    if count(server_args) == 1:
         return
     from torch import distributed
     from torch.distributed.distributed_c10d import _get_default_store

@@ -17,13 +17,12 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.controller import Controller
 from rl_memory_plugins.engines.enabled import on_enabled
 from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
-from rl_memory_plugins.engines.sglang import adapters, frozen, pipeline, worker
+from rl_memory_plugins.engines.sglang import adapters, frozen, nodes, pipeline, worker
 from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
 from rl_memory_plugins.engines.sglang.draft import runners_of
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.nccl_suspend import use_suspendable_memory
-from rl_memory_plugins.engines.sglang.nodes import require_all_nodes
 from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup, SglangEngine, handle_natively
 from rl_memory_plugins.engines.sglang.worker import Memory, SglangWorker
@@ -188,7 +187,9 @@ def capabilities_of(server_args: Any) -> Capabilities:
     """The abilities of an engine that its arguments decide."""
     no_freeze = frozen.why_not(server_args)
     modes = tuple(mode for mode in PauseMode if mode is not PauseMode.FREEZE or not no_freeze)
-    return Capabilities(modes=modes, no_freeze=no_freeze, no_adapters=adapters.why_none(server_args))
+    return Capabilities(
+        hosts=nodes.count(server_args), modes=modes, no_freeze=no_freeze, no_adapters=adapters.why_none(server_args)
+    )
 
 
 def _parallel(scheduler: Any) -> Any:
@@ -238,7 +239,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         memory = Memory(config, lambda: _device_and_rank(self), server_args)
         worker.prepare(memory)
         original(self, server_args, *args, **kwargs)
-        require_all_nodes(server_args)
+        nodes.require_all_nodes(server_args)
         self.rl_memory = SglangScheduler(self, memory, config)
 
     return __init__

@@ -19,11 +19,18 @@ def capabilities_of(core: Any, config: Any) -> Capabilities:
     no_freeze = _why_not_freeze(config)
     unable = {PauseMode.WAIT: not can_wait, PauseMode.FREEZE: bool(no_freeze)}
     return Capabilities(
+        hosts=hosts_of(config.parallel_config),
         steps_with_peers=hasattr(core, "_has_global_unfinished_reqs"),
         modes=tuple(mode for mode in PauseMode if not unable.get(mode)),
         no_freeze=no_freeze,
         no_adapters="" if config.lora_config is not None else "vLLM was started without --enable-lora",
     )
+
+
+def hosts_of(parallel: Any) -> int:
+    """The number of hosts of one engine, each started by itself; `parallel` is vLLM's parallel configuration."""
+    nodes = getattr(parallel, "nnodes", 1)  # new in 0.12
+    return int(getattr(parallel, "nnodes_within_dp", nodes))
 
 
 def _why_not_freeze(config: Any) -> str:

@@ -17,7 +17,7 @@ from rl_memory_plugins.engines.enabled import on_enabled, state_of
 from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
 from rl_memory_plugins.engines.vllm import external
 from rl_memory_plugins.engines.vllm.adapters import number_in
-from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
+from rl_memory_plugins.engines.vllm.capabilities import capabilities_of, hosts_of
 from rl_memory_plugins.engines.vllm.core_hooks import (
     VllmEngine,
     VllmRanks,
@@ -101,7 +101,7 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ranks(core: Any) -> RankGroup:
     parallel = core.vllm_config.parallel_config
-    ranks: RankGroup = VllmRanks(core.model_executor)
+    ranks: RankGroup = VllmRanks(core.model_executor, hosts_of(parallel))
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         ranks = external.ranks_of(core, worker_here(core).agent)
     return SuspendingRanks(ranks) if suspends_communicators(core.vllm_config) else ranks

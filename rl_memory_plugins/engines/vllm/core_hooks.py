@@ -20,12 +20,19 @@ from rl_memory_plugins.tags import PauseMode
 class VllmRanks:
     """The workers of the executor, as the ranks of the controller.
 
+    Args:
+        hosts: The number of hosts that were started by themselves. Of several each is asked whether it has the plugin.
+
     Raises:
         UnsupportedError: a host of the engine was started without the plugin.
     """
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: Any, hosts: int = 1) -> None:
         self._executor = executor
+        if hosts > 1:
+            self._require_plugin()
+
+    def _require_plugin(self) -> None:
         try:
             self.call("content")
         except Exception as error:  # the start ends, so it does not matter that other replies are left in queues

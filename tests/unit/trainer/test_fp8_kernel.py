@@ -76,8 +76,8 @@ def test_every_value_of_16_bits(dtype, power_of_two):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
     every = readable(every)
     same_as_torch(every, BLOCK, power_of_two=power_of_two)
-    same_as_torch(every, (8, 32), power_of_two=power_of_two)
-    same_as_torch(every.t().contiguous(), (8, 32), power_of_two=power_of_two)
+    same_as_torch(every, (8, 128), power_of_two=power_of_two)
+    same_as_torch(every.t().contiguous(), (8, 128), power_of_two=power_of_two)
 
 
 def test_halfway_values_are_rounded_to_even():
@@ -110,7 +110,7 @@ def test_what_it_does_not_take(weight, block):
     assert kernel.round_blocks([weight], block, power_of_two=False) is None
 
 
-@pytest.mark.parametrize("block", [BLOCK, (7, 11)])
+@pytest.mark.parametrize("block", [BLOCK, (17, 31)])
 def test_many_weights_in_one_launch_are_rounded_as_each_alone(block):
     generator = torch.Generator().manual_seed(3)
     shapes = [(40, 70), (1, 1), (128, 128), (13, 16), (5, 300), (9, 9)]
@@ -203,7 +203,7 @@ for dtype, aligned in ((tl.bfloat16, True), (tl.float16, False), (tl.float32, Tr
     constants = {"DTYPE": dtype, **tile, "ALIGNED": aligned}
     signature = {"table": "*i64"} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=_round_blocks, signature=signature, constexprs=constants)
-    for capability in (80, 90, 100):
+    for capability in (80, 90, 100) if aligned else (90,):
         made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
         assert made.asm["cubin"]
         assert "div.rn.f32" in made.asm["ptx"] and "ftz" not in made.asm["ptx"]

@@ -85,7 +85,10 @@ def test_an_engine_that_fails_behind_the_relay_is_named_and_the_others_go_on(poi
     engines, _ = host(2)
     one = Relay([engines[0], SilentEngine(point), engines[1]], bucket_bytes=512)
     tensors = checkpoint(3)
-    [answer] = push_from_all(one, tensors, weight_version="5", on_failure="continue", **OPTIONS)["engines"]
+    report = push_from_all(one, tensors, weight_version="5", on_failure="continue", **OPTIONS)
+    [answer] = report["engines"]
+    [failure] = report["failed"]
+    assert (failure.engine, failure.behind, failure.state) == (0, 1, None)
     assert_loaded(engines, tensors)
     assert [(failure["engine"], failure["state"]) for failure in answer["failed"]] == [(1, None)]
     assert answer["engines"][1] is None and answer["engines"][0]["ranks"]
@@ -104,6 +107,25 @@ def test_an_engine_behind_a_relay_that_missed_an_update_stays_closed_until_the_n
     with handoff.training("2"):
         pass
     assert [engine.open for engine in engines] == [True, True]
+    assert_loaded(engines, checkpoint(3))
+
+
+@pytest.mark.parametrize("call", ["post_update", "wake_up"])
+def test_a_handoff_names_an_engine_that_fails_behind_a_relay(call):
+    engines, one = host(2)
+    well = ToyEngine(1, first_device=9)
+    handoff = RolloutHandoff([well, one], checkpoint(3), level=1, on_failure="continue", **OPTIONS)
+    engines[1].fail[call] = StateConflictError("busy")
+    with handoff.training("1") as report:
+        pass
+    [failure] = report.failed
+    assert (failure.trainer_rank, failure.engine, failure.behind) == (0, 1, 1) and str(failure.error) == "busy"
+    assert_loaded([well, engines[0]], checkpoint(3))
+    assert well.open and engines[0].open
+    engines[1].fail.clear()
+    with handoff.training("2") as report:
+        pass
+    assert report.failed == [] and all(engine.open for engine in engines)
     assert_loaded(engines, checkpoint(3))
 
 

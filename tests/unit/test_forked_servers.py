@@ -1,0 +1,82 @@
+"""Processes that are forks of one that has imported their modules."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.engines.forks import Forked, Forks
+from integration.waiting import wait_until
+
+IMPORTED = """
+    import os, tempfile
+    tempfile.gettempdir()
+    print("imported", flush=True)
+    os.environ["SET_BY_THE_IMPORT"] = "1"
+"""
+SERVER = """
+    import os, sys, tempfile, time
+    import imported
+    variables = [os.environ.get(name) for name in ("OWN", "SET_BY_THE_IMPORT", "FORMER")]
+    variables.append(tempfile.gettempdir() == os.environ["TMPDIR"])
+    print(sys.argv[1:], *variables, __name__, flush=True)
+    if sys.argv[1] == "again":
+        os.execvpe(sys.executable, [sys.executable, "-m", "server", "once"], {**os.environ, "OWN": "2"})
+    while sys.argv[1] == "stay":
+        time.sleep(0.01)
+    sys.exit(3)
+"""
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text("\n".join(line.removeprefix("    ") for line in text.splitlines()))
+
+
+@pytest.fixture
+def forks(tmp_path: Path) -> Iterator[Forks]:
+    write(tmp_path / "imported.py", IMPORTED)
+    write(tmp_path / "server.py", SERVER)
+    found = Forks(["imported", "no_such_module"], {**environment(tmp_path), "FORMER": "1", "TMPDIR": str(tmp_path)})
+    yield found
+    found.close()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(folder), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def start(forks: Forks, folder: Path, name: str, *arguments: str) -> tuple[Forked, Path]:
+    log = folder / f"{name}.log"
+    own = folder / "own"
+    own.mkdir(exist_ok=True)
+    variables = {**environment(folder), "OWN": "1", "TMPDIR": str(own)}
+    return forks.start([sys.executable, "-m", "server", *arguments], variables, log), log
+
+
+def test_each_has_its_arguments_and_variables_and_nothing_is_imported_again(forks: Forks, tmp_path: Path) -> None:
+    first, log = start(forks, tmp_path, "first", "--name", "a b")
+    second, other = start(forks, tmp_path, "second", "again")
+    for process in (first, second):
+        wait_until(lambda process=process: process.poll() is not None, "the process ends")  # type: ignore[misc]
+        assert process.returncode == 3
+    assert log.read_text() == "['--name', 'a b'] 1 1 None True __main__\n"
+    assert other.read_text() == "['again'] 1 1 None True __main__\n['once'] 2 1 None True __main__\n"
+
+
+def test_a_signal_ends_one_alone(forks: Forks, tmp_path: Path) -> None:
+    ends, _ = start(forks, tmp_path, "ends", "stay")
+    stays, log = start(forks, tmp_path, "stays", "stay")
+    wait_until(log.exists, "it runs")
+    ends.send_signal(signal.SIGTERM)
+    wait_until(lambda: ends.poll() is not None, "the process ends")
+    assert ends.returncode == -signal.SIGTERM
+    assert stays.poll() is None and os.getpgid(stays.pid) == stays.pid
+    stays.send_signal(signal.SIGKILL)
+    wait_until(lambda: stays.poll() is not None, "the process ends")
+    stays.send_signal(signal.SIGTERM)  # nobody is there
