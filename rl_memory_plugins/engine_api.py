@@ -8,7 +8,6 @@ transport implements `run`, which drives an operation. An asyncio transport deri
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -203,12 +202,12 @@ class EngineApi(ABC):
             self.observer.failed(command, error)
             if not (tries_again() and isinstance(error, DeviceMemoryError)):  # there may be many, and all are alike
                 self.recorder.note(course)
-                spans.emit(command, course.start_ns, time.time_ns(), error)
+                spans.emit(command, course.start_ns, course.start_ns + course.duration_ns, error)
             raise
         assert course.report is not None
         self.observer.completed(command, course.report)
         self.recorder.note(course)
-        spans.emit(command, course.start_ns, time.time_ns(), course.report)
+        spans.emit(command, course.start_ns, course.start_ns + course.duration_ns, course.report)
 
     def _known_at_failure(self) -> list[EngineStatus]:
         with suppress(RLMemoryError):  # of an engine that has died

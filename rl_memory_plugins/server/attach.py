@@ -47,7 +47,7 @@ def attach(
         engine,
         auth,
         native_update=native_update,
-        before_wake=idle.before_wake,
+        waking=idle.called,
         on_error=lambda error: event_metrics().answered_error(error),
     )
     routes: list[Any] = list(router.routes)

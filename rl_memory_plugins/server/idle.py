@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.admission import first_refusal, is_sleeping, refusal
-from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.observing import trying_again
 from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.turn import Turn
@@ -32,6 +32,9 @@ LOOK_IN_TURN_S = 0.05
 RETRY_S = 0.2
 """Between two tries to wake an engine, e.g. while another process still holds the memory."""
 
+LONGEST_RETRY_S = 10.0
+"""The same, after other failures. Each try is a failure in metrics, timeline and traces."""
+
 
 class IdleEngine:
     """The idle time of one server, and the sleeps and wakes that follow from it and from the engine's turn.
@@ -46,6 +49,8 @@ class IdleEngine:
         self._status = status
         self._waiting = 0  # requests that wait for the engine to open
         self._running = 0  # requests that the engine has
+        self._called = 0  # wakes by callers
+        self._retry_s = RETRY_S
         self._since = time.monotonic()  # of the idle time
         self._closing: asyncio.Future[None] | None = None  # done when the engine has fallen asleep, or has not
         self._waking: asyncio.Task[Any] | None = None
@@ -87,16 +92,22 @@ class IdleEngine:
         finally:
             self._waiting -= 1
 
-    async def before_wake(self) -> None:
-        """Wait for the turn of this engine, before a caller wakes it.
+    @asynccontextmanager
+    async def called(self) -> AsyncIterator[None]:
+        """The body is a caller's wake. It begins with the turn of this engine, which does not end before the wake.
 
         Raises:
             StateConflictError: another engine keeps the GPUs busy for longer than `wake_on_request_s`.
         """
         api = self._api()
         turn = None if api is None else self._turn_of(api)
-        if turn is not None and is_sleeping(self._status()) and not await turn.begin(api.options.wake_on_request_s):
-            raise StateConflictError("another engine has the GPUs and is busy: try again later", reason="no_turn")
+        self._called += 1
+        try:
+            if turn is not None and is_sleeping(self._status()) and not await turn.begin(api.options.wake_on_request_s):
+                raise StateConflictError("another engine has the GPUs and is busy: try again later", reason="no_turn")
+            yield
+        finally:
+            self._called -= 1
 
     # -- wakes ------------------------------------------------------------------------------------------------------
 
@@ -109,9 +120,12 @@ class IdleEngine:
                 await api.run(api.wake_as_engine())
             if turn is not None:
                 turn.count_from_now()
+            self._retry_s = RETRY_S
         except RLMemoryError as error:
             logger.warning("the engine could not wake for a request: %s", error.message)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._retry_s)
+            if not isinstance(error, DeviceMemoryError):  # which ends as soon as another process frees its memory
+                self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
     def _woken(self, done: asyncio.Task[Any]) -> None:
         self._waking = None
@@ -168,7 +182,7 @@ class IdleEngine:
         longest: float = options.idle_sleep_s if options.take_turns_s is None else LOOK_IN_TURN_S
         if not engines or first_refusal(engines) is not None:
             self._since = time.monotonic()
-            if turn is not None and self._waking is None and _has_left(engines):
+            if turn is not None and self._waking is None and not self._called and _has_left(engines):
                 turn.end()  # a caller has put the engine to sleep
             return min(LOOK_S, longest)
         if turn is not None and turn.is_over():

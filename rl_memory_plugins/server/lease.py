@@ -15,6 +15,9 @@ from collections.abc import Iterable
 
 from rl_memory_plugins.private_directory import POLL_S, private_directory, try_lock, unlock
 
+TOUCH_S = 3600.0
+"""Between two touches of the files."""
+
 
 class GpuLease:
     """The lease of some GPUs for one process.
@@ -34,6 +37,8 @@ class GpuLease:
         self._next = [os.open(directory / f"{name}.next.lock", flags, 0o600) for name in names]
         self._acquiring = asyncio.Lock()  # a process does not lock out itself
         self.held = False
+        self._touch_at = 0.0
+        self._touch()
 
     def close(self) -> None:
         for fd in (*self._awake, *self._next):
@@ -70,17 +75,27 @@ class GpuLease:
                         unlock(fd)
 
     def release(self) -> None:
-        for fd in self._awake:
-            unlock(fd)
-        self.held = False
+        """Give the lease up, if this process has it. A wait for it goes on."""
+        if self.held:
+            for fd in self._awake:
+                unlock(fd)
+            self.held = False
 
     def is_wanted(self) -> bool:
         """Whether another process waits for one of the GPUs."""
+        self._touch()
         free = _all_or_none(self._next)
         if free:
             for fd in self._next:
                 unlock(fd)
         return not free
+
+    def _touch(self) -> None:
+        """Keep the files young: a cleaner of temporary files would take old ones away, and others make new ones."""
+        if time.monotonic() >= self._touch_at:
+            self._touch_at = time.monotonic() + TOUCH_S
+            for fd in (*self._awake, *self._next):
+                os.utime(fd)
 
 
 def _all_or_none(fds: list[int]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -53,7 +54,7 @@ def build_router(
     *,
     prefixes: Sequence[str] = PREFIXES,
     native_update: NativeUpdate | None = None,
-    before_wake: Callable[[], Awaitable[None]] | None = None,
+    waking: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     on_error: Callable[[RLMemoryError], None] = lambda error: None,
 ) -> APIRouter:
     """The routes under each of `prefixes`.
@@ -65,7 +66,7 @@ def build_router(
         auth: The check of the caller.
         native_update: The engine's own route with the path `UPDATE_ROUTE`: returns its answer, or `None` for a body
             that is not meant for it.
-        before_wake: Awaited before a wake.
+        waking: Gives the context of a caller's wake.
         on_error: Called with each error that a route answers.
     """
 
@@ -77,9 +78,8 @@ def build_router(
     async def wake_up(request: Request, as_engine: bool = False) -> Woken:
         given = await read_arguments(request, {"tags"})
         api = engine()
-        if before_wake is not None:
-            await before_wake()
-        report = await api.run(api.wake_as_engine(**given) if as_engine else api.wake_up(**given))
+        async with waking():
+            report = await api.run(api.wake_as_engine(**given) if as_engine else api.wake_up(**given))
         return Woken("sleeping" if is_sleeping(await status()) else "awake", given.get("tags"), report)
 
     async def update_weights(request: Request, native: NativeUpdate | None = None) -> Updated | Response:

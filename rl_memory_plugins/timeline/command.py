@@ -28,6 +28,8 @@ with needs("cli"):
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 REFRESH_S = 1.0
+KEPT = 1000
+"""The events that the live view keeps of a server."""
 
 
 def timeline(
@@ -74,9 +76,13 @@ def _watch(engines: Mapping[str, EngineClient], trainers: Mapping[str, Any], ans
         try:
             while True:
                 time.sleep(REFRESH_S)
+                missing: dict[str, str] = {}
                 for name, client in engines.items():
-                    answers[name] = extended(answers[name], lambda since, client=client: client.timeline(since))  # type: ignore[misc]
-                live.update(shown(History(answers, trainers)), refresh=True)
+                    try:
+                        answers[name] = extended(answers[name], client.timeline)
+                    except RLMemoryError as error:  # it may come back
+                        missing[name] = error.message
+                live.update(shown(History(answers, trainers), missing), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -87,7 +93,8 @@ def extended(former: Timeline, ask: Callable[[int], Mapping[str, Any]]) -> Timel
     if answer.timeline != former.timeline:
         return timeline_in(ask(0))
     events: Sequence[Any] = [*former.events, *answer.events]
-    return msgspec.structs.replace(answer, events=events, dropped=former.dropped + answer.dropped)
+    dropped = former.dropped + answer.dropped + max(len(events) - KEPT, 0)
+    return msgspec.structs.replace(answer, events=events[-KEPT:], dropped=dropped)
 
 
 def _write(file: Path, content: str) -> None:

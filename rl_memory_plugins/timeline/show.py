@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,14 +20,19 @@ LATEST = 20  # events
 SHOWN_NS = 500_000  # shorter steps are left out
 
 
-def shown(history: History) -> RenderableType:
-    """What the terminal shows."""
+def shown(history: History, missing: Mapping[str, str] | None = None) -> RenderableType:
+    """What the terminal shows.
+
+    Args:
+        missing: The servers that do not answer now, and why. Their former answers are shown.
+    """
     parts: list[RenderableType] = []
     for name, timeline in history.engines.items():
         if timeline.present is None:
             parts.append(Text(f"{name}: the server is still starting"))
             continue
         parts += [Text(f"{name}: {_state(timeline.present)}"), _memory(timeline.present.memory)]
+    parts += [Text(f"{name} does not answer: {why}", style="red") for name, why in (missing or {}).items()]
     return Group(*parts, _transitions(history))
 
 
@@ -56,8 +63,8 @@ def _transitions(history: History) -> Table:
     for event, name in events[-LATEST:]:
         table.add_row(
             utc(event.start_ns)[11:],
-            *([name] if several else []),
-            what(event),
+            *([Text(name)] if several else []),  # Rich would read [...] of a string as markup
+            Text(what(event)),
             f"{event.duration_ns / 1e9:.3f}",
             steps(event, SHOWN_NS),
             change(device_bytes(event.before), device_bytes(event.after)),

@@ -52,9 +52,11 @@ class HandoffReport:
     def __post_init__(self, resident: Callable[[], int] | None) -> None:
         self._resident = resident
         self._counted: int | None = None  # the latest result of `resident`
+        self._ended_ns: int | None = None  # of the last step, by a clock that nobody sets
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_resident": None}  # the trainer's parts stay in their process
+        # the trainer's parts and the clock stay in their process
+        return {**vars(self), "_resident": None, "_ended_ns": None}
 
     def add(self, step: str, moves: Iterable[Moved]) -> int:
         """Add the bytes of these moves to a step. Returns: their sum."""
@@ -83,7 +85,8 @@ class HandoffReport:
             error = type(failure).__name__
             raise
         finally:
-            took_ns = time.perf_counter_ns() - start
+            self._ended_ns = time.perf_counter_ns()
+            took_ns = self._ended_ns - start
             self.steps.append(HandoffStep(step, start_ns, took_ns, before, self._count(moves), error))
 
     def training_ended(self) -> None:
@@ -92,7 +95,11 @@ class HandoffReport:
             last = self.steps[-1]
             start_ns = last.start_ns + last.duration_ns
             held = last.trainer_bytes_after
-            self.steps.append(HandoffStep("training", start_ns, max(time.time_ns() - start_ns, 0), held, held))
+            if self._ended_ns is None:
+                took_ns = max(time.time_ns() - start_ns, 0)
+            else:
+                took_ns = time.perf_counter_ns() - self._ended_ns
+            self.steps.append(HandoffStep("training", start_ns, took_ns, held, held))
 
     def _count(self, again: bool) -> int:
         if self._resident is not None and (again or self._counted is None):

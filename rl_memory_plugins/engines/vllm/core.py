@@ -101,7 +101,8 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ranks(core: Any) -> RankGroup:
     parallel = core.vllm_config.parallel_config
-    ranks: RankGroup = VllmRanks(core.model_executor, hosts_of(parallel))
+    other_hosts = hosts_of(parallel) > 1 or parallel.distributed_executor_backend == "ray"  # where Ray puts them
+    ranks: RankGroup = VllmRanks(core.model_executor, may_lack_plugin=other_hosts)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         ranks = external.ranks_of(core, worker_here(core).agent)
     return SuspendingRanks(ranks) if suspends_communicators(core.vllm_config) else ranks

@@ -21,15 +21,15 @@ class VllmRanks:
     """The workers of the executor, as the ranks of the controller.
 
     Args:
-        hosts: The number of hosts that were started by themselves. Of several each is asked whether it has the plugin.
+        may_lack_plugin: Whether workers may have been started without the plugin, on other hosts. All are asked then.
 
     Raises:
         UnsupportedError: a host of the engine was started without the plugin.
     """
 
-    def __init__(self, executor: Any, hosts: int = 1) -> None:
+    def __init__(self, executor: Any, *, may_lack_plugin: bool = False) -> None:
         self._executor = executor
-        if hosts > 1:
+        if may_lack_plugin:
             self._require_plugin()
 
     def _require_plugin(self) -> None:

@@ -23,15 +23,15 @@ class Executor:
 
 def test_the_workers_of_one_host_are_not_asked():
     executor = Executor()
-    VllmRanks(executor, hosts=1)
+    VllmRanks(executor)
     assert executor.calls == 0
 
 
 def test_a_host_without_the_plugin_ends_the_start():
     with pytest.raises(UnsupportedError, match="only some hosts"):
-        VllmRanks(Executor(), hosts=2)
+        VllmRanks(Executor(), may_lack_plugin=True)
     with pytest.raises(RuntimeError, match="out of memory"):
-        VllmRanks(Executor("out of memory"), hosts=2)
+        VllmRanks(Executor("out of memory"), may_lack_plugin=True)
 
 
 @pytest.mark.parametrize(

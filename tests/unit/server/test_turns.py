@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from test_idle import Engine, Server, until
 from rl_memory_plugins import private_directory
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.server.idle import IdleEngine
 from rl_memory_plugins.server.lease import GpuLease
 
 
@@ -199,3 +201,54 @@ def test_who_waits_is_seen_and_comes_first() -> None:
 def test_turns_need_wakes() -> None:
     with pytest.raises(InvalidRequestError, match="take_turns_s: .*needs wake_on_request_s"):
         RLMemoryConfig.parse({"take_turns_s": 1})
+
+
+def test_a_callers_wake_keeps_its_turn_until_it_has_ended(folder: Path) -> None:
+    """Looks at the engine, which still sleeps, come between the turn's begin and the wake's."""
+    engine = an_engine()
+
+    async def main() -> None:
+        async with Server(engine).running() as server:
+            await server.post("/v1/rl_memory/sleep")
+            idle = IdleEngine(lambda: engine, engine.status_now)
+            other = GpuLease([rank.device for rank in engine.status_now()[0].ranks])
+            await until(other.try_acquire)  # the server's engine has given up its turn
+            other.release()
+            async with idle.called():
+                await idle._look()
+                assert not other.try_acquire()
+            await idle._look()
+            assert other.try_acquire()
+            other.close()
+
+    asyncio.run(main())
+
+
+def test_a_release_does_not_take_what_a_wait_already_has(folder: Path) -> None:
+    async def main() -> None:
+        first, second, third = GpuLease(["a", "b"]), GpuLease(["b"]), GpuLease(["a"])
+        assert second.try_acquire()
+        waiting = asyncio.ensure_future(first.acquire(10))  # has `a`, and waits for `b`
+        await until(third.is_wanted)
+        await asyncio.sleep(0.05)
+        first.release()
+        assert not await third.acquire(0.05)
+        second.release()
+        assert await waiting
+        for lease in (first, second, third):
+            lease.close()
+
+    asyncio.run(main())
+
+
+def test_the_files_of_a_lease_stay_young(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = GpuLease(["a"])
+    files = list(folder.rglob("*.lock"))
+    for file in files:
+        os.utime(file, (0, 0))
+    lease.is_wanted()
+    assert all(file.stat().st_mtime == 0 for file in files), "not at each look"
+    lease._touch_at = 0.0
+    lease.is_wanted()
+    assert files and all(file.stat().st_mtime > 0 for file in files)
+    lease.close()
