@@ -14,7 +14,7 @@ from rl_memory_plugins.extras import needs
 with needs("cli"):
     import typer
 
-NEEDED = ("fastapi_proxy_lib", "prometheus_client", "psutil", "pydantic_settings", "starlette", "uvicorn", "yaml")
+NEEDED = ("prometheus_client", "psutil", "pydantic_settings", "starlette", "uvicorn", "yaml")
 
 
 def serve_file(

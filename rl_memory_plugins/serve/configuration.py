@@ -21,6 +21,8 @@ client does."""
 PORTS_APART = 250
 """SGLang listens on ports up to 240 above its server's."""
 
+_VLLM_KEY = "VLLM_API_KEY"
+
 _GIVEN = ("--served-model-name", "--host", "--port", "--api-key", "--admin-api-key", "--rl-memory")
 """Arguments that `rl-memory serve` sets itself."""
 
@@ -60,6 +62,16 @@ class ModelEntry(_Strict):
 
     rl_memory: dict[str, Any] = {}
     """Options of this package, for this engine."""
+
+    @field_validator("env")
+    @classmethod
+    def _variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"{name!r}: a name has no `=`, and neither it nor its value a NUL")
+        if _VLLM_KEY in env:
+            raise ValueError(f"{_VLLM_KEY}: rl-memory serve sets this itself: give it --api-key")
+        return env
 
     @field_validator("args")
     @classmethod

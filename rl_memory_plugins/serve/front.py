@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,9 @@ with needs("serve"):
 if TYPE_CHECKING:
     import httpx
     from starlette.types import Receive, Scope, Send
+
+
+T = TypeVar("T")
 
 
 class _Asked(msgspec.Struct):
@@ -57,15 +60,16 @@ def build_front(engines: Sequence[ServedEngine], auth: ControlAuth, http: httpx.
         return json_response(found)
 
     async def health(request: Request) -> Response:
-        healthy = await asyncio.gather(*(engine.is_healthy() for engine in engines))
-        states = await _states(engines)
-        body = {"status": "ok" if all(healthy) else "unavailable", "models": states}
-        return json_response(body, 200 if all(healthy) else 503)
+        healthy, states = await asyncio.gather(_healthy(engines), _states(engines))
+        body = {"status": "ok" if all(healthy.values()) else "unavailable", "models": states}
+        return json_response(body, 200 if all(healthy.values()) else 503)
 
     async def metrics(request: Request) -> Response:
-        texts = await asyncio.gather(*(engine.metrics() for engine in engines))
-        scrapes = {engine.name: text for engine, text in zip(engines, texts, strict=True)}
-        text = await asyncio.to_thread(exposition, scrapes, {engine.name: engine.restarts for engine in engines})
+        healthy, scrapes = await asyncio.gather(
+            _healthy(engines), _of_each(engines, (engine.metrics() for engine in engines))
+        )
+        restarts = {engine.name: engine.restarts for engine in engines}
+        text = await asyncio.to_thread(exposition, scrapes, healthy, restarts)
         return Response(text, media_type=CONTENT_TYPE)
 
     class PassedOn:
@@ -139,8 +143,17 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _states(engines: Sequence[ServedEngine]) -> dict[str, str]:
-    states = await asyncio.gather(*(engine.state() for engine in engines))
-    return {engine.name: state for engine, state in zip(engines, states, strict=True)}
+    return await _of_each(engines, (engine.state() for engine in engines))
+
+
+async def _healthy(engines: Sequence[ServedEngine]) -> dict[str, bool]:
+    return await _of_each(engines, (engine.is_healthy() for engine in engines))
+
+
+async def _of_each(engines: Sequence[ServedEngine], questions: Iterable[Awaitable[T]]) -> dict[str, T]:
+    """The answers to one question, asked at once, by the model's name."""
+    answers = await asyncio.gather(*questions)
+    return {engine.name: answer for engine, answer in zip(engines, answers, strict=True)}
 
 
 async def _listed(engines: Sequence[ServedEngine]) -> list[dict[str, Any]]:

@@ -1,28 +1,32 @@
-"""Passes requests on to an engine's server, by `fastapi-proxy-lib`.
+"""Passes requests on to an engine's server.
 
-The library carries the request, and the answer as it comes. What it does not know is a client that leaves before its
-answer begins: then the request to the engine is given up too, and the engine computes nothing for nobody.
+A client that leaves, before its answer begins or later, ends the request to the engine: the engine computes nothing for
+nobody. No library for proxies passes on that a client has left before its answer begins, therefore this is none.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import httpx
 
-from rl_memory_plugins.extras import needs
 from rl_memory_plugins.serve.engine import ServedEngine
 from rl_memory_plugins.server.responses import error_response
 
-with needs("serve"):
-    from fastapi_proxy_lib.core.http import ReverseHttpProxy
-    from starlette.requests import Request
-
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
+
+    Headers = list[tuple[bytes, bytes]]
 
 CONNECT_S = 10.0
+
+_OF_A_CONNECTION = frozenset(
+    (b"connection", b"proxy-connection", b"keep-alive", b"te", b"transfer-encoding", b"upgrade")  # RFC 9110, 7.6.1
+)
+
+_SET_AGAIN = frozenset((b"host", b"content-length"))
 
 
 def proxying_client() -> httpx.AsyncClient:
@@ -40,7 +44,7 @@ class Passage:
 
     def __init__(self, engine: ServedEngine, http: httpx.AsyncClient) -> None:
         self._engine = engine
-        self._proxy = ReverseHttpProxy(http, base_url=f"{engine.url}/")
+        self._http = http
 
     async def __call__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Answer a request whose body has been read, until its client leaves.
@@ -52,7 +56,7 @@ class Passage:
             send: Takes the answer.
         """
         left = asyncio.ensure_future(_until_left(receive))
-        answering = asyncio.ensure_future(self._answer(_forwarded(scope), body, left, send))
+        answering = asyncio.ensure_future(self._answer(scope, body, receive, send))
         try:
             await asyncio.wait({left, answering}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -62,30 +66,32 @@ class Passage:
         if not answering.cancelled():
             answering.result()
 
-    async def _answer(self, scope: Scope, body: bytes, left: asyncio.Future[None], send: Send) -> None:
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Message:
-            if messages:
-                return messages.pop()
-            await asyncio.wait([left])
-            return {"type": "http.disconnect"}
-
-        request = Request(scope, receive)
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         try:
-            answer = await self._proxy.send_request_to_target(
-                request=request, target_url=httpx.URL(self._engine.url + scope["path"])
-            )
+            answer = await self._http.send(self._request(scope, body), stream=True)
         except httpx.TransportError as error:
             await error_response(self._engine.lost(f"{type(error).__name__}: {error}"))(scope, receive, send)
             return
-        if not answer.headers.get("connection"):  # the library leaves an empty one
-            del answer.headers["connection"]
         try:
-            await answer(scope, receive, send)
-        finally:  # closes the connection to the engine, which the library does only after a whole answer
-            if answer.background is not None:
-                await answer.background()
+            headers = _end_to_end(answer.headers.raw)
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+            async for part in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await answer.aclose()
+
+    def _request(self, scope: Scope, body: bytes) -> httpx.Request:
+        """The request as it came; `build_request` of the client would add headers, e.g. for answers that are packed."""
+        query = scope["query_string"]
+        target = scope["path"].encode() + (b"?" + query if query else b"")
+        return httpx.Request(
+            scope["method"],
+            httpx.URL(self._engine.url).copy_with(raw_path=target),
+            headers=_forwarded(scope),
+            content=body,
+            extensions={"timeout": self._http.timeout.as_dict()},
+        )
 
 
 async def _until_left(receive: Receive) -> None:
@@ -93,8 +99,16 @@ async def _until_left(receive: Receive) -> None:
         pass
 
 
-def _forwarded(scope: Scope) -> Scope:
-    """The scope, with the header by which control routes know that a proxy sends a request for another client."""
+def _forwarded(scope: Scope) -> Headers:
+    """The headers, with the one by which control routes know that a proxy sends a request for another client."""
     client = scope.get("client")
     host = client[0].encode() if client else b"unknown"
-    return {**scope, "headers": [*scope["headers"], (b"x-forwarded-for", host)]}
+    kept = [(name, value) for name, value in _end_to_end(scope["headers"]) if name not in _SET_AGAIN]
+    return [*kept, (b"x-forwarded-for", host)]
+
+
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Without those of one connection, and those that its `Connection` names; with names in small letters."""
+    listed = [(name.lower(), value) for name, value in headers]
+    named = {one.strip().lower() for name, value in listed if name == b"connection" for one in value.split(b",")}
+    return [(name, value) for name, value in listed if name not in _OF_A_CONNECTION | named]

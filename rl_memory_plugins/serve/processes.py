@@ -44,11 +44,14 @@ class ProcessTree:
         """
         Raises:
             OSError: the program cannot be run.
+            ValueError: the command line or a variable is none that a program can get.
         """
         # Where Python can, no new session: Linux schedules each session as one, and engines that compute on all cores
         # would keep the proxy from running.
         group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
-        self._process = await asyncio.create_subprocess_exec(*self._command, env=self._environment, **group)
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, env=self._environment, stdin=asyncio.subprocess.DEVNULL, **group
+        )
         self._known = set()
         self.exit = asyncio.ensure_future(self._process.wait())
 
@@ -78,7 +81,7 @@ class ProcessTree:
         await self.kill()
 
     async def kill(self) -> None:
-        """Kill what is left, of a process that has ended too."""
+        """Kill what is left, of a process that has ended too. Then they are forgotten: others get their numbers."""
         if self._process is None or self.exit is None:
             return
         with suppress(ProcessLookupError, PermissionError):
@@ -88,6 +91,7 @@ class ProcessTree:
                 process.kill()
         await asyncio.wait([self.exit])
         await self._gone(STOP_S)
+        self._process, self._known = None, set()
 
     async def _gone(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

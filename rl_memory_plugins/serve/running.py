@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 5
 """How long requests may take to end after a signal."""
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The terminal's end too: the engines are in groups of their own, and would outlive it."""
+
 
 class _Server(uvicorn.Server):  # type: ignore[misc]  # mypy does not read uvicorn
     """Leaves signals to `run`: uvicorn would end the process before the engines have stopped."""
@@ -36,7 +39,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # mypy does not read uvico
 
 
 async def run(file: ServeFile, host: str, port: int, api_key: str) -> None:
-    """Serve until SIGTERM or SIGINT. Then no process of an engine is left.
+    """Serve until a signal of `ENDING`. Then no process of an engine is left.
 
     Raises:
         InvalidRequestError: the port is taken.
@@ -62,8 +65,10 @@ async def run(file: ServeFile, host: str, port: int, api_key: str) -> None:
                 )
             )
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, setattr, server, "should_exit", True)
+            for number in ENDING:
+                # Under nohup SIGHUP is ignored. A shell's job in the background ignores SIGINT, but may be sent one.
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    loop.add_signal_handler(number, setattr, server, "should_exit", True)
             logger.info("listening at http://%s:%d; the models: %s", host, port, ", ".join(e.name for e in engines))
             async with Supervisor(engines):
                 await server.serve(sockets=[listener])

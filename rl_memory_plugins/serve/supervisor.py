@@ -22,6 +22,12 @@ FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 300.0
 """An engine starts again after a delay, which doubles with each end: each start takes a turn of the others."""
 
+SAY_S = 60.0
+"""An engine that waits for its turn says so at once, and then after each such time."""
+
+FIRST_WAKES = 8
+"""The first engine is woken at most so often, in two minutes. Then only a request wakes it."""
+
 STEADY_S = 600.0
 """An engine that has run for so long starts again after the first delay."""
 
@@ -48,9 +54,9 @@ class Supervised(Protocol):
 
     async def stop(self) -> None: ...
 
-    def rests(self, delay_s: float) -> None: ...
+    def rests(self, delay_s: float, why: str = "") -> None: ...
 
-    async def wake_up(self) -> None: ...
+    async def wake_up(self) -> str: ...
 
 
 class Supervisor:
@@ -74,28 +80,51 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(engine.stop() for engine in self._engines))
+        await asyncio.gather(*(self._stop(engine) for engine in self._engines))
+
+    async def _stop(self, engine: Supervised) -> None:
+        try:
+            await engine.stop()
+        except Exception:
+            logger.exception("model %r: its engine could not be stopped", engine.name)
 
     async def _keep(self, engine: Supervised, tried: asyncio.Event) -> None:
         delay_s = FIRST_DELAY_S
         while True:
-            async with self._one_start:
-                async with self._turn(engine) as taken:
-                    logger.info("model %r: its engine starts", engine.name)
-                    has_started = await engine.start(taken)
-                if has_started:
-                    await engine.warmed_up()
-            tried.set()
-            began = time.monotonic()
-            if has_started:
-                logger.info("model %r: its engine has started (process %s)", engine.name, engine.pid)
-                await engine.ended()
-                if time.monotonic() - began >= STEADY_S:
+            why = ""
+            try:
+                if await self._one_life(engine, tried) >= STEADY_S:
                     delay_s = FIRST_DELAY_S
-            engine.rests(delay_s)
-            logger.error("model %r: its engine %s; it starts again in %g s", engine.name, engine.end, delay_s)
+            except Exception as error:
+                logger.exception("model %r: its engine cannot be watched, and is stopped", engine.name)
+                await self._stop(engine)
+                why = f"was stopped after {type(error).__name__}: {error}"
+            tried.set()
+            engine.rests(delay_s, why)
+            logger.error(
+                "model %r: its engine %s; it starts again in %g s, or later if it waits for its turn then",
+                engine.name,
+                engine.end,
+                delay_s,
+            )
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    async def _one_life(self, engine: Supervised, tried: asyncio.Event) -> float:
+        """From a start to the end. Returns for how many seconds the engine has run."""
+        async with self._one_start:
+            async with self._turn(engine) as taken:
+                logger.info("model %r: its engine starts", engine.name)
+                has_started = await engine.start(taken)
+            if has_started:
+                await engine.warmed_up()
+        tried.set()
+        if not has_started:
+            return 0.0
+        began = time.monotonic()
+        logger.info("model %r: its engine has started (process %s)", engine.name, engine.pid)
+        await engine.ended()
+        return time.monotonic() - began
 
     @asynccontextmanager
     async def _turn(self, engine: Supervised) -> AsyncIterator[set[str]]:
@@ -109,13 +138,31 @@ class Supervisor:
             return
         lease = GpuLease(devices)
         try:
-            while not await lease.acquire(_TURN_S):
-                logger.warning("model %r: its engine waits for the turn of another one", engine.name)
+            if not lease.try_acquire():
+                saying = asyncio.ensure_future(self._say_that_it_waits(engine, devices))
+                try:
+                    while not await lease.acquire(_TURN_S):
+                        pass
+                finally:
+                    saying.cancel()
             yield devices
         finally:
             lease.close()
 
+    async def _say_that_it_waits(self, engine: Supervised, devices: set[str]) -> None:
+        others = [repr(other.name) for other in self._engines if other is not engine and other.devices & devices]
+        whose = " or ".join([*others, "another process"])
+        while True:
+            logger.info("model %r: its engine waits for the turn of %s to end", engine.name, whose)
+            await asyncio.sleep(SAY_S)
+
     async def _wake_first(self) -> None:
         for tried in self._tried:
             await tried.wait()
-        await self._engines[0].wake_up()
+        first = self._engines[0]
+        for count in range(FIRST_WAKES):
+            why = await first.wake_up()
+            if not why:
+                return
+            logger.warning("model %r: its engine could not wake: %s", first.name, why)
+            await asyncio.sleep(FIRST_DELAY_S * 2**count)

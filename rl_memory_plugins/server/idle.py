@@ -29,6 +29,9 @@ LOOK_S = 1.0
 LOOK_IN_TURN_S = 0.05
 """The time between two looks for others who wait for the GPUs."""
 
+LONGEST_SLEEP_RETRY_S = 60.0
+"""Between two tries to put an engine to sleep that cannot sleep: at first `LOOK_S`, then twice the time before."""
+
 RETRY_S = 0.2
 """Between two tries to wake an engine, e.g. while another process still holds the memory."""
 
@@ -55,6 +58,7 @@ class IdleEngine:
         self._closing: asyncio.Future[None] | None = None  # done when the engine has fallen asleep, or has not
         self._waking: asyncio.Task[Any] | None = None
         self._turn: Turn | None = None
+        self._sleep_retry_s = LOOK_S  # after a sleep that failed
 
     # -- for the gate and the routes ----------------------------------------------------------------------------
 
@@ -204,12 +208,22 @@ class IdleEngine:
             logger.info("the engine sleeps until the next request")
             if self._turn is not None:
                 self._turn.end()
+            self._sleep_retry_s = LOOK_S
+            return
         except StateConflictError:  # requests that this server does not see; or a caller was faster
-            pass
+            return
+        except RLMemoryError as error:  # e.g. no room for the backup
+            logger.warning(
+                "the engine could not fall asleep; the next try is in %g s: %s", self._sleep_retry_s, error.message
+            )
         finally:
             self._closing.set_result(None)
             self._closing = None
             self._since = time.monotonic()
+        until = time.monotonic() + self._sleep_retry_s
+        self._sleep_retry_s = min(2 * self._sleep_retry_s, LONGEST_SLEEP_RETRY_S)
+        while time.monotonic() < until and first_refusal(list(self._status())) is None:  # a caller may be faster
+            await asyncio.sleep(LOOK_IN_TURN_S)
 
     # -- the engine -------------------------------------------------------------------------------------------------
 

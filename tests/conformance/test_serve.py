@@ -18,8 +18,6 @@ import httpx
 import psutil
 import pytest
 
-pytest.importorskip("fastapi_proxy_lib", reason="the extra `serve` is not installed")
-
 from integration.engines import ENGINES
 from integration.engines.base import REPOSITORY, EngineKind, Launch, events_of
 from integration.engines.ports import reserve_port
@@ -205,14 +203,18 @@ def test_control_routes_are_not_reached(served: Served) -> None:
 
 def test_metrics_have_the_model_as_a_label(served: Served, tokens: dict[str, list[int]]) -> None:
     scrape = Scrape(served.http.get("/metrics").text)
-    assert scrape.present("serve_engine_up", "model") == set(NAMES)
+    assert {labels["model"]: value for labels, value in scrape.samples("serve_engine_up")} == dict.fromkeys(NAMES, 1.0)
     assert {labels["model"] for labels, _ in scrape.samples("admitting")} == set(NAMES)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
+    tokens = 1500
     served.generate("first")
-    body = served.body("first", 1500, stream=stream)
+    start = time.monotonic()
+    assert served.post("first", tokens).status_code == 200
+    whole_s = time.monotonic() - start
+    body = served.body("first", tokens, stream=stream)
 
     def ask() -> None:
         with suppress(httpx.HTTPError):
@@ -222,7 +224,8 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> 
                         return
 
     leaves = threading.Event()
-    with http_client(f"http://127.0.0.1:{served.port}", "", 3) as impatient:
+    start = time.monotonic()
+    with http_client(f"http://127.0.0.1:{served.port}", "", whole_s / 10) as impatient:
         if stream:
             asking = threading.Thread(target=ask)
             asking.start()
@@ -232,9 +235,8 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> 
         else:
             with pytest.raises(httpx.ReadTimeout):
                 impatient.post(served.kind.generation_route, json=body)
-    start = time.monotonic()
     wait_until(lambda: served.running("first") == 0, "the request has ended", AT_ONCE_S)
-    assert time.monotonic() - start < AT_ONCE_S
+    assert time.monotonic() - start < whole_s * 0.6, f"it has run to its end, which takes {whole_s} s"
 
 
 def test_an_engine_that_dies_is_named_and_comes_back_while_the_other_serves(

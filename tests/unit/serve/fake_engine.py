@@ -1,6 +1,8 @@
 """A process in place of an engine's server: it answers as the tests' files in its folder say.
 
 python fake_engine.py FOLDER ARGUMENTS...
+
+A file `status-NAME` in the folder holds the status of all paths that end with NAME.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ class Handler(BaseHTTPRequestHandler):
             "/health": "",
             "/metrics": '# TYPE x gauge\nx{a="b"} 1.0\n',
         }
-        self._answer(200 if self.path in answers else 404, answers.get(self.path, ""))
+        self._answer(self._status(200 if self.path in answers else 404), answers.get(self.path, ""))
 
     def do_POST(self) -> None:
         if self.path == "/exit":
             os._exit(3)
-        self._answer(200, "{}")
+        self._answer(self._status(200), "{}")
+
+    def _status(self, usual: int) -> int:
+        file = FOLDER / f"status-{self.path.rpartition('/')[2]}"
+        return int(file.read_text()) if file.exists() else usual
 
     def _answer(self, status: int, body: str) -> None:
         (FOLDER / "key").write_text(self.headers.get("Authorization", ""))
@@ -50,6 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
 (FOLDER / "arguments").write_text(json.dumps(arguments))
 (FOLDER / "key-variable").write_text(os.environ.get("VLLM_API_KEY", ""))
+(FOLDER / "stdin").write_text(str(Path("/proc/self/fd/0").readlink()))
 if (FOLDER / "fails").exists():
     sys.exit(7)
 # Like an engine's core, it outlives its parent if nobody ends it; it is in a session of its own.

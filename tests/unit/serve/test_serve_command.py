@@ -24,13 +24,11 @@ from rl_memory_plugins import cli
 from rl_memory_plugins.serve import command
 from rl_memory_plugins.serve.processes import alive
 
-pytest.importorskip("fastapi_proxy_lib", reason="the extra `serve` is not installed")
-
 
 class Running:
     """The command, with two models."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, before: tuple[str, ...] = ()) -> None:
         self.folders = [folder / name for name in ("a", "b")]
         with ExitStack() as stack:
             probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
@@ -46,7 +44,7 @@ class Running:
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rl_memory_plugins", "serve", str(self.file), "--port", str(self.port)],
+                [*before, sys.executable, "-m", "rl_memory_plugins", "serve", str(self.file), "--port", str(self.port)],
                 stderr=log,
                 env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": path()},
             )
@@ -66,8 +64,8 @@ def path() -> str:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path)
+def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path, getattr(request, "param", ()))
     try:
         wait_until(running.is_healthy, "both engines have started")
         yield running
@@ -77,13 +75,21 @@ def running(tmp_path: Path) -> Iterator[Running]:
         running.process.wait(60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_stops_all(running: Running, number: signal.Signals) -> None:
     left = [process for engine in running.engines() for process in (engine, *engine.children(recursive=True))]
     assert len(left) == 4
     running.process.send_signal(number)
     assert running.process.wait(60) == 0, running.log.read_text()
     assert not alive(left)
+
+
+@pytest.mark.parametrize("running", [("nohup",)], indirect=True)
+def test_nohup_keeps_it_running(running: Running) -> None:
+    running.process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.process.wait(1)
+    assert running.is_healthy() and len(running.engines()) == 2
 
 
 def test_an_engine_that_ends_is_named_and_starts_again(running: Running) -> None:

@@ -12,8 +12,6 @@ import httpx
 import pytest
 import uvicorn
 
-pytest.importorskip("fastapi_proxy_lib", reason="the extra `serve` is not installed")
-
 from rl_memory_plugins.errors import EngineLostError, RLMemoryError
 from rl_memory_plugins.serve.front import build_front
 from rl_memory_plugins.serve.passing import proxying_client
@@ -34,6 +32,8 @@ class Engine:
         self.left = 0
         self.go = asyncio.Event()  # ends an answer, or sends its next part
         self.breaks = False
+        self.headers: list[tuple[bytes, bytes]] = []  # more ones of its answers
+        self.together: Callable[[], Coroutine[Any, Any, None]] | None = None  # of questions that must be asked at once
 
     def refusal(self) -> RLMemoryError | None:
         return self.refused
@@ -41,13 +41,20 @@ class Engine:
     def lost(self, why: str) -> EngineLostError:
         return EngineLostError(f"model {self.name!r}: {why}", engine=self.name)
 
+    async def _meet(self) -> None:
+        if self.together is not None:
+            await self.together()
+
     async def state(self) -> str:
+        await self._meet()
         return "down" if self.refused else "asleep"
 
     async def is_healthy(self) -> bool:
+        await self._meet()
         return self.healthy
 
     async def metrics(self) -> str:
+        await self._meet()
         return "# TYPE x gauge\nx 1.0\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -75,7 +82,7 @@ class Engine:
             leaving.cancel()
 
     async def _start(self, send: Any, kind: bytes) -> None:
-        headers = [(b"content-type", kind), (b"x-weight-version", b"step-1")]
+        headers = [(b"content-type", kind), (b"x-weight-version", b"step-1"), *self.headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _may_go(self, leaving: asyncio.Future[Any]) -> bool:
@@ -137,6 +144,57 @@ def test_a_request_reaches_the_engine_of_its_model_as_it_is() -> None:
         assert (path, sent, query) == (CHAT, body, b"q=1&q=2")
         assert (headers[b"authorization"], headers[b"x-own"]) == (b"Bearer k", b"1")
         assert headers[b"x-forwarded-for"] == b"127.0.0.1"  # control routes see that a proxy has sent it
+
+    run(scenario)
+
+
+def test_headers_of_the_request_that_are_of_one_connection_are_not_passed_on() -> None:
+    async def scenario(client: httpx.AsyncClient, a: Engine, b: Engine) -> None:
+        given = {"connection": "keep-alive, X-Once", "x-once": "1", "keep-alive": "5", "te": "trailers", "x-own": "1"}
+        answer = await client.post(CHAT, content=b'{"model": "a"}', headers={**given, "accept-encoding": "identity"})
+        assert answer.status_code == 200
+        [(_, _, headers, _)] = a.asked
+        assert not {b"x-once", b"keep-alive", b"te"} & {*headers} and headers[b"x-own"] == b"1"
+        assert headers[b"host"] == a.url.removeprefix("http://").encode()
+        assert (headers[b"accept-encoding"], headers[b"content-length"]) == (b"identity", b"14")
+
+    run(scenario)
+
+
+def test_a_request_gets_no_headers_that_its_client_has_not_sent() -> None:
+    async def scenario(client: httpx.AsyncClient, a: Engine, b: Engine) -> None:
+        for name in ("accept-encoding", "user-agent", "accept"):
+            del client.headers[name]
+        assert (await client.post(CHAT, json={"model": "a"})).status_code == 200
+        [(_, _, headers, _)] = a.asked
+        assert not {b"accept-encoding", b"user-agent", b"accept"} & {*headers}
+
+    run(scenario)
+
+
+def test_headers_of_the_answer_pass_as_they_are_but_for_those_of_one_connection() -> None:
+    async def scenario(client: httpx.AsyncClient, a: Engine, b: Engine) -> None:
+        a.headers = [
+            *((b"set-cookie", b"a=1"), (b"set-cookie", b"b=2"), (b"x-name", "Zoë 東".encode())),
+            *((b"connection", b"x-once"), (b"x-once", b"1"), (b"keep-alive", b"timeout=5"), (b"upgrade", b"h2c")),
+        ]
+        for _ in range(3):
+            answer = await client.post(CHAT, json={"model": "a"})
+            assert (answer.status_code, answer.content) == (200, b"{}")
+            raw = [(name.lower(), value) for name, value in answer.headers.raw]
+            assert [value for name, value in raw if name == b"set-cookie"] == [b"a=1", b"b=2"]
+            assert (b"x-name", "Zoë 東".encode()) in raw
+            assert not {b"x-once", b"keep-alive", b"upgrade"} & {name for name, _ in raw}
+
+    run(scenario)
+
+
+def test_an_answer_keeps_its_length_and_its_encoding() -> None:
+    async def scenario(client: httpx.AsyncClient, a: Engine, b: Engine) -> None:
+        a.headers = [(b"content-length", b"2"), (b"content-encoding", b"own")]
+        answer = await client.post(CHAT, json={"model": "a"})
+        assert (answer.headers["content-length"], answer.headers["content-encoding"]) == ("2", "own")
+        assert answer.content == b"{}"
 
     run(scenario)
 
@@ -254,6 +312,23 @@ def test_metrics_have_all_models() -> None:
         answer = await client.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain")
         assert {'x{model="a"} 1.0', 'x{model="b"} 1.0'} <= set(answer.text.splitlines())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_all_questions_to_the_engines_are_asked_at_once(path: str) -> None:
+    async def scenario(client: httpx.AsyncClient, a: Engine, b: Engine) -> None:
+        asked, all_asked = [], asyncio.Event()
+
+        async def together() -> None:
+            asked.append(path)
+            if len(asked) == 4:  # two of each engine
+                all_asked.set()
+            await all_asked.wait()
+
+        a.together = b.together = together
+        assert (await client.get(path, timeout=60)).status_code == 200
 
     run(scenario)
 

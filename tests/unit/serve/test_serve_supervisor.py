@@ -35,6 +35,8 @@ class Engine:
         self.delays: list[float] = []
         self.may_start, self.dies = asyncio.Event(), asyncio.Event()
         self.fails = 0  # the next starts
+        self.raises = 0  # the next starts
+        self.wakes_that_fail = 0
         self.free_in_start: list[bool] = []
         self.free_in_warm_up: list[bool] = []
         self.taken: list[set[str]] = []
@@ -45,6 +47,9 @@ class Engine:
         self.taken.append({*taken})
         self.free_in_start.append(is_free(self._device))
         await self.may_start.wait()
+        if self.raises:
+            self.raises -= 1
+            raise ValueError("illegal environment variable name")
         if self.fails:
             self.fails -= 1
             return False
@@ -62,11 +67,16 @@ class Engine:
     async def stop(self) -> None:
         self._calls.append(f"{self.name} stops")
 
-    def rests(self, delay_s: float) -> None:
+    def rests(self, delay_s: float, why: str = "") -> None:
         self.delays.append(delay_s)
+        self.end = why or "ended"
 
-    async def wake_up(self) -> None:
+    async def wake_up(self) -> str:
+        if self.wakes_that_fail:
+            self.wakes_that_fail -= 1
+            return "409: no turn"
         self._calls.append(f"{self.name} wakes")
+        return ""
 
 
 def is_free(device: str) -> bool:
@@ -188,5 +198,104 @@ def test_engines_on_other_gpus_do_not_wait_for_each_other_when_they_start_again(
             first.dies.set()
             await until(lambda: calls.count("a has started") == 2)
             busy.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_of_a_start_is_logged_and_the_engine_starts_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        calls: list[str] = []
+        first, second = (Engine(name, calls) for name in "ab")
+        first.may_start.set()
+        second.may_start.set()
+        second.raises = 2
+        async with Supervisor([first, second]):
+            await until(lambda: "a wakes" in calls)  # it waits for a start of each, also for one that fails
+            await until(lambda: "b has started" in calls)
+        assert second.delays == [0.01, 0.02]
+        assert calls.count("b stops") == 3
+
+    asyncio.run(main())
+    assert "Traceback" in caplog.text
+    assert "model 'b': its engine was stopped after ValueError: illegal environment variable name" in caplog.text
+
+
+def test_the_lease_itself_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [OSError("too many open files")]
+
+    class Lease(GpuLease):
+        def __init__(self, devices: Collection[str]) -> None:
+            if left:
+                raise left.pop()
+            super().__init__(devices)
+
+    async def main() -> None:
+        calls: list[str] = []
+        first, second = (Engine(name, calls) for name in "ab")
+        first.may_start.set()
+        second.may_start.set()
+        monkeypatch.setattr(supervisor, "GpuLease", Lease)
+        async with Supervisor([first, second]):
+            await until(lambda: "b has started" in calls)
+
+    asyncio.run(main())
+    assert not left
+
+
+def test_a_first_wake_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        calls: list[str] = []
+        engine = Engine("a", calls)
+        engine.may_start.set()
+        engine.wakes_that_fail = 2
+        async with Supervisor([engine]):
+            await until(lambda: "a wakes" in calls)
+
+    asyncio.run(main())
+    assert caplog.text.count("model 'a': its engine could not wake: 409: no turn") == 2
+
+
+def test_a_stop_that_fails_does_not_keep_the_others_from_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        calls: list[str] = []
+
+        class Stuck(Engine):
+            async def stop(self) -> None:
+                raise PermissionError("not allowed")
+
+        class Slow(Engine):
+            async def stop(self) -> None:
+                await asyncio.sleep(0.05)
+                await super().stop()
+
+        async with Supervisor([Stuck("a", calls), Slow("b", calls)]):
+            pass
+        assert calls[-1] == "b stops"
+
+    asyncio.run(main())
+    assert "model 'a': its engine could not be stopped" in caplog.text
+
+
+def test_an_engine_that_waits_for_a_turn_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "SAY_S", 0.05)
+    caplog.set_level("INFO")
+    said = "model 'b': its engine waits for the turn of 'a' or another process to end"
+
+    async def main() -> None:
+        calls: list[str] = []
+        first, second = (Engine(name, calls) for name in "ab")
+        holds = GpuLease(["gpu"])
+        assert await holds.acquire(1)
+        async with Supervisor([first, second]):
+            first.may_start.set()
+            await until(lambda: caplog.text.count(said) >= 2)
+            holds.release()
+            await until(lambda: "b starts" in calls)
+            count = caplog.text.count(said)
+            await asyncio.sleep(0.2)
+            assert caplog.text.count(said) == count
+        holds.close()
 
     asyncio.run(main())

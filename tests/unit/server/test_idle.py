@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -15,9 +16,16 @@ from fastapi import FastAPI
 
 from rl_memory_plugins.commands import AnyCommand, Sleep, Transition, WakeUp
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.errors import DeviceMemoryError, EngineAsleepError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import (
+    DeviceMemoryError,
+    EngineAsleepError,
+    HostMemoryError,
+    StateConflictError,
+    UnsupportedError,
+)
 from rl_memory_plugins.observing import Observer, tries_again
 from rl_memory_plugins.records import EngineStatus, Reply
+from rl_memory_plugins.server import idle
 from rl_memory_plugins.server.attach import attach
 from rl_memory_plugins.server.idle import IdleEngine
 
@@ -32,6 +40,8 @@ class Engine(FakeControl):
         self.elsewhere = False
         self.idle = False
         self.full = 0  # failures of the next wakes
+        self.no_room = 0  # failures of the next sleeps
+        self.failed_at: list[float] = []
 
     def status_now(self) -> list[EngineStatus]:
         [status] = super().status_now()
@@ -40,6 +50,10 @@ class Engine(FakeControl):
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         if isinstance(command, Sleep) and command.idle_s is not None and self.elsewhere:
             raise StateConflictError("not idle")
+        if isinstance(command, Sleep) and command.idle_s is not None and self.no_room:
+            self.no_room -= 1
+            self.failed_at.append(time.monotonic())
+            raise HostMemoryError("no room for the backup")
         if isinstance(command, WakeUp) and self.full:
             self.full -= 1
             raise DeviceMemoryError("another process holds the memory")
@@ -217,6 +231,35 @@ def test_a_wake_without_room_is_tried_again() -> None:
         assert (await server.post("/sleep")).status_code == 200
         assert (await server.post("/wake_up")).status_code == 507
         assert tried == [True, True, False], "a caller's wake is not"
+
+    served(engine, scenario)
+
+
+def test_a_sleep_without_room_is_tried_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(idle, "LOOK_S", 0.1)
+    engine = Engine(0.05, 20)
+    engine.no_room = 4
+
+    async def scenario(server: Server) -> None:
+        await until(lambda: engine.idle)
+        pauses = [after - before for before, after in pairwise(engine.failed_at)]
+        assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True))
+
+    served(engine, scenario)
+    assert caplog.text.count("the engine could not fall asleep") == 4
+    assert "Traceback" not in caplog.text
+
+
+def test_a_sleep_that_failed_keeps_no_request_waiting() -> None:
+    engine = Engine(0.05, 20)
+    engine.no_room = 1
+
+    async def scenario(server: Server) -> None:
+        await until(lambda: engine.failed_at)
+        assert (await server.post()).status_code == 200
+        assert not engine.idle
 
     served(engine, scenario)
 
