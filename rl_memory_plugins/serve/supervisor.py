@@ -26,7 +26,7 @@ SAY_S = 60.0
 """An engine that waits for its turn says so at once, and then after each such time."""
 
 FIRST_WAKES = 8
-"""The first engine is woken at most so often, in two minutes. Then only a request wakes it."""
+"""The first engine is woken at most so often. Then only a request wakes it."""
 
 STEADY_S = 600.0
 """An engine that has run for so long starts again after the first delay."""
