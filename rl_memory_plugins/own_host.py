@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+from pathlib import Path
 
 from rl_memory_plugins.extras import needs
+
+
+def host_id() -> str:
+    """The same for two processes only if they share this host, its network and its files.
+
+    They then reach each other by a Unix socket or the loopback interface. Containers of one host may not.
+    """
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found += [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "mnt")]
+    return " ".join(found)
 
 
 def is_loopback(host: str) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.sender import close_iterator
 from rl_memory_plugins.weights.shards import Layout
-from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, ShardedSource, TensorSource
+from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,8 @@ class Once:
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
+        self._sharded = as_sharded(source)
+        self._leaves_out = False
         self._tensors: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def specs(self) -> list[TensorSpec]:
@@ -41,18 +44,19 @@ class Once:
 
     @property
     def gathered(self) -> int | None:
-        return self._source.gathered if isinstance(self._source, ShardedSource) else None
+        return None if self._sharded is None else self._sharded.gathered
 
     def layouts(self) -> list[Layout | None] | None:
-        return self._source.layouts() if isinstance(self._source, ShardedSource) else None
+        return None if self._sharded is None else self._sharded.layouts()
 
     def leave_out(self, names: Collection[str]) -> None:
-        assert isinstance(self._source, ShardedSource)
-        self._source.leave_out(names)
+        assert self._sharded is not None
+        self._leaves_out = True
+        self._sharded.leave_out(names)
 
     def held(self, name: str) -> torch.Tensor:
-        assert isinstance(self._source, ShardedSource)
-        return self._source.held(name)
+        assert self._sharded is not None
+        return self._sharded.held(name)
 
     def drain(self) -> None:
         """Take part in the remaining gathers."""
@@ -62,3 +66,6 @@ class Once:
     def close(self) -> None:
         """End the iteration, and with it the gathers."""
         close_iterator(self._tensors)
+        if self._leaves_out and self._sharded is not None:
+            self._sharded.leave_out(())
+            self._leaves_out = False

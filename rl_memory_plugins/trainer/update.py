@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.own_host import host_id
 from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.engine_handle import Post, as_engines, post_adapter_of, post_update_of
 from rl_memory_plugins.trainer.once import Once
@@ -26,6 +27,7 @@ from rl_memory_plugins.weights.answers import Findings, of_senders
 from rl_memory_plugins.weights.buffers import SENT
 from rl_memory_plugins.weights.division import Division, Need, Share, decide
 from rl_memory_plugins.weights.manifest import Manifest, manifest_error
+from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
 from rl_memory_plugins.weights.shards import Layout, Layouts
 from rl_memory_plugins.weights.source import ShardedSource, TensorSource
@@ -46,6 +48,7 @@ def push_from_all(
     adapter: Adapter | None = None,
     on_failure: str = "abort",
     base_version: str | None = None,
+    shards: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Update all engines. All trainer processes call the function, and it succeeds on all or fails on all.
@@ -58,6 +61,8 @@ def push_from_all(
     manifest. If a receiver fails, its sender continues to gather, so that no other process hangs. If the source fails
     on one process during its collectives, the other processes wait until the process group of the source times out,
     and then fail.
+
+    With `shards=True` each process sends what it holds, and nothing is gathered, where that can be done.
 
     Args:
         engines: The engines that this process controls; see `RolloutHandoff`. Each engine belongs to one process.
@@ -77,14 +82,19 @@ def push_from_all(
         base_version: The version that the weights of the engines must have. An engine with another one refuses the
             update before anything is sent. A partial update with `on_failure="continue"` needs it: an engine that was
             away would mix two versions.
+        shards: Send shards from where they lie, with each process at its own addresses; the same on every process. An
+            update for which that cannot be done gathers as without it, and `sent_from_shards` of the report is 0:
+            docs/several-machines.md has the cases. Needs `transport` or `advertise`.
         **options: Options of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
-    Returns: the sender's report of this process (`receivers` is empty if it did not send), and under `engines` the
-        answers of the engines that it controls, `None` for one that has failed. Under `failed`, with
+    Returns: the sender's report of this process, and under `engines` the answers of the engines that it controls,
+        `None` for one that has failed. `receivers` has the engine ranks that connect to this process first: it may be
+        empty although this process has sent them its shards (`sent_from_shards`, in bytes). Under `failed`, with
         `on_failure="continue"`, an `EngineFailure` for each engine of any process that has failed.
 
     Raises:
-        InvalidRequestError: `on_failure` is unknown, or a partial update that may continue names no `base_version`.
+        InvalidRequestError: `on_failure` is unknown, a partial update that may continue names no `base_version`, or
+            processes that send shards have different `bucket_bytes` or `slots`.
         RLMemoryError: on every process the most specific error; see `Peers.share`. If an engine may have changed,
             `details["engines"]` has an `Outcome` for each engine, as a dict.
     """
@@ -121,7 +131,8 @@ def push_from_all(
         for device in devices
         if server_of(device, controller, sites) == peers.rank
     ]
-    begin = _Begin(peers, may_divide=peers.size > 1 and isinstance(source, ShardedSource) and _may_be_sent(options))
+    may_divide = shards and peers.size > 1 and as_sharded(source) is not None and _may_be_sent(options)
+    begin = _Begin(peers, may_divide=may_divide)
     sender: WeightSender | None = None
     report: dict[str, Any] = {}
     failure: Exception | None = None
@@ -196,13 +207,14 @@ def require_options(options: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequestError: an option is unknown or has a bad value.
     """
-    allowed = {"draft", "partial", *inspect.signature(WeightSender).parameters} - {"receivers", "token", "senders"}
+    of_update = {"draft", "partial", "shards"}
+    allowed = of_update | inspect.signature(WeightSender).parameters.keys() - {"receivers", "token", "senders"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
         raise InvalidRequestError(
             f"unknown options of a weight update: {', '.join(unknown)}", got=unknown, allowed=sorted(allowed)
         )
-    of_sender = options.keys() - {"draft", "partial"}
+    of_sender = options.keys() - of_update
     sender = {name: options[name] for name in of_sender if options[name] is not None}
     WeightSender(**sender).close()
 
@@ -306,16 +318,22 @@ class _Begin:
     def divide(
         self, manifest: Manifest, source: ShardedSource, needs: list[Need], places: list[str]
     ) -> Division | None:
-        """See `Senders`. All processes call it, once all have settled."""
+        """See `Senders`. All processes call it, once all have settled.
+
+        Raises:
+            InvalidRequestError: see `decide`. On all processes.
+        """
         if not self.may_divide:
             return None
 
         def own() -> Share:
             each = source.layouts()
             layouts = None if each is None else Layouts.made_of(self._among_peers(one) for one in each)
-            return Share(manifest.digest(), layouts, needs, places)
+            return Share(manifest.digest(), layouts, needs, places, host_id(), manifest.bucket_bytes, manifest.slots)
 
+        self.agreed = False  # an error reaches all processes here, and none of them gathers
         division = decide(self.peers.agree(own, as_type=Share), self.peers.rank)
+        self.agreed = True
         if division is not None:
             left_out = zip(division.layouts.of, manifest.tensors, strict=True)
             source.leave_out({spec.name for number, spec in left_out if number >= 0})

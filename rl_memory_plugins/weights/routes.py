@@ -117,7 +117,6 @@ class Routes:
                 gpus,
                 self._source_gpu,
                 local=rank.connection.is_local,
-                encrypted=rank.connection.is_encrypted,
             )
 
     def assign(self, rank: ConnectedRank) -> Route:
@@ -184,8 +183,6 @@ class Routes:
         if self._own_gpu == rank.device:
             raise UnsupportedError("NCCL does not join two processes on one GPU")
         over_nccl.require(rank.nccl)
-        if self._transport == "auto" and rank.device in joining.UNJOINED:
-            raise UnsupportedError(f"an earlier update could not use it: {joining.UNJOINED[rank.device]}")
 
     def _staging(self, device: str, stable: bool) -> CudaStaging:
         """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
@@ -312,7 +309,6 @@ def candidate_transports(
     source_gpu: str | None,
     *,
     local: bool = True,
-    encrypted: bool = False,
 ) -> list[str]:
     """The transports to try for a rank, the best first.
 
@@ -322,16 +318,16 @@ def candidate_transports(
         gpus: The GPUs that this process can use.
         source_gpu: The GPU that holds all tensors; `None` if they are spread or on the host.
         local: Whether the rank has connected over a Unix socket.
-        encrypted: Whether it has connected over TLS, which NCCL would go around.
     """
     if wanted != "auto":
         return [wanted]
     found = ["cuda_direct"] if device == source_gpu and local else []
     found += ["cuda_ipc"] if device in gpus else []
-    on_gpu = device.startswith(("GPU-", "MIG-"))
     if not local:
-        return [*found, "nccl", "tcp"] if on_gpu and not encrypted else [*found, "tcp"]
-    return [*found, "shm_pinned", "shm"] if on_gpu else ["shm"]
+        # Not `nccl`: it connects two GPUs only at their first transfer. Where it cannot, e.g. for want of a link or an
+        # open port, the update would fail after the offer, and not fall back to TCP. No two hosts have run it.
+        return [*found, "tcp"]
+    return [*found, "shm_pinned", "shm"] if device.startswith(("GPU-", "MIG-")) else ["shm"]
 
 
 def _current_gpu(gpus: Mapping[str, int]) -> str | None:

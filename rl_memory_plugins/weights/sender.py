@@ -23,13 +23,13 @@ from rl_memory_plugins.weights.doors import Advertise
 from rl_memory_plugins.weights.links import await_slot, send_bytes
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, manifest_error
+from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.parts import Parts
 from rl_memory_plugins.weights.routes import Route, Routes
 from rl_memory_plugins.weights.slices import Slice
 from rl_memory_plugins.weights.source import (
     NegotiableSource,
     ResidentSource,
-    ShardedSource,
     StableSource,
     TensorSource,
     next_tensor,
@@ -38,6 +38,8 @@ from rl_memory_plugins.weights.tls import Tls
 
 if TYPE_CHECKING:
     import torch
+
+    from rl_memory_plugins.weights.source import ShardedSource
 
 DEFAULT_BUCKET_BYTES = 1 << 30
 
@@ -178,7 +180,8 @@ class WeightSender:
             )
             answers, buckets, slices = self._offer(manifest, routes)
             unused = self._require_accepted(answers)
-            parts = self._divide(manifest, routes, source, answers)
+            sharded = as_sharded(source)
+            parts = None if sharded is None else self._divide(manifest, routes, sharded, answers)
             if parts is None:
                 routes.cut(slices, buckets)
                 tensors = source.tensors()
@@ -203,7 +206,7 @@ class WeightSender:
                 "seconds": self._seconds,
                 "receivers": [message.report for _, message in done if message.report],
                 "sent_from_shards": 0 if parts is None else parts.sent_bytes,
-                "gathered": source.gathered if isinstance(source, ShardedSource) else None,
+                "gathered": None if sharded is None else sharded.gathered,
             }
             routes.close()
             return report
@@ -270,20 +273,13 @@ class WeightSender:
         self,
         manifest: Manifest,
         routes: Routes,
-        source: TensorSource,
+        source: ShardedSource,
         answers: Sequence[tuple[ConnectedRank, wire.Answer]],
     ) -> Parts | None:
         """Decide with the other senders whether all send their shards. `None`: each process sends whole tensors."""
-        if not isinstance(source, ShardedSource):
-            return None
         order = {rank: number for number, rank in enumerate(self._listener.ranks)}
-
-        def may(rank: ConnectedRank, answer: wire.Accept) -> bool:
-            """No GPU has sent shards over NCCL, so that it must be named."""
-            return answer.divisible and not (rank.candidate_transports[0] == "nccl" and self._transport == "auto")
-
         needs = [
-            Need(rank.candidate_transports[0], answer.slices, may(rank, answer))
+            Need(rank.candidate_transports[0], answer.slices, answer.divisible)
             for rank, answer in sorted(answers, key=lambda one: order[one[0]])
             if isinstance(answer, wire.Accept)
         ]

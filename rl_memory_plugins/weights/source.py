@@ -79,6 +79,8 @@ class NegotiableSource(TensorSource, Protocol):
 class ShardedSource(TensorSource, Protocol):
     """A source of tensors that lie in parts in several processes.
 
+    It says nothing about a subclass with `specs` or `tensors` of its own and no `held`.
+
     Attributes:
         gathered: The bytes of the tensors that the last iteration has gathered; `None` if that is not known.
     """
@@ -89,11 +91,14 @@ class ShardedSource(TensorSource, Protocol):
     def layouts(self) -> list[Layout | None] | None:
         """For each tensor of `specs` how it lies over the ranks of `torch.distributed`; `None` if it must be gathered.
 
-        Only this process need know its layouts. `None` if no tensor has one.
+        Only this process need know its layouts. `None` if no tensor has one. All processes call it in step.
         """
 
     def leave_out(self, names: Collection[str]) -> None:
-        """The next `tensors()` does not yield these, and gathers none of them."""
+        """The next `tensors()` does not yield these, and gathers none of them: `held` has them until the next call.
+
+        At the end of an update it is called without names.
+        """
 
     def held(self, name: str) -> torch.Tensor:
         """What this process holds of a tensor, in the dtype in which it is sent. It does not change in the update."""

@@ -210,11 +210,6 @@ class Connection:
         return bool(poll.poll(0))
 
     @property
-    def is_encrypted(self) -> bool:
-        """Whether TLS protects this connection."""
-        return isinstance(self._sock, ssl.SSLSocket)
-
-    @property
     def has_decrypted(self) -> bool:
         """Whether bytes wait in this process, where no selector sees them."""
         return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0

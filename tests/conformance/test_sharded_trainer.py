@@ -13,6 +13,7 @@ from tests.conformance.trainers import BUCKET_BYTES
 from tests.sharded_trainer import ShardedTrainer
 
 PATIENCE_S = 60.0  # the processes may have just started, on a busy machine
+SHARDS = {"shards": True, "bucket_bytes": BUCKET_BYTES}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def trainer(running_server: Server, tmp_path_factory: pytest.TempPathFactory) ->
 def test_the_processes_of_a_trainer_send_their_shards(
     server: Server, weights: Weights, trainer: ShardedTrainer, transport: str
 ) -> None:
-    options = {"transport": transport, "bucket_bytes": BUCKET_BYTES, "timeout_s": PATIENCE_S}
+    options = {**SHARDS, "transport": transport, "timeout_s": PATIENCE_S}
     for seed, model in ((OTHER_SEED, weights.other), (SEED, weights.first), (OTHER_SEED, weights.other)):
         zero, one = trainer.update(seed, **options, weight_version=str(seed))
         assert zero["collectives"] == one["collectives"] == []
@@ -55,7 +56,7 @@ def test_a_process_that_dies_or_stalls(
 ) -> None:
     if server.launch.ranks_of_engine < 2:
         pytest.skip("with two ranks: each start of the trainer takes seconds")
-    options = {"transport": "tcp", "bucket_bytes": BUCKET_BYTES, "timeout_s": 5.0}
+    options = {**SHARDS, "transport": "tcp", "timeout_s": 5.0}
     for one in range(2):
         trainer.ask(one, OTHER_SEED, fault if one == rank else None, **options)
     try:

@@ -17,6 +17,7 @@ from rl_memory_plugins.trainer.sources.megatron_layouts import FusedQKV, GateUp,
 from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing
 from rl_memory_plugins.weights import shards
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.overrides import still_holds
 from rl_memory_plugins.weights.source import name_of
 
 __all__ = ["FusedQKV", "GateUp", "Layout", "MegatronSource", "NameMap", "Parted", "Replicated", "Split"]
@@ -37,8 +38,14 @@ class _Entry(NamedTuple):
     dtype: str  # torch's name of the parameter's dtype
     sharded: bool  # over the tensor-parallel ranks
     holders: tuple[int, ...]  # the owner's tensor-parallel ranks, in the whole world
+
+
+class _Cut(NamedTuple):
+    """How the tensors of an entry are cut into parts."""
+
+    names: tuple[str, ...]  # of the entry
     dim: int  # see `Parted`
-    lengths: tuple[int, ...]  # of the parts of these tensors along `dim`; none if the layout has no `parts`
+    lengths: tuple[int, ...]  # of the parts of these tensors along `dim`; none if only a merge makes the tensors
 
 
 class MegatronSource:
@@ -87,11 +94,14 @@ class MegatronSource:
         self._own: dict[tuple[str, ...], tuple[str, Layout]] = {}  # names of an entry: this rank's name, and the layout
         self._entries = self._plan(name_map)
         self._by_name = {name: entry for entry in self._entries for name in entry.names}
+        self._cuts: dict[tuple[str, ...], _Cut] | None = None  # by the names of the entry; see `layouts`
+        self._gathered = 0
         self._left_out: Collection[str] = ()
+        self._current: Mapping[str, torch.Tensor] = {}  # the parameters, while `held` reads them
         self._parts: tuple[tuple[str, ...], list[torch.Tensor]] | None = None  # of the entry that `held` read last
 
     def specs(self) -> list[TensorSpec]:
-        self._left_out, self._parts = (), None
+        self.leave_out(())
         return self._specs()
 
     def _specs(self) -> list[TensorSpec]:
@@ -103,6 +113,12 @@ class MegatronSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = self._named()
+        of_specs = [entry for entry in self._entries for _ in entry.names]
+        self._gathered = sum(
+            spec.nbytes
+            for spec, entry in zip(self._specs(), of_specs, strict=True)
+            if spec.name not in self._left_out and self._is_apart(entry)
+        )
         for entry in self._entries:
             if entry.names[0] in self._left_out:  # all names of an entry are
                 continue
@@ -118,24 +134,18 @@ class MegatronSource:
     @property
     def gathered(self) -> int:
         """See `weights.source.ShardedSource`. What stages broadcast counts too."""
-        of_specs = [entry for entry in self._entries for _ in entry.names]
-        return sum(
-            spec.nbytes
-            for spec, entry in zip(self._specs(), of_specs, strict=True)
-            if spec.name not in self._left_out and self._is_apart(entry)
-        )
+        return self._gathered
 
     def layouts(self) -> list[shards.Layout | None] | None:
-        """See `weights.source.ShardedSource`."""
-        found = [
-            self._layout(entry, shape, length)
-            for entry in self._entries
-            for shape, length in zip(entry.shapes, entry.lengths or [0] * len(entry.shapes), strict=True)
-        ]
+        """See `weights.source.ShardedSource`. All ranks must call it together: the first call tells all stages."""
+        if self._cuts is None:
+            self._cuts = self._find_cuts()
+        found = [self._layout(entry, number) for entry in self._entries for number in range(len(entry.names))]
         return found if any(found) else None
 
     def leave_out(self, names: Collection[str]) -> None:
-        self._left_out = frozenset(names)
+        self._left_out, self._parts = frozenset(names), None
+        self._current = self._named() if names else {}
 
     def held(self, name: str) -> torch.Tensor:
         entry = self._by_name[name]
@@ -143,30 +153,57 @@ class MegatronSource:
             self._parts = None
             local, layout = self._own[entry.names]
             assert isinstance(layout, Parted)
-            shard = self._outgoing.cast(entry.names[0], host_view(self._named()[local].detach()))
+            shard = self._outgoing.cast(entry.names[0], host_view(self._current[local].detach()))
             self._parts = entry.names, layout.parts(shard, self._tp_size if layout.sharded else 1)
         number = entry.names.index(name)
-        whole = self._layout(entry, entry.shapes[number], entry.lengths[number])
+        whole, part = self._layout(entry, number), self._parts[1][number]
         box = None if whole is None else whole.box(_own_rank())
-        part = self._parts[1][number]
-        return part if box is None else part.narrow(entry.dim, 0, box[entry.dim][1])  # without the padding
+        if box is None or self._cuts is None:
+            return part
+        dim = self._cuts[entry.names].dim
+        return part.narrow(dim, 0, box[dim][1])  # without the padding
 
     def _is_apart(self, entry: _Entry) -> bool:
         """Whether ranks lack something of the entry."""
         return self._pp_group is not None or (entry.sharded and self._tp_size > 1)
 
-    def _layout(self, entry: _Entry, shape: tuple[int, ...], length: int) -> shards.Layout | None:
+    def _layout(self, entry: _Entry, number: int) -> shards.Layout | None:
         """How a tensor of an entry lies over the ranks; `None` if every rank has it, or only a merge makes it."""
-        if not (entry.lengths and shape and self._is_apart(entry)):
+        cut = None if self._cuts is None else self._cuts.get(entry.names)
+        if cut is None or not cut.lengths or not self._is_apart(entry):
             return None
+        shape, length, dim = entry.shapes[number], cut.lengths[number], cut.dim
         boxes = []
         holders = entry.holders if entry.sharded else entry.holders[:1]
-        for number in range(len(holders)):
-            first = min(number * length, shape[entry.dim])
+        for place in range(len(holders)):
+            first = min(place * length, shape[dim])
             box = [(0, extent) for extent in shape]
-            box[entry.dim] = first, min(length, shape[entry.dim] - first)
+            box[dim] = first, min(length, shape[dim] - first)
             boxes.append(tuple(box))
         return shards.Layout(tuple(holders), tuple(boxes))
+
+    def _find_cuts(self) -> dict[tuple[str, ...], _Cut]:
+        """The cuts of the entries of all stages, of each as its owner knows it.
+
+        Raises:
+            InvalidRequestError: a layout does not make as many parts as tensors; on all ranks of `pp_group`.
+        """
+
+        def own() -> list[_Cut]:
+            parameters = self._named()
+            return [self._cut(entry, parameters) for entry in self._entries if entry.owner == self._stage]
+
+        return {cut.names: cut for stage in _agree(self._pp_group, own, as_type=list[_Cut]) for cut in stage}
+
+    def _cut(self, entry: _Entry, parameters: Mapping[str, torch.Tensor]) -> _Cut:
+        local, layout = self._own[entry.names]
+        if not (isinstance(layout, Parted) and still_holds(layout, "parts", "merge") and all(entry.shapes)):
+            return _Cut(entry.names, 0, ())
+        shard = torch.empty(parameters[local].shape, device="meta")
+        parts = layout.parts(shard, self._tp_size if layout.sharded else 1)
+        if parts and len(parts) != len(entry.names):
+            raise InvalidRequestError(f"{local}: {layout} makes {len(parts)} parts of {len(entry.names)}", name=local)
+        return _Cut(entry.names, layout.dim, tuple(part.shape[layout.dim] for part in parts))
 
     @property
     def negotiable(self) -> bool:
@@ -241,12 +278,8 @@ class MegatronSource:
                         f"{local}: {layout} makes {len(shapes)} tensors, but name_map returns {list(names)}", name=local
                     )
                 self._own.setdefault(tuple(names), (local, layout))
-                dim, lengths = 0, ()
-                if isinstance(layout, Parted) and all(shapes):
-                    dim = layout.dim
-                    lengths = tuple(part.shape[dim] for part in layout.parts(meta, ranks))
                 dtype = name_of(tensor.dtype)
-                yield _Entry(self._stage, tuple(names), shapes, dtype, layout.sharded, self._tp_ranks(), dim, lengths)
+                yield _Entry(self._stage, tuple(names), shapes, dtype, layout.sharded, self._tp_ranks())
 
     def _tp_ranks(self) -> tuple[int, ...]:
         """The tensor-parallel ranks of this rank's stage, in the whole world."""

@@ -28,6 +28,8 @@ class Layout(Protocol):
 class Parted(Layout, Protocol):
     """A layout of which each shard is a part of each tensor by itself.
 
+    It says nothing about a subclass with a `merge` of its own and no `parts`.
+
     Attributes:
         dim: The dimension along which the parts of the ranks follow each other; all parts of a tensor are equally long.
     """
@@ -35,7 +37,10 @@ class Parted(Layout, Protocol):
     dim: int
 
     def parts(self, shard: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-        """The parts of the checkpoint's tensors that are in one shard of so many ranks. The result may be views."""
+        """The parts of the checkpoint's tensors that are in one shard of so many ranks. The result may be views.
+
+        Also called with a shard on the meta device. Without a result the tensors are gathered and merged.
+        """
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class FusedQKV:
         return self._split(torch.cat(shards), self.kv_heads)
 
     def parts(self, shard: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+        if self.kv_heads % ranks:  # a key-value head lies on several ranks
+            return []
         return self._split(shard, self.kv_heads // ranks)
 
     def _split(self, fused: torch.Tensor, kv_heads: int) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from rl_memory_plugins.trainer.sources.peft_names import base_names, warn_of_ada
 from rl_memory_plugins.trainer.sources.placements import is_sharded, layout_of
 from rl_memory_plugins.trainer.sources.saved import OfParameters, SavedForm, reversal_of
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.overrides import still_holds
 from rl_memory_plugins.weights.shards import Layout
 from rl_memory_plugins.weights.source import ReadingSource, TensorSource, named_tensors
 
@@ -57,7 +57,8 @@ class ModelSource:
         self._is_agreed = False  # an engine has taken the specs in this form
         self._sharded: dict[str, int] = {}  # names of tensors that lie in several processes, and their bytes as sent
         self._left_out: Collection[str] = ()  # those that `tensors` does not yield
-        self._parts: Mapping[str, Any] = {}  # the same; weak, so that none outlives its mapping between updates
+        self._parts: Mapping[str, Any] = {}  # the same; only during an update, so that none outlives its module
+        self._gathered = 0 if self._holds_tensors else None  # bytes, by the last `tensors`
 
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`.
@@ -89,8 +90,10 @@ class ModelSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         form, self._is_agreed = self._saved_form(), True
         named, self._listed = self._named(), None
+        left_out = self._left_out
+        if self._holds_tensors:
+            self._gathered = sum(nbytes for name, nbytes in self._sharded.items() if name not in left_out)
         if form is None:
-            left_out = self._left_out
             return gather_all([one for one in named if one[0] not in left_out] if left_out else named, self._outgoing)
         held = dict(named)
         ordered = [(name, held[name]) for group in form.groups for name in group.names]
@@ -100,9 +103,7 @@ class ModelSource:
     @property
     def gathered(self) -> int | None:
         """See `weights.source.ShardedSource`."""
-        if not self._holds_tensors:
-            return None
-        return sum(nbytes for name, nbytes in self._sharded.items() if name not in self._left_out)
+        return self._gathered
 
     def layouts(self) -> list[Layout | None] | None:
         """See `weights.source.ShardedSource`. `None` also if the checkpoint's form is another than the module's."""
@@ -113,8 +114,8 @@ class ModelSource:
 
     def leave_out(self, names: Collection[str]) -> None:
         self._left_out = frozenset(names)
-        own = {name: tensor for name, tensor in self._named() if name in self._left_out}
-        self._parts = weakref.WeakValueDictionary(own)
+        # A hook of `state_dict` may have made them, and nothing else may hold them.
+        self._parts = {name: tensor for name, tensor in self._named() if name in self._left_out} if names else {}
 
     def held(self, name: str) -> torch.Tensor:
         return self._outgoing.cast(name, host_view(self._parts[name]._local_tensor.detach()))
@@ -215,10 +216,4 @@ def only_reads(tensors: Tensors) -> bool:
     source = as_source(tensors)
     if not isinstance(source, ReadingSource):
         return False
-    said, *done = (_depth(type(source), name) for name in ("only_reads", "specs", "tensors"))
-    return said <= min(done) and source.only_reads
-
-
-def _depth(kind: type, name: str) -> int:
-    """How many classes above this one define an attribute; -1 if objects have it by themselves."""
-    return next((depth for depth, one in enumerate(kind.__mro__) if name in vars(one)), -1)
+    return still_holds(source, "only_reads", "specs", "tensors") and source.only_reads

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from rl_memory_plugins.weights.connected_rank import ConnectedRank
 
 
-UNJOINED: dict[str, str] = {}
-"""The devices with which NCCL could not join this process, and why. `auto` does not try again: each try takes long."""
-
-
 def choose(rank: ConnectedRank, transport: str) -> None:
     """Note what the rank is offered: the communicator of the former update, or a new one.
 
@@ -65,8 +61,6 @@ def _join(rank: ConnectedRank, timeout_s: float, device: torch.device) -> wire.U
     try:
         rank.communicator = join(description, rank.connection, TRAINER, timeout_s * JOIN_SHARE, device)
     except UnsupportedError as error:
-        if description["kind"] == "nccl":
-            UNJOINED[rank.device] = str(error)
         if error.details.get("declined"):
             return wire.Unopened(str(error))
         rank.unjoined = str(error)

@@ -60,7 +60,7 @@ def trainer(pipe, rank, store, options):
         if fault is not None:
             signal_at(*fault)
         try:
-            report = push_from_all(engines, ModelSource(model), peers, bucket_bytes=512, **options)
+            report = push_from_all(engines, ModelSource(model), peers, shards=True, bucket_bytes=512, **options)
             pipe.send(("done", {"sent": report["sent_from_shards"]}))
         except RLMemoryError as error:
             pipe.send(("done", error.to_record()))

@@ -9,10 +9,24 @@ from models import Tree, same
 from toy_engine import ToyEngine
 from toys import checkpoint, loaded
 
-from rl_memory_plugins.trainer import Adapter, ModelSource, Peers, push_from_all
+from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.tags import Content
+from rl_memory_plugins.trainer import (
+    Adapter,
+    FusedQKV,
+    MegatronSource,
+    ModelSource,
+    Peers,
+    Replicated,
+    RolloutHandoff,
+    Split,
+    push_from_all,
+    update,
+)
+from rl_memory_plugins.weights.sender import WeightSender
 from tests.collectives import counted
 
-OPTIONS = {"bucket_bytes": 256, "timeout_s": 30.0}
+OPTIONS = {"shards": True, "bucket_bytes": 256, "timeout_s": 30.0}
 
 
 def sharded(seed, dtype=None):
@@ -161,7 +175,17 @@ def _gathers(patches, rank, scenario):
     peers, engines = Peers(), [ToyEngine(2)] if rank == 0 else []
     model, tensors = sharded(6)
     source, options = ModelSource(model), {"transport": "tcp", **OPTIONS}
-    if scenario == "shared memory":
+    opened = []
+    if scenario == "not asked for":
+        del options["shards"]
+        patches.setattr(
+            update, "WeightSender", lambda *args, **named: opened.append(args) or WeightSender(*args, **named)
+        )
+    elif scenario == "one process is not asked":
+        options["shards"] = rank == 0
+    elif scenario == "another host":
+        patches.setattr(update, "host_id", lambda: f"host {rank}")
+    elif scenario == "shared memory":
         options["transport"] = "auto"
     elif scenario == "advertised, and on this host":
         options |= {"transport": "auto", "advertise": "127.0.0.1"}
@@ -178,6 +202,7 @@ def _gathers(patches, rank, scenario):
     with counted(peers) as collectives:
         report = push_from_all(engines, source, peers, **options)
     assert_loaded(engines, tensors)
+    assert len(opened) <= len(engines)  # a process without engines need not be reachable
     return bool(collectives), report["sent_from_shards"], report["gathered"]
 
 
@@ -215,6 +240,9 @@ def forbid(patches, rank):
 @pytest.mark.parametrize(
     "scenario",
     [
+        "not asked for",
+        "one process is not asked",
+        "another host",
         "shared memory",
         "advertised, and on this host",
         "on_failure",
@@ -253,13 +281,101 @@ def test_an_adapter_too(pair):
     assert pair.run(sends_an_adapter) == [[], []]
 
 
+def cuts_differently(rank, field):
+    peers, engines = Peers(), [ToyEngine(2)] if rank == 0 else []
+    before, _ = sharded(7)
+    push_from_all(engines, ModelSource(before), peers, transport="tcp", **OPTIONS)
+    model, _ = sharded(8)
+    given = {"bucket_bytes": 256 << rank} if field == "bucket_bytes" else {"slots": 2 + rank}
+    with counted(peers) as collectives, pytest.raises(InvalidRequestError, match=f"need the same {field}") as raised:
+        push_from_all(engines, ModelSource(model), peers, transport="tcp", **{**OPTIONS, **given})
+    assert_loaded(engines, checkpoint(7))
+    assert all(one.manager.content is Content.VALID for engine in engines for one in engine.ranks)
+    return collectives, raised.value.details["got"]
+
+
+@pytest.mark.parametrize(("field", "got"), [("bucket_bytes", [256, 512]), ("slots", [2, 3])])
+def test_processes_that_cut_buckets_differently_are_refused_before_anything_is_written(pair, field, got):
+    assert pair.run(cuts_differently, field) == [([], got)] * 2
+
+
+class OneMore(ModelSource):
+    """Says nothing of how its tensors lie."""
+
+    def tensors(self):
+        return ((name, tensor + 1) for name, tensor in super().tensors())
+
+
+class Renamed(ModelSource):
+    def specs(self):
+        return super().specs()
+
+
+def sends_a_subclass(rank, kind):
+    peers, engines = Peers(), [ToyEngine(2)] if rank == 0 else []
+    model, tensors = sharded(9)
+    report = push_from_all(engines, kind(model), peers, transport="tcp", **OPTIONS)
+    assert_loaded(engines, {name: tensor + 1 if kind is OneMore else tensor for name, tensor in tensors.items()})
+    return report["sent_from_shards"], report["gathered"]
+
+
+@pytest.mark.parametrize("kind", [OneMore, Renamed])
+def test_a_subclass_with_tensors_or_specs_of_its_own_gathers(pair, kind):
+    assert pair.run(sends_a_subclass, kind) == [(0, None)] * 2
+
+
+class Hooked(torch.nn.Module):
+    """Its `state_dict` makes the DTensors, which nothing else holds."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def state_dict(self, **options):
+        from torch.distributed.tensor import DTensor
+
+        return {
+            name: DTensor.from_local(
+                tensor.to_local(), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+            )
+            for name, tensor in self.model.state_dict(**options).items()
+        }
+
+
+def sends_what_a_hook_makes(rank):
+    peers, engines = Peers(), [ToyEngine(2)] if rank == 0 else []
+    model, tensors = sharded(10)
+    source = ModelSource(Hooked(model))
+    with counted(peers) as collectives:
+        report = push_from_all(engines, source, peers, transport="tcp", **OPTIONS)
+    assert_loaded(engines, tensors)
+    assert not source._parts  # let go after the update
+    assert source.gathered == report["gathered"] == 0
+    return collectives, report["sent_from_shards"] > 0
+
+
+def test_dtensors_that_a_hook_makes_live_as_long_as_the_update(pair):
+    assert pair.run(sends_what_a_hook_makes) == [([], True)] * 2
+
+
+def hands_off(rank):
+    engines = [ToyEngine(2)] if rank == 0 else []
+    model, tensors = sharded(11)
+    with RolloutHandoff(engines, ModelSource(model), transport="tcp", **OPTIONS).training() as report:
+        pass
+    assert_loaded(engines, tensors)
+    return report.update["sent_from_shards"] > 0, report.update["gathered"]
+
+
+def test_a_handoff_takes_the_option(pair):
+    assert pair.run(hands_off) == [(True, 0)] * 2
+
+
 # -- Megatron's shards --------------------------------------------------------------------------------------------
 
 
 def of_megatron(rank, kind):
     """A toy checkpoint over two tensor-parallel ranks, or two stages; `k` and `v` are fused with nothing."""
-    from rl_memory_plugins.trainer import MegatronSource, Replicated, Split
-
     peers, engines = Peers(), [ToyEngine(2)] if rank == 0 else []
     found = []
     for seed in (1, 2):
@@ -293,3 +409,115 @@ def of_megatron(rank, kind):
 def test_megatrons_shards_are_sent_from_where_they_lie(pair, kind):
     for found in pair.run(of_megatron, kind):
         assert found == [([], 0, True)] * 2
+
+
+class PlusOne(Replicated):
+    """A zero-centred norm, which the checkpoint has around one."""
+
+    def merge(self, shards):
+        return [shard + 1 for shard in shards]
+
+
+class Halves(Split):
+    """Both of its methods know that the parameter is twice the tensor."""
+
+    def merge(self, shards):
+        return [whole / 2 for whole in super().merge(shards)]
+
+    def parts(self, shard, ranks):
+        return [part / 2 for part in super().parts(shard, ranks)]
+
+
+def merges_of_subclasses(rank):
+    peers, engines = Peers(), [ToyEngine(2)] if rank == 0 else []
+    tensors = checkpoint(3)
+    own = dict(list(tensors.items())[rank::2])
+    own |= {name: tensor * 2 for name, tensor in own.items() if name == "q.weight"}
+    own |= {name: tensor - 1 for name, tensor in own.items() if name == "norm.weight"}
+    layouts = {"norm.weight": PlusOne(), "q.weight": Halves(0)}
+    names = {name: ([name], layouts.get(name, Replicated())) for name in tensors}
+    source = MegatronSource(own, names.get, pp_group=dist.group.WORLD)
+    report = push_from_all(engines, source, peers, transport="tcp", **OPTIONS)
+    expected = {**tensors, "norm.weight": tensors["norm.weight"] - 1 + 1}
+    assert_loaded(engines, expected)
+    return report["gathered"], report["sent_from_shards"] > 0
+
+
+def test_a_layout_with_a_merge_of_its_own_is_gathered_and_one_with_parts_too_is_not(pair):
+    assert pair.run(merges_of_subclasses) == [(8 * 4, True)] * 2  # the norm
+
+
+class Fused:
+    """Makes no parts: whoever asks for them fails."""
+
+    sharded, dim = True, 0
+
+    def merge(self, shards):
+        return [torch.cat(shards)]
+
+    def parts(self, shard, ranks):
+        raise AssertionError("asked for parts")
+
+
+def few_heads(rank):
+    """A key-value head lies on both tensor-parallel ranks."""
+    q, k, v = torch.randn(8, 4), torch.randn(2, 4), torch.randn(2, 4)
+    for tensor in (q, k, v):
+        dist.broadcast(tensor, 0)
+    own = {"qkv": torch.cat([q, k, v]).chunk(2)[rank].clone(), "o": torch.full((2, 3), float(rank))}
+    mapped = {"qkv": (["q", "k", "v"], FusedQKV(4, 1, 2)), "o": (["o"], Split(0))}
+    source = MegatronSource(own, mapped.get, tp_group=dist.group.WORLD)
+    assert [layout is not None for layout in source.layouts()] == [False] * 3 + [True]
+    same(
+        dict(source.tensors()),
+        {"q": q, "k": k, "v": v, "o": torch.arange(2.0).repeat_interleave(2)[:, None].expand(4, 3)},
+    )
+    alone = MegatronSource({"o": own["o"]}, {"o": (["o"], Fused())}.get, tp_group=dist.group.WORLD)
+    same(dict(alone.tensors()), {"o": dict(source.tensors())["o"]})
+    return True
+
+
+def test_megatrons_parts_are_made_for_shards_only_and_not_of_heads_on_several_ranks(pair):
+    assert pair.run(few_heads) == [True, True]
+
+
+class OneTooMany(Split):
+    def parts(self, shard, ranks):
+        return [shard, shard]
+
+
+def too_many_parts(rank):
+    source = MegatronSource({"o": torch.zeros(2, 2)}, {"o": (["o"], OneTooMany(0))}.get, tp_group=dist.group.WORLD)
+    with pytest.raises(InvalidRequestError, match="makes 2 parts of 1"):
+        source.layouts()
+    return True
+
+
+def test_a_layout_that_makes_other_parts_than_tensors_is_refused(pair):
+    assert pair.run(too_many_parts) == [True, True]
+
+
+class CountsNames(torch.nn.Module):
+    def __init__(self, tensors):
+        super().__init__()
+        self.calls, self.tensors = 0, tensors
+
+    def named_parameters(self, *args, **named):
+        self.calls += 1
+        return iter(self.tensors.items())
+
+
+def lists_parameters(rank, count):
+    own = CountsNames({f"{number}": torch.full((2, 2), float(rank)) for number in range(count)})
+    source = MegatronSource(own, lambda name: ([name], Split(0)), tp_group=dist.group.WORLD)
+    specs, layouts = source.specs(), source.layouts()
+    source.leave_out([spec.name for spec in specs])
+    assert all(layouts) and all(torch.equal(source.held(spec.name), own.tensors[spec.name]) for spec in specs)
+    assert list(source.tensors()) == []
+    source.leave_out(())
+    assert not source._current and source._parts is None  # let go after the update
+    return own.calls
+
+
+def test_megatrons_parameters_are_listed_once_for_an_update(pair):
+    assert pair.run(lists_parameters, 3) == pair.run(lists_parameters, 30)

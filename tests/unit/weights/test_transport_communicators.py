@@ -18,7 +18,7 @@ from integration.waiting import wait_until
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import wire
-from rl_memory_plugins.weights.communicators import SEAL_BYTES, TRAINER, join, joining, kept, over_gloo, over_nccl
+from rl_memory_plugins.weights.communicators import SEAL_BYTES, TRAINER, join, kept, over_gloo, over_nccl
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
 from rl_memory_plugins.weights.routes import Routes
 from rl_memory_plugins.weights.sender import WeightSender
@@ -205,15 +205,12 @@ def test_a_process_without_nccl_has_no_settings():
     assert torch.version.cuda or over_nccl.settings() == {}
 
 
-@pytest.mark.parametrize("transport", ["auto", "nccl"])
-def test_auto_does_not_try_again_what_took_long_to_fail(nccl, monkeypatch, transport):
-    routes = Routes(Manifest([], 1, 1, False), transport, [], keep_mapped=False, resident=None, stable=False)
+def test_what_a_rank_tells_of_its_nccl_is_compared_before_it_is_offered_one(nccl, monkeypatch):
+    routes = Routes(Manifest([], 1, 1, False), "nccl", [], keep_mapped=False, resident=None, stable=False)
     monkeypatch.setattr(routes, "_own_gpu", "GPU-0")
-    rank = SimpleNamespace(device="GPU-z", nccl=nccl)
-    routes._require_nccl(rank)
-    monkeypatch.setitem(joining.UNJOINED, "GPU-z", "not within 100 s")
-    with pytest.raises(UnsupportedError, match="not within 100 s") if transport == "auto" else contextlib.nullcontext():
-        routes._require_nccl(rank)
+    routes._require_nccl(SimpleNamespace(device="GPU-z", nccl=nccl))
+    with pytest.raises(UnsupportedError, match="NCCL's version"):
+        routes._require_nccl(SimpleNamespace(device="GPU-z", nccl={**nccl, "version": "22907"}))
 
 
 def test_tls_and_a_communicator_exclude_each_other():

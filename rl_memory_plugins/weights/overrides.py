@@ -1,0 +1,26 @@
+"""What a subclass has changed, so that what its base says of itself may no longer be true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_memory_plugins.weights.source import ShardedSource, TensorSource
+
+
+def still_holds(one: Any, said: str, *of: str) -> bool:
+    """Whether no subclass has overridden an attribute of `of` without `said`, which describes them."""
+    return _depth(one, said) <= min(_depth(one, name) for name in of)
+
+
+def as_sharded(source: TensorSource) -> ShardedSource | None:
+    """The source, if its shards are what its `tensors` would gather; see `weights.source.ShardedSource`."""
+    if isinstance(source, ShardedSource) and still_holds(source, "held", "specs", "tensors"):
+        return source
+    return None
+
+
+def _depth(one: Any, name: str) -> int:
+    """How many classes above that of an object define an attribute; -1 if the object has it by itself."""
+    if name in getattr(one, "__dict__", ()):
+        return -1
+    return next((depth for depth, kind in enumerate(type(one).__mro__) if name in vars(kind)), -1)
