@@ -184,7 +184,7 @@ class PostLoad:
             layer: torch.nn.Module = next(iter((*args, *kwargs.values()))) if owner is None else owner
             step_of = (layer, owner is not None)
             if self._this_load is not self._first_load and self._repeats[step_of] >= TRUSTED_AFTER:
-                self._this_load[step_of] = self._first_load.get(step_of, set())
+                self._this_load[step_of] = set(self._first_load.get(step_of, ()))
                 return step(*args, **kwargs)
             template = self.templates.get(layer) if self._this_load is self._first_load else None
             with template.first_step() if template is not None else nullcontext():

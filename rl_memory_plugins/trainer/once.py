@@ -10,7 +10,7 @@ from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.sender import close_iterator
 from rl_memory_plugins.weights.shards import Layout
-from rl_memory_plugins.weights.source import NegotiableSource, ResidentSource, TensorSource
+from rl_memory_plugins.weights.source import GroupingSource, NegotiableSource, ResidentSource, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,10 @@ class Once:
 
     def resident(self) -> list[torch.Tensor] | None:
         return self._source.resident() if isinstance(self._source, ResidentSource) else None
+
+    @property
+    def group_bytes(self) -> int:
+        return self._source.group_bytes if isinstance(self._source, GroupingSource) else 0
 
     @property
     def gathered(self) -> int | None:

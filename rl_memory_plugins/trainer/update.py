@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.own_host import host_id
 from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.engine_handle import Post, as_engines, post_adapter_of, post_update_of
@@ -338,6 +338,12 @@ class _Begin:
             left_out = zip(division.layouts.of, manifest.tensors, strict=True)
             source.leave_out({spec.name for number, spec in left_out if number >= 0})
         return division
+
+    def linked(self, error: RLMemoryError | None = None) -> None:
+        """See `Senders`."""
+        self.agreed = False  # an error reaches all processes here, and none of them has read a tensor
+        self.peers.share(None, error, specificity)
+        self.agreed = True
 
     def _among_peers(self, layout: Layout | None) -> Layout | None:
         """A layout over the ranks of the world as one over these processes, if they hold all of it."""

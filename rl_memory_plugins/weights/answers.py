@@ -12,6 +12,7 @@ from rl_memory_plugins.weights.known_names import Ignored, hint, ignored_by_all
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch
 
 if TYPE_CHECKING:
+    from rl_memory_plugins.errors import RLMemoryError
     from rl_memory_plugins.weights.division import Division, Need
     from rl_memory_plugins.weights.source import ShardedSource
 
@@ -92,6 +93,18 @@ class Senders(Protocol):
             places: Where it listens.
         """
         return None
+
+    def linked(self, error: RLMemoryError | None = None) -> None:
+        """Wait until every rank is connected with all senders that send their shards. All call it after `divide`.
+
+        Args:
+            error: The error that keeps the ranks of this sender, or this sender, from it.
+
+        Raises:
+            RLMemoryError: that of a sender. No sender has sent anything.
+        """
+        if error is not None:
+            raise error
 
 
 class Alone(Senders):

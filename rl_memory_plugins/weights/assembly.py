@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
@@ -84,7 +85,7 @@ class Assembly:
 
         Args:
             dial: Connects to the first of some places that answers.
-            attach: Opens the buffer that a process offers.
+            attach: Opens the buffer that a process offers. Threads call it.
 
         Raises:
             UnsupportedError: a buffer cannot be opened.
@@ -100,20 +101,28 @@ class Assembly:
                 self.others.append(connection)
                 processes.append(process)
                 connection.send(own, timeout_s)
-        for process, connection in zip(processes, self.others, strict=True):
-            link = connection.receive(wire.Link, timeout_s=timeout_s)
+
+        def link(process: int, connection: wire.Connection) -> None:
+            offer = connection.receive(wire.Link, timeout_s=timeout_s)
             try:
-                buffer = attach(link.buffer, connection)
+                buffer = attach(offer.buffer, connection)
             except UnsupportedError as error:
                 connection.send(wire.Unopened(str(error)), timeout_s)
                 raise
             self._sources.append(_Source(process, connection, buffer))
             connection.send(wire.Accept([]), timeout_s)
+
+        if processes:  # all at a time: to make a communicator takes long
+            with ThreadPoolExecutor(len(processes), "rl-memory-join") as pool:
+                list(pool.map(link, processes, self.others))
         number, ranks = self._message.number, self._message.ranks
         self._sources.sort(key=lambda one: (turn(one.process, number, ranks), one.process))
 
     def receive(self, connection: wire.Connection, bucket: wire.Bucket, timeout_s: float) -> None:
-        """Receive all parts of a bucket, after the message of `connection`.
+        """Receive all parts of a bucket, after its announcement over `connection`.
+
+        The other processes hear of each bucket, also of one to which they contribute nothing: no process runs ahead of
+        the rank by more than its slots, so that its waits end with the next bucket and not with the whole transfer.
 
         Raises:
             WeightUpdateError: a process stalled, disconnected, or sent something else than it should.
@@ -125,18 +134,14 @@ class Assembly:
             is_first = source.connection is connection
             pieces = self._pieces.of_bucket(bucket.entries, source.process, rest=is_first)
             packed = [piece.packed for piece in pieces]
-            message = bucket
-            if is_first:
-                message = msgspec.structs.replace(bucket, entries=packed)
-            elif pieces:
+            if pieces:
                 message = source.connection.receive(wire.Bucket, timeout_s=timeout_s)
                 if message.entries != packed or message.slot != bucket.slot:
                     raise source.connection.error("sent other parts of a bucket than it should")
-            if pieces:
                 source.buffer.receive(source.connection, message, timeout_s)
                 self._put(bucket, source, message, pieces)
-                if not is_first:
-                    source.connection.send(wire.Ack(message.slot), timeout_s)
+            if not is_first:
+                source.connection.send(wire.Ack(bucket.slot), timeout_s)
             missing -= sum(entry.nbytes for entry in packed)
         if missing:
             raise connection.error(f"named no process that sends {missing} bytes of a bucket")
@@ -175,6 +180,9 @@ class Assembly:
         self._free()
 
     def close(self) -> None:
+        for source in self._sources:  # all of them first: freeing waits for all transfers on the GPU
+            if isinstance(source.buffer, CommunicatedAttached):
+                source.buffer.leave()
         for source in self._sources:
             source.buffer.close()
         self._free()

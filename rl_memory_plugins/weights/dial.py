@@ -14,7 +14,7 @@ REACH_S = 5.0
 """How long an address may leave a connection unanswered if others are left. The kernel asks three times by then."""
 
 
-def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> socket.socket:
+def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float, *, local: bool = True) -> socket.socket:
     """Connect to the first of the places that answers.
 
     Args:
@@ -22,6 +22,7 @@ def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> 
         hosts: The hosts that may be connected to; `None` for all.
         timeout_s: The time for all attempts, in seconds. An attempt leaves the later ones their shares, and
             an address that does not answer at all leaves them more: an engine may wait longer than the trainer does.
+        local: Whether a place may be a path. A trainer over TCP must not choose sockets of this host.
 
     Raises:
         PermissionDeniedError: a place is not allowed, and no other one answers.
@@ -31,6 +32,9 @@ def dial(places: Sequence[str], hosts: UpdateHosts | None, timeout_s: float) -> 
     problems: list[str] = []
     refused: PermissionDeniedError | None = None
     for number, place in enumerate(places):
+        if not local and addresses.parse(place) is None:
+            problems.append(f"{place}: a path, which only a trainer on this host may name")
+            continue
         try:
             left = len(places) - number
             return _connect(place, hosts, deadline.remaining() / left, REACH_S if left > 1 else math.inf)

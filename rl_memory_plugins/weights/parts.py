@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -108,6 +109,8 @@ class Parts:
     def open(self) -> None:
         """Tell the ranks of this process where the others listen, and wait for the ranks of the others.
 
+        Returns when the ranks of this process are connected with all processes, and this process with all ranks.
+
         Raises:
             UnsupportedError: a rank cannot receive from here.
             RLMemoryError: a rank has failed, or did not connect.
@@ -147,6 +150,7 @@ class Parts:
                 group.buffer = self._routes.part_buffer(transport, align(group.slot_bytes))
                 self.staging_bytes += group.buffer.nbytes
         self._link([(ranks[number], division.needs[number].transport, by_number[number]) for number in sorted(ranks)])
+        self._listener.gather([ranks[number] for number in own], wire.Accept)
         numbers = sorted(ranks, key=lambda number: turn(division.process, number, len(division.needs)))
         self._by_turn = [(ranks[number], by_number[number]) for number in numbers]
 
@@ -158,6 +162,8 @@ class Parts:
                 continue
             assert group.buffer is not None
             description, _ = group.buffer.export()
+            if transport == "nccl":
+                self._routes.require_nccl(rank)
             if transport in COMMUNICATORS:
                 joining.choose(rank, transport)
                 description = {**description, **rank.offered}
@@ -188,35 +194,41 @@ class Parts:
                 await_slot(self._listener, slot)
             with timed(self._seconds, "pack"):
                 self._pack(number, slot, entries, tensors)
-                messages = {group: self._message(group, slot, number) for group in self._groups.values() if group.ranks}
+                messages = {
+                    group: self._message(group, slot, group.parts[number].pieces)
+                    for group in self._groups.values()
+                    if group.ranks and group.parts[number].pieces
+                }
             for rank, group in self._by_turn:  # first: the rank reads from no other process before
+                rank.unacknowledged.append(slot)  # also of a bucket to which this process contributes nothing
                 if group.is_first:
-                    rank.unacknowledged.append(slot)
-                    rank.connection.send(messages[group], self._timeout_s)
+                    rank.connection.send(wire.Bucket(slot, group.parts[number].entries), self._timeout_s)
             with timed(self._seconds, "send"):
                 for rank, group in self._by_turn:
                     if group.parts[number].pieces:
-                        self._send(rank, group, messages[group], [one.packed for one in group.parts[number].pieces])
+                        self._send(rank, group, messages[group])
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(self._seconds, "wait"):
             for slot in range(self._manifest.slots):
                 await_slot(self._listener, slot)
 
-    def _message(self, group: _Group, slot: int, number: int) -> wire.Bucket:
-        entries, pieces = group.parts[number]
+    @staticmethod
+    def _message(group: _Group, slot: int, pieces: Sequence[Piece]) -> wire.Bucket:
         packed = [piece.packed for piece in pieces]
         assert group.buffer is not None
-        checksum = checksum_of(group.buffer.sent(slot, packed, b""), pieces) if pieces else None
-        return wire.Bucket(slot, entries if group.is_first else packed, os.urandom(SEAL_BYTES), checksum)
+        checksum = checksum_of(group.buffer.sent(slot, packed, b""), pieces)
+        return wire.Bucket(slot, packed, os.urandom(SEAL_BYTES), checksum)
 
-    def _send(self, rank: ConnectedRank, group: _Group, message: wire.Bucket, packed: list[BucketEntry]) -> None:
+    def _send(self, rank: ConnectedRank, group: _Group, message: wire.Bucket) -> None:
+        """Send the pieces of a bucket, right after their message: what comes between would be read as their bytes."""
+        together = contextlib.nullcontext() if rank.communicator is not None else rank.connection.unbroken()
         assert group.buffer is not None
-        if not group.is_first:
-            rank.unacknowledged.append(message.slot)
-            rank.connection.send(message, self._timeout_s)
         seal = message.seal if rank.communicator is not None else b""
-        send_bytes(rank, group.buffer.sent(message.slot, packed, seal), self._timeout_s)
+        data = group.buffer.sent(message.slot, message.entries, seal)
+        with together:
+            rank.connection.send(message, self._timeout_s)
+            send_bytes(rank, data, self._timeout_s)
 
     def _pack(
         self, number: int, slot: int, entries: Sequence[BucketEntry], tensors: Iterator[tuple[str, torch.Tensor]]

@@ -14,7 +14,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.addresses import Endpoints, places_of
-from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
+from rl_memory_plugins.weights.communicators.kept import MAX_NAMES, KeptCommunicators
 from rl_memory_plugins.weights.cuda_ipc import Mappings
 from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.filled import Filled
@@ -50,7 +50,7 @@ class WeightReceiver:
         self._check_finite = check_finite
         self._hosts = hosts or UpdateHosts()
         self._mappings = Mappings()
-        self._communicators = KeptCommunicators()
+        self._communicators = KeptCommunicators(MAX_NAMES)
 
     def receive(
         self, endpoints: Endpoints, token: str, timeout_s: float, loader: ModelLoader | None = None
@@ -83,7 +83,7 @@ class WeightReceiver:
             self._communicators,
             timeout_s,
             self._check_finite,
-            lambda places: self._dial(places, timeout_s),
+            lambda places, local: self._dial(places, timeout_s, local=local),
         )
         with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)
@@ -99,6 +99,7 @@ class WeightReceiver:
                 raise
             raise known from error
         finally:
+            session.close()
             if not session.is_held:
                 for one in (connection, *session.others()):
                     one.close()
@@ -137,9 +138,9 @@ class WeightReceiver:
             )
         return self._dial(places_of(places), timeout_s)
 
-    def _dial(self, places: Sequence[str], timeout_s: float) -> wire.Connection:
+    def _dial(self, places: Sequence[str], timeout_s: float, *, local: bool = True) -> wire.Connection:
         try:
-            sock = dial(places, self._hosts, timeout_s)
+            sock = dial(places, self._hosts, timeout_s, local=local)
         except RLMemoryError as error:
             error.details["rank"] = self._manager.rank
             raise

@@ -83,6 +83,8 @@ class Routes:
     Args:
         transport, keep_mapped: As for `WeightSender`.
         resident: The tensors, if all of them exist before the update.
+        stable: Whether tensors do not change while they are packed.
+        group_bytes: See `source.GroupingSource`.
 
     Attributes:
         own_device: The GPU on which this process stages what NCCL sends, or the CPU.
@@ -97,12 +99,14 @@ class Routes:
         keep_mapped: bool,
         resident: Sequence[torch.Tensor] | None,
         stable: bool,
+        group_bytes: int = 0,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
         self._stable = stable
+        self._group_bytes = group_bytes
         gpus = cuda_ipc.local_gpus(initialise=transport in ("cuda_ipc", "nccl"))
         self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
         self._own_gpu = self._source_gpu or _current_gpu(gpus)
@@ -134,7 +138,7 @@ class Routes:
                 if transport in NEED_UNIX_SOCKET and not rank.connection.is_local:
                     raise UnsupportedError("it needs a Unix socket, and this rank has connected over TCP")
                 if transport == "nccl":
-                    self._require_nccl(rank)
+                    self.require_nccl(rank)
                 if key not in self._routes:
                     self._routes[key] = Route(transport, self._buffer(transport, rank.device))
                 if transport in COMMUNICATORS:
@@ -176,8 +180,11 @@ class Routes:
         smaller = _with_buckets(self._manifest, HOST_BUCKET_BYTES)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
-    def _require_nccl(self, rank: ConnectedRank) -> None:
-        """Raise `UnsupportedError` if NCCL cannot join this process and a rank."""
+    def require_nccl(self, rank: ConnectedRank) -> None:
+        """
+        Raises:
+            UnsupportedError: NCCL cannot join this process and a rank.
+        """
         if self._own_gpu is None:
             raise UnsupportedError("this process uses no GPU")
         if self._own_gpu == rank.device:
@@ -188,12 +195,14 @@ class Routes:
         """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
 
         A source that creates tensors one at a time also needs memory for the largest tensor and its inputs, and a
-        stable one for its next tensors while two groups wait for their copies. Without that memory the source would
-        fail after the engine has written the first bytes.
+        stable one for its next tensors while two groups wait for their copies. One that makes groups itself makes the
+        next while the former is sent. Without that memory the source would fail after the engine has written the first
+        bytes.
         """
         needed = 0
         if self._resident is None:
-            needed = 2 * max((spec.nbytes for spec in self._manifest.tensors), default=0)
+            sizes = [spec.nbytes for spec in self._manifest.tensors]
+            needed = 2 * max(sizes, default=0) + min(2 * self._group_bytes, sum(sizes))
             needed += 3 * staged.GROUP_BYTES if stable else 0
         cut = _with_buckets(self._manifest, _staged_bucket_bytes(self._manifest))
         while True:

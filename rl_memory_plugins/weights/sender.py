@@ -28,6 +28,7 @@ from rl_memory_plugins.weights.parts import Parts
 from rl_memory_plugins.weights.routes import Route, Routes
 from rl_memory_plugins.weights.slices import Slice
 from rl_memory_plugins.weights.source import (
+    GroupingSource,
     NegotiableSource,
     ResidentSource,
     StableSource,
@@ -177,6 +178,7 @@ class WeightSender:
                 keep_mapped=self._keep_mapped,
                 resident=resident,
                 stable=resident is not None or (isinstance(source, StableSource) and source.stable),
+                group_bytes=source.group_bytes if isinstance(source, GroupingSource) else 0,
             )
             answers, buckets, slices = self._offer(manifest, routes)
             unused = self._require_accepted(answers)
@@ -187,7 +189,7 @@ class WeightSender:
                 tensors = source.tensors()
                 self._stream(manifest, buckets, routes.in_use(), tensors)
             else:
-                parts.open()
+                self._link(parts)
                 tensors = source.tensors()
                 parts.run(tensors)
             with timed(self._seconds, "commit"):
@@ -288,6 +290,20 @@ class WeightSender:
             return None
         buckets = routes.sent_buckets({need.transport for need in division.needs})
         return Parts(division, manifest, buckets, source, self._listener, routes, self._timeout_s, self._seconds)
+
+    def _link(self, parts: Parts) -> None:
+        """Connect the ranks with all senders. None sends a byte before all ranks are connected with all."""
+        failure: RLMemoryError | None = None
+        try:
+            parts.open()
+        except Exception as error:
+            failure = wire.as_update_error(error)
+            for rank in self._listener.ranks:  # now: the other senders may wait for these ranks
+                rank.connection.fail(failure)
+        try:
+            self._senders.linked(failure)
+        finally:
+            del failure  # breaks a reference cycle of the error and this frame
 
     def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
         """The manifest to offer. Ask the ranks first if the source can change what it sends."""

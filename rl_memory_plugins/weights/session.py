@@ -39,7 +39,7 @@ class Session:
         mappings: The open allocations of the trainer, which may outlive the update.
         communicators: Those that may outlive the update.
         timeout_s: The longest wait for the trainer at any point, in seconds.
-        dial: Connects to the first of a trainer's places that answers.
+        dial: Connects to the first of a trainer's places that answers; see `dial.dial` for `local`.
         is_held: Whether something that outlives the update owns the connection.
         seconds: The duration of each step.
     """
@@ -50,7 +50,7 @@ class Session:
     communicators: KeptCommunicators
     timeout_s: float
     check_finite: bool
-    dial: Callable[[Sequence[str]], wire.Connection]
+    dial: Callable[[Sequence[str], bool], wire.Connection]
     is_held: bool = field(default=False, init=False)
     seconds: Steps = field(default_factory=Steps, init=False)
 
@@ -123,8 +123,12 @@ class Session:
             return report
         finally:
             self._elements.clear()
-            if not self.is_held:
-                self._buffer.close()
+
+    def close(self) -> None:
+        """Close the buffer. The trainer should have heard of an error before: this may wait for what it still sends."""
+        buffer = getattr(self, "_buffer", None)
+        if buffer is not None and not self.is_held:
+            buffer.close()
 
     def others(self) -> list[wire.Connection]:
         """The connections to other processes of the trainer."""
@@ -268,7 +272,11 @@ class Session:
                 return StreamedAttached(description)
             return communicated(description, other, self.communicators, self.timeout_s, device)
 
-        assembly.connect(self.dial, self._hello, open_buffer, self.timeout_s)
+        def dial(places: Sequence[str]) -> wire.Connection:
+            return self.dial(places, connection.is_local)
+
+        assembly.connect(dial, self._hello, open_buffer, self.timeout_s)
+        connection.send(wire.Accept([]), self.timeout_s)
         return assembly
 
     def _load(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 """Alignment of a piece within what a process sends, in bytes: suits every dtype."""
 
+MOST_CELLS = 1 << 16
+"""The most cells of the grid in which a layout is checked. A peer could choose boxes whose check takes forever."""
+
 Box = tuple[tuple[int, int], ...]
 """For each dimension the first index and the number of indices."""
 
@@ -47,7 +50,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Check that the boxes make up a tensor.
 
         Raises:
-            WeightUpdateError: they overlap, leave something out, or reach beyond the tensor.
+            WeightUpdateError: they overlap, leave something out, reach beyond the tensor, or make up too fine a grid.
         """
         shape = spec.shape
         valid = bool(shape) and len(self.holders) == len(self.boxes) == len(set(self.holders))
@@ -58,13 +61,29 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 first >= 0 and count >= 0 and first + count <= extent
                 for (first, count), extent in zip(box, shape, strict=False)
             )
-        if not valid or any(_meet(*pair) for pair in itertools.combinations(self.boxes, 2)):
+        if not valid or not _are_disjoint(self.boxes):
             problem = f"the trainer's processes do not hold {spec.name} in disjoint parts"
             raise WeightUpdateError(problem, name=spec.name)
 
 
-def _meet(one: Box, other: Box) -> bool:
-    return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(one, other, strict=True))
+def _are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no two boxes of a tensor overlap. Their bounds cut it into the cells of a grid."""
+    grid = []  # for each dimension the number of each bound
+    for ranges in zip(*boxes, strict=True):
+        bounds = sorted({bound for first, count in ranges for bound in (first, first + count)})
+        grid.append({bound: number for number, bound in enumerate(bounds)})
+    if math.prod(max(len(bounds) - 1, 1) for bounds in grid) > MOST_CELLS:
+        return False
+    seen: set[tuple[int, ...]] = set()
+    for box in boxes:
+        within_box = [
+            range(bounds[first], bounds[first + count]) for bounds, (first, count) in zip(grid, box, strict=True)
+        ]
+        for cell in itertools.product(*within_box):
+            if cell in seen:
+                return False
+            seen.add(cell)
+    return True
 
 
 class Layouts(msgspec.Struct, frozen=True, array_like=True):
@@ -90,9 +109,6 @@ class Layouts(msgspec.Struct, frozen=True, array_like=True):
 
     def holders(self) -> set[int]:
         return {process for layout in self.different for process in layout.holders}
-
-    def digest(self) -> str:
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
 
     def require(self, specs: Sequence[TensorSpec]) -> None:
         """Check the layouts of a manifest's tensors.

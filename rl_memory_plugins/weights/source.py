@@ -55,6 +55,18 @@ class StableSource(TensorSource, Protocol):
 
 
 @runtime_checkable
+class GroupingSource(TensorSource, Protocol):
+    """A source that makes several tensors at a time.
+
+    Attributes:
+        group_bytes: How many bytes of them, on the GPU of the trainer; 0 if it makes them one by one.
+    """
+
+    @property
+    def group_bytes(self) -> int: ...
+
+
+@runtime_checkable
 class NegotiableSource(TensorSource, Protocol):
     """A source that can change its specs to what the engine takes.
 

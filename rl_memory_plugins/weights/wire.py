@@ -14,13 +14,15 @@ deadline.
     Unopened(reason)                 →         … then an Offer of another kind of buffer
     Accept(unused) | Reject(…)       →
                                      ←    Divide(layouts, places)    … if other processes send their shards
+    Accept()                         →         … once it is connected with all of them
                                      ←    Bucket(slot, entries)
     Ack(slot)                        →         … repeated; the trainer reuses a slot after its Ack
                                      ←    Commit
     Done(report)                     →
 
 After a `Divide` the rank connects to the other processes, too. There it says `Hello` with its number in the `Divide`,
-gets a `Link` instead of an offer, and then buckets and a commit as above.
+and gets a `Link` instead of an offer. The first process then announces each bucket, and each process sends a `Bucket`
+with its parts, and their bytes, to the ranks for which it has some. A rank acknowledges every bucket to every process.
 
 Either side may send `Failure` at any time and close the connection.
 """
@@ -35,7 +37,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -195,6 +197,7 @@ class Connection:
         self.details = details
         self.is_local = sock.family == socket.AF_UNIX
         self._is_cut = False  # a part of something was sent, and its rest never will be
+        self._is_unbroken = False  # inside `unbroken`, or left by an error there
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -225,6 +228,13 @@ class Connection:
         if len(payload) > MAX_MESSAGE_BYTES:
             raise WeightUpdateError(f"a {type(message).__name__} message of {len(payload)} bytes is too large to send")
         self._send(memoryview(_LENGTH.pack(len(payload)) + payload), type(message).__name__, timeout_s, fds)
+
+    @contextlib.contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """What is sent inside belongs together. If an error ends it early, `fail` sends nothing more."""
+        self._is_unbroken = True
+        yield
+        self._is_unbroken = False
 
     def send_bytes(self, data: memoryview, timeout_s: float) -> None:
         """Send the bytes that a message has announced. Every `PART_BYTES` must pass within `timeout_s`.
@@ -362,7 +372,7 @@ class Connection:
 
     def fail(self, error: RLMemoryError, timeout_s: float = 1.0) -> None:
         """Try to send the peer the error that ends the update on this side."""
-        if self._is_cut:  # the peer would take the message for the rest of what was cut
+        if self._is_cut or self._is_unbroken:  # the peer would take the message for the rest of what was cut
             return
         with contextlib.suppress(Exception):
             self.send(Failure(error.to_record()), timeout_s)

@@ -10,7 +10,7 @@ import msgspec
 
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.names import DRAFT
-from rl_memory_plugins.weights.source import ResidentSource, TensorSource
+from rl_memory_plugins.weights.source import GroupingSource, ResidentSource, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,12 @@ class DraftedSource:
     def _renamed(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._draft.tensors():
             yield DRAFT + name, tensor
+
+    @property
+    def group_bytes(self) -> int:
+        """See `GroupingSource`: one source is read after the other."""
+        sources = (self._target, self._draft)
+        return max(source.group_bytes if isinstance(source, GroupingSource) else 0 for source in sources)
 
     def resident(self) -> list[torch.Tensor] | None:
         """See `ResidentSource`. `None` if one of the sources makes its tensors."""

@@ -15,6 +15,9 @@ import triton.language as tl
 LARGEST_TILE = 1 << 15
 """Values that one program holds in registers."""
 
+MOST_WEIGHTS = 65535
+"""Weights in one launch: CUDA's limit of a grid's second dimension."""
+
 ALIGNMENT = 16
 """Bytes, and elements, by which memory is accessed if all addresses and sizes are multiples of it."""
 
@@ -117,15 +120,17 @@ def round_blocks(
     there = torch.tensor(table, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     warps = max(1, min(16, size >> 10))  # 32 values for each thread leave registers for a second program
     with torch.cuda.device_of(weights[0]):  # Triton launches on the current device
-        _round_blocks[(max(counts), len(counts))](
-            there,
-            _POINTERS[dtype],
-            *block,
-            *tile,
-            power_of_two,
-            aligned,
-            num_warps=warps,
-        )
+        for start in range(0, len(counts), MOST_WEIGHTS):
+            some = counts[start : start + MOST_WEIGHTS]
+            _round_blocks[(max(some), len(some))](
+                there[start:],
+                _POINTERS[dtype],
+                *block,
+                *tile,
+                power_of_two,
+                aligned,
+                num_warps=warps,
+            )
     return [
         (codes[: weight.numel()].view(torch.float8_e4m3fn).view(weight.shape), scales.view(grid))
         for weight, codes, scales, grid in zip(weights, all_codes, all_scales, grids, strict=True)

@@ -92,6 +92,15 @@ class QuantisedSource:
         """See `weights.source.StableSource`: each tensor is the trainer's own, or made for this update."""
         return isinstance(self._source, ResidentSource) and self._source.resident() is not None
 
+    @property
+    def group_bytes(self) -> int:
+        """See `weights.source.GroupingSource`. A value of FP8 is a byte, and scales are few."""
+        return self._group_values
+
+    @property
+    def _group_values(self) -> int:
+        return GROUP_VALUES if self._format.quantise_many is not None and self.stable else 0
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for group in self._groups():
             yield from self._quantised(group)
@@ -101,7 +110,7 @@ class QuantisedSource:
 
         A source that is not stable may write to a tensor's memory as soon as the next one is asked for.
         """
-        most = GROUP_VALUES if self._format.quantise_many is not None and self.stable else 0
+        most = self._group_values
         group: list[tuple[str, torch.Tensor]] = []
         values = 0
         for name, tensor in self._source.tensors():

@@ -108,8 +108,12 @@ class CommunicatedAttached:
         self._free()
         self._kept.keep(self._communicator, connection)
 
+    def leave(self) -> None:
+        """End the communicator, and with it a transfer that waits for the peer. `close` is still to be called."""
+        self._kept.drop(self._communicator)
+
     def close(self) -> None:
-        self._kept.drop(self._communicator)  # first: freeing waits for a transfer on the GPU
+        self.leave()  # first: freeing waits for a transfer on the GPU
         self._free()
 
     def _free(self) -> None:

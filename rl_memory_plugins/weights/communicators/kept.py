@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import select
 import threading
+from collections.abc import Iterable
 
 from rl_memory_plugins.weights.communicators import Communicator
 from rl_memory_plugins.weights.wire import Connection
 
 MAX_NAMES = 128
-"""The number of communicators that a rank names to a process of a trainer, which knows at most one of them."""
+"""The communicators that a rank keeps and names to each process of a trainer, which knows at most one of them."""
 
 
 class KeptCommunicators:
-    """The communicators of one end between updates."""
+    """The communicators of one end between updates.
 
-    def __init__(self) -> None:
+    Args:
+        most: Keep only so many, the latest. Both ends of the others are closed.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[Communicator, Connection]] = {}
         self._former: dict[str, Connection] = {}  # of communicators in use
 
     def names(self) -> list[str]:
-        """The latest `MAX_NAMES`."""
         with self._lock:
-            return list(self._kept)[-MAX_NAMES:]
+            return list(self._kept)
 
     def take(self, name: str, transport: str) -> Communicator | None:
         """A kept communicator for an update; `None` if there is none. The caller keeps or drops it."""
@@ -42,6 +47,9 @@ class KeptCommunicators:
         communicator.settle()
         with self._lock:
             self._kept[communicator.name] = communicator, connection
+            surplus = 0 if self._most is None else max(len(self._kept) - self._most, 0)
+            oldest = [self._kept.pop(name) for name in list(self._kept)[:surplus]]
+        _close(oldest)
         self._end_former(communicator)
         watch = threading.Thread(
             target=self._watch, args=(communicator.name, connection), name="rl-memory-communicator", daemon=True
@@ -57,9 +65,7 @@ class KeptCommunicators:
         """Close all kept communicators at both ends."""
         with self._lock:
             kept, self._kept = list(self._kept.values()), {}
-        for communicator, connection in kept:
-            communicator.close()
-            connection.finish()
+        _close(kept)
 
     def _end_former(self, communicator: Communicator) -> None:
         """End the connection of the update before the current one."""
@@ -79,6 +85,13 @@ class KeptCommunicators:
         if communicator is not None and current is connection:
             communicator.close()
         connection.close()
+
+
+def _close(kept: Iterable[tuple[Communicator, Connection]]) -> None:
+    """Close both ends."""
+    for communicator, connection in kept:
+        communicator.close()
+        connection.finish()
 
 
 OF_TRAINER = KeptCommunicators()

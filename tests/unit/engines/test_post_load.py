@@ -238,6 +238,19 @@ def test_a_believed_step_must_still_run():
         pass
 
 
+def test_what_one_load_does_besides_is_not_asked_of_the_next():
+    model = loaded(pack)
+    for _ in range(3):
+        reload(model)
+    with post_load.of(model).repeating(partial=False):
+        model[0].quant_method.process_weights_after_loading(model[0])  # believed
+        model[0].quant_method = Method(lambda layer: set_weight(layer, layer.weight.data.exp()))
+        post_load.of(model).watch()
+        model[0].quant_method.process_weights_after_loading(model[0])
+    model[0].quant_method = Method(pack)
+    reload(model)
+
+
 def test_a_method_that_replaces_a_believed_one_is_observed():
     model = loaded(pack)
     for _ in range(3):

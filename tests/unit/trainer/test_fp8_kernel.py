@@ -110,13 +110,31 @@ def test_what_it_does_not_take(weight, block):
     assert kernel.round_blocks([weight], block, power_of_two=False) is None
 
 
+class Noting:
+    """A kernel, and the grids of its launches."""
+
+    def __init__(self, kernel, grids):
+        self._kernel = kernel
+        self._grids = grids
+
+    def __getitem__(self, grid):
+        self._grids.append(grid)
+        return self._kernel[grid]
+
+
 @pytest.mark.parametrize("block", [BLOCK, (17, 31)])
-def test_many_weights_in_one_launch_are_rounded_as_each_alone(block):
+@pytest.mark.parametrize("most", [65535, 3])
+def test_many_weights_in_one_launch_are_rounded_as_each_alone(block, most, monkeypatch):
+    grids, launch = [], kernel._round_blocks
+    monkeypatch.setattr(kernel, "MOST_WEIGHTS", most)
+    monkeypatch.setattr(kernel, "_round_blocks", Noting(launch, grids))
     generator = torch.Generator().manual_seed(3)
     shapes = [(40, 70), (1, 1), (128, 128), (13, 16), (5, 300), (9, 9)]
     weights = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     weights.append(weights[0][3:30, 5:60])
-    for weight, made in zip(weights, kernel.round_blocks(weights, block, power_of_two=False), strict=True):
+    together = kernel.round_blocks(weights, block, power_of_two=False)
+    assert [number for _, number in grids] == ([7] if most > 7 else [3, 3, 1])
+    for weight, made in zip(weights, together, strict=True):
         [alone] = kernel.round_blocks([weight], block, power_of_two=False)
         for one, other in zip(made, alone, strict=True):
             assert one.shape == other.shape and one.is_contiguous()

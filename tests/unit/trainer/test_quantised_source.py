@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer import ModelSource, QuantisedSource
+from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.sources import quantised
+from rl_memory_plugins.trainer.sources.drafted import with_draft
 
 ROWS, COLUMNS, GROUP = 24, 64, 32
 FP8 = torch.float8_e4m3fn
@@ -181,6 +183,7 @@ def test_resident_weights_are_rounded_together_and_come_in_their_order(monkeypat
     names = [f"{number}.weight_scale_inv" for number in range(8)]
     source = QuantisedSource(tensors, BLOCKS, names)
     assert source.stable
+    assert source.group_bytes == Once(with_draft(source, source)).group_bytes == 3 * ROWS * COLUMNS
     many = source._format.quantise_many
     assert many is not None
     together: list[int] = []
@@ -198,7 +201,7 @@ def test_resident_weights_are_rounded_together_and_come_in_their_order(monkeypat
 def test_a_source_that_makes_its_tensors_gives_one_at_a_time() -> None:
     tensors = {"a.weight": weight(), "b.weight": weight()}
     source = QuantisedSource(ModelSource(tensors, dtype=torch.float16), BLOCKS, ["a.weight_scale_inv"])
-    assert not source.stable
+    assert not source.stable and source.group_bytes == 0
     assert [name for name, _ in source.tensors()] == ["a.weight", "a.weight_scale_inv", "b.weight"]
     assert all(len(group) <= 1 for group in source._groups())
 

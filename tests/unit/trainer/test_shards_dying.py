@@ -132,13 +132,13 @@ FAULTS = [
     ("gloo", 1, ("Commit", "after", KILL), "none"),  # to one rank of two
     ("gloo", 0, ("Divide", "after", KILL), "former"),  # to one rank of two
     ("tcp", 0, ("Bucket", "after", KILL), "former"),
-    ("gloo", 0, ("Bucket", "before", KILL, 6), "none"),
+    ("gloo", 0, ("Bucket", "before", KILL, 10), "none"),
     ("tcp", 0, ("Commit", "before", KILL), "none"),
     ("tcp", 1, ("Link", "before", STOP), "former"),
     ("gloo", 1, ("Bucket", "after", STOP), "former"),
     ("tcp", 1, ("Commit", "before", STOP), "none"),
     ("tcp", 0, ("Divide", "before", STOP), "former"),
-    ("gloo", 0, ("Bucket", "before", STOP, 6), "none"),
+    ("gloo", 0, ("Bucket", "before", STOP, 10), "none"),
 ]
 
 

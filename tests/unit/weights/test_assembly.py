@@ -1,15 +1,26 @@
 """Updates that come from several senders in threads, and every way in which one of them is not as it should be."""
 
+import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
-from rl_memory_plugins.errors import PermissionDeniedError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.errors import (
+    HostMemoryError,
+    PermissionDeniedError,
+    RLMemoryError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import parts, wire
+from rl_memory_plugins.weights import assembly, parts, routes, session, wire
 from rl_memory_plugins.weights.answers import Senders, of_senders
+from rl_memory_plugins.weights.assembly import Assembly
+from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached
 from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.division import Share, decide
 from rl_memory_plugins.weights.sender import WeightSender
@@ -79,6 +90,11 @@ class Together(Senders):
         source.leave_out([spec.name for number, spec in left_out if number >= 0])
         return self._change(self._process, division)
 
+    def linked(self, error=None):
+        for one in self._board.share(self._process, error):
+            if one is not None:
+                raise one
+
 
 class Board:
     def __init__(self):
@@ -109,7 +125,9 @@ def update(ranks, sources, change=lambda process, division: division, **options)
         except RLMemoryError as error:
             found[process] = error
 
-    threads = [threading.Thread(target=send, args=(process,), daemon=True) for process in range(PROCESSES)]
+    threads = [
+        threading.Thread(target=send, args=(one,), daemon=True, name=f"sender {one}") for one in range(PROCESSES)
+    ]
     receiving = [Receiving(rank, senders[0], timeout_s=10.0) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -229,10 +247,21 @@ def test_a_layout_that_is_no_partition_is_refused(ranks):
 
 def test_bytes_that_no_process_sends_are_missed(ranks):
     def change(process, division):
+        if process == 1:  # it believes that another one has its part, and awaits no rank
+            others = [Layout((0, 7, 2), one.boxes) for one in division.layouts.different]
+            division = division._replace(layouts=Layouts(others, division.layouts.of))
         return division._replace(places=[[], [], division.places[2]])
 
     found, receiving = update(ranks, held(2), change, timeout_s=3.0)
     refused(ranks, found, receiving, "named no process")
+
+
+def test_a_process_to_which_no_rank_connects_is_missed_before_the_first_bucket(ranks):
+    def change(process, division):
+        return division._replace(places=[[], [], division.places[2]])
+
+    found, receiving = update(ranks, in_stages(held(2), (5, 10)), change, timeout_s=3.0)
+    refused(ranks, found, receiving, "did not connect")
 
 
 def test_a_rank_connects_to_no_host_that_is_not_allowed(ranks):
@@ -331,3 +360,202 @@ def test_communicators_are_kept_for_the_next_update_and_closed_after_a_failure()
     update(ranks, sources, transport="gloo")
     assert [rank.receiver._communicators.names() for rank in ranks] == [[], []]
     repaired(ranks)
+
+
+# -- the pace of the processes, and the order in which they begin and end ----------------------------------------------
+
+
+def in_stages(sources, bounds):
+    """Each process holds some of the tensors whole, as stages of a pipeline do: up to the bounds, in their order."""
+    for source in sources:
+        for number, (name, tensor) in enumerate(source.whole.items()):
+            holder = sum(number >= bound for bound in bounds)
+            whole = tuple((0, extent) for extent in tensor.shape)
+            source.by_name[name] = Layout((holder,), (whole,)) if tensor.dim() else None
+    return sources
+
+
+@pytest.mark.parametrize("bounds", [(0, 11), (0, 2), (5, 6)], ids=["last", "first", "middle"])
+def test_a_process_that_sends_little_keeps_pace_with_the_ranks(ranks, monkeypatch, bounds):
+    """Its waits then end with the next bucket, and not with the whole transfer."""
+    received, ahead = {}, []
+    real_pack, real_load = parts.Parts._pack, session.Session._load
+
+    def pack(self, number, slot, *arguments):
+        begun = min(received.get(one, 0) for one in range(2))
+        if begun < number - self._manifest.slots:
+            ahead.append((self._division.process, number, begun))
+        return real_pack(self, number, slot, *arguments)
+
+    def load(self, *arguments):
+        received[self.manager.rank] = received.get(self.manager.rank, 0) + 1
+        time.sleep(0.02)
+        yield from real_load(self, *arguments)
+
+    monkeypatch.setattr(parts.Parts, "_pack", pack)
+    monkeypatch.setattr(session.Session, "_load", load)
+    found, receiving = update(ranks, in_stages(held(2), bounds), bucket_bytes=64)
+    assert not any(isinstance(one, RLMemoryError) for one in found)
+    assert [thread.error for thread in receiving] == [None, None]
+    assert received[0] > 10 and not ahead
+    assert_right(ranks, 2)
+
+
+def test_a_link_that_cannot_be_made_leaves_all_ranks_their_weights(ranks, monkeypatch):
+    """Although the process that it is missing would be the last to send."""
+    real = Assembly.connect
+
+    def connect(self, dial, hello, attach, timeout_s):
+        def refusing(description, connection):
+            if hello.rank == 1 and "process 2" in connection.peer:
+                raise UnsupportedError("no memory for the slot")
+            return attach(description, connection)
+
+        return real(self, dial, hello, refusing, timeout_s)
+
+    monkeypatch.setattr(Assembly, "connect", connect)
+    found, receiving = update(ranks, in_stages(held(2), (5, 10)), bucket_bytes=64)
+    monkeypatch.undo()
+    assert all(isinstance(one, RLMemoryError) for one in found)
+    refused(ranks, found, receiving, "no memory for the slot", UnsupportedError)
+
+
+def test_a_process_that_has_no_buffer_leaves_all_ranks_their_weights(ranks, monkeypatch):
+    real = routes.Routes.part_buffer
+
+    def buffer(self, *arguments):
+        if threading.current_thread().name == "sender 2":
+            raise HostMemoryError("no memory here")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(routes.Routes, "part_buffer", buffer)
+    found, receiving = update(ranks, in_stages(held(2), (5, 10)), bucket_bytes=64)
+    monkeypatch.undo()
+    assert ["no memory here" in str(one) for one in found] == [True] * PROCESSES
+    refused(ranks, found, receiving, "no memory here", HostMemoryError)
+
+
+def test_a_rank_makes_its_links_at_the_same_time(ranks, monkeypatch):
+    real = Assembly.connect
+
+    def connect(self, dial, hello, attach, timeout_s):
+        both = threading.Barrier(2, timeout=10)
+
+        def attached(description, connection):
+            both.wait()
+            return attach(description, connection)
+
+        return real(self, dial, hello, attached, timeout_s)
+
+    monkeypatch.setattr(Assembly, "connect", connect)
+    update(ranks, held(2))
+    assert_right(ranks, 2)
+
+
+def test_links_over_nccl_are_tried_only_where_both_ends_have_the_same():
+    def refuse(rank):
+        raise UnsupportedError("NCCL's version is 1 in the engine, and 2 in the trainer")
+
+    made = parts.Parts.__new__(parts.Parts)
+    made._routes, made._timeout_s = SimpleNamespace(require_nccl=refuse), 1.0
+    group = SimpleNamespace(is_first=False, buffer=SimpleNamespace(export=lambda: ({}, [])))
+    with pytest.raises(UnsupportedError, match="NCCL's version"):
+        made._link([(SimpleNamespace(), "nccl", group)])
+
+
+def test_an_error_of_a_process_between_two_ranks_reaches_both(ranks, monkeypatch):
+    """It is not taken for the bytes that a message has announced."""
+    real, sends = parts.Parts._send, []
+
+    def send(self, rank, group, message):
+        if group.is_first:
+            sends.append(rank.rank)
+            if len(sends) == 3:
+                raise RLMemoryError("the source is broken")
+        real(self, rank, group, message)
+
+    monkeypatch.setattr(parts.Parts, "_send", send)
+    found, receiving = update(ranks, held(2), bucket_bytes=256)
+    assert "the source is broken" in str(found[0])
+    assert ["the source is broken" in str(thread.error) for thread in receiving] == [True, True]
+
+
+def test_an_error_between_a_message_and_its_bytes_is_not_taken_for_them(ranks, monkeypatch):
+    real, sends = parts.send_bytes, []
+
+    def send(rank, data, timeout_s):
+        sends.append(rank.rank)
+        if len(sends) == 7:
+            raise RLMemoryError("the source is broken")
+        real(rank, data, timeout_s)
+
+    monkeypatch.setattr(parts, "send_bytes", send)
+    found, receiving = update(ranks, held(2), bucket_bytes=256)
+    assert "the source is broken" in [str(one) for one in found]
+    assert all(thread.error.details.get("reason") != "checksum" for thread in receiving)
+
+
+def test_a_trainer_over_tcp_names_no_socket_of_the_engines_host(ranks, tmp_path):
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(path)
+        service.listen()
+        service.setblocking(False)
+
+        def change(process, division):
+            return division._replace(places=[[], [path], division.places[2]])
+
+        found, receiving = update(ranks, held(2), change, timeout_s=3.0)
+        with pytest.raises(BlockingIOError):
+            service.accept()
+    refused(ranks, found, receiving, "only a trainer on this host may name")
+
+
+class FakeEnd:
+    """The communicator and the GPU of a buffer. Freeing waits for all transfers of the GPU."""
+
+    def __init__(self, log, name):
+        self._log = log
+        self.name = name
+
+    def drop(self, communicator):
+        self._log.append("ended")
+
+    def synchronize(self):
+        self._log.append("waited")
+
+    def free(self, address): ...
+
+
+def test_all_communicators_end_before_the_gpu_is_waited_for():
+    log, made = [], Assembly.__new__(Assembly)
+    made._sources, made._gpu, made._slot = [], FakeEnd(log, "slot"), torch.empty(4, dtype=torch.uint8)
+    for number in range(PROCESSES):
+        buffer = CommunicatedAttached.__new__(CommunicatedAttached)
+        buffer._communicator = buffer._kept = buffer._gpu = FakeEnd(log, number)
+        buffer._slot = torch.empty(4, dtype=torch.uint8)
+        made._sources.append(assembly._Source(number, None, buffer))
+    made.close()
+    assert log[:PROCESSES] == ["ended"] * PROCESSES and log.count("waited") == PROCESSES + 1
+
+
+def test_the_trainer_hears_of_an_error_before_the_rank_closes_its_buffers(monkeypatch):
+    ranks = [Rank(ToyModel(number, 2), number, check_finite=True) for number in range(2)]
+    events = {}
+
+    def noting(owner, name, event):
+        real = getattr(owner, name)
+
+        def noted(self, *arguments):
+            events.setdefault(threading.current_thread(), []).append(event)
+            return real(self, *arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(Assembly, "close", "closed")
+    noting(wire.Connection, "fail", "told")
+    sources = held(2)
+    for source in sources:
+        source.whole["packed.weight"][3, 0] = torch.nan
+    _, receiving = update(ranks, sources)
+    assert [events[thread] for thread in receiving] == [["told"] * PROCESSES + ["closed"]] * 2

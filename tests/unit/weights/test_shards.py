@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.trainer.sources import placements
+from rl_memory_plugins.weights import shards
 from rl_memory_plugins.weights.entries import tensor_of
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
 from rl_memory_plugins.weights.shards import Layout, Layouts, Pieces, place, turn
@@ -148,6 +149,20 @@ def test_a_layout_that_is_no_partition_is_refused(boxes):
     layouts = Layouts([Layout((0, 1), tuple(boxes))], [0])
     with pytest.raises(WeightUpdateError, match="w in disjoint parts"):
         layouts.require([TensorSpec("w", "float32", (5, 4))])
+
+
+def test_a_layout_of_many_holders_is_checked_without_comparing_each_with_each(monkeypatch):
+    spec = TensorSpec("w", "uint8", (200_000, 2))
+    boxes = tuple(((0, 200_000) if half else (0, 0), (half, 1)) for half in (0, 1))
+    many = tuple(((row, 4), (0, 2)) for row in range(0, 200_000, 4))  # the comparisons would take half an hour
+    Layout(tuple(range(len(many))), many).require(spec)
+    with pytest.raises(WeightUpdateError, match="disjoint parts"):
+        Layout((0, 1), boxes).require(spec)
+    pinwheel = (((0, 1), (0, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 1)), ((1, 1), (1, 1)))
+    Layout(tuple(range(5)), pinwheel).require(TensorSpec("w", "uint8", (3, 3)))
+    monkeypatch.setattr(shards, "MOST_CELLS", 8)
+    with pytest.raises(WeightUpdateError, match="disjoint parts"):
+        Layout(tuple(range(5)), pinwheel).require(TensorSpec("w", "uint8", (3, 3)))
 
 
 @pytest.mark.parametrize("of", [[], [1], [-2], [0, 0]])

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -79,6 +80,25 @@ def test_the_end_of_an_engine_frees_the_trainers_end(made):
     wait_until(lambda: kept.OF_TRAINER.names() == [], "the trainer has closed it")
     assert_next_update_right(rank, **GLOO)
     assert len(made) == 4
+
+
+def test_a_rank_keeps_the_latest_and_closes_both_ends_of_the_others():
+    closed, ends = [], []
+    own = kept.KeptCommunicators(2)
+    for name in "abc":
+        end, peer = socket.socketpair()
+        ends.append(peer)
+        communicator = SimpleNamespace(
+            name=name, transport="gloo", settle=lambda: None, close=lambda name=name: closed.append(name)
+        )
+        own.keep(communicator, wire.Connection(end, "a trainer"))
+    assert own.names() == ["b", "c"] and closed == ["a"]
+    ends[0].settimeout(10)
+    assert ends[0].recv(1) == b""
+    own.close()
+    assert sorted(closed) == ["a", "b", "c"]
+    for peer in ends:
+        peer.close()
 
 
 def test_an_update_that_fails_breaks_the_communicator_and_the_next_makes_one(made):
@@ -208,9 +228,9 @@ def test_a_process_without_nccl_has_no_settings():
 def test_what_a_rank_tells_of_its_nccl_is_compared_before_it_is_offered_one(nccl, monkeypatch):
     routes = Routes(Manifest([], 1, 1, False), "nccl", [], keep_mapped=False, resident=None, stable=False)
     monkeypatch.setattr(routes, "_own_gpu", "GPU-0")
-    routes._require_nccl(SimpleNamespace(device="GPU-z", nccl=nccl))
+    routes.require_nccl(SimpleNamespace(device="GPU-z", nccl=nccl))
     with pytest.raises(UnsupportedError, match="NCCL's version"):
-        routes._require_nccl(SimpleNamespace(device="GPU-z", nccl={**nccl, "version": "22907"}))
+        routes.require_nccl(SimpleNamespace(device="GPU-z", nccl={**nccl, "version": "22907"}))
 
 
 def test_tls_and_a_communicator_exclude_each_other():

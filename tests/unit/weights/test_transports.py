@@ -278,28 +278,33 @@ def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
         rank.model.assert_unchanged(loaded(tensors, i, 2))
 
 
-@pytest.mark.parametrize("stable", [False, True])
-def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypatch, stable):
-    """Stable ones wait for a common copy, and may have been made together with others."""
+@pytest.mark.parametrize(("stable", "group"), [(False, 0), (True, 0), (False, 200), (True, 1 << 20)])
+def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypatch, stable, group):
+    """Stable ones wait for a common copy. A source may make them in groups, though not more than there are."""
     monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
     monkeypatch.setattr(buffers.staged, "GROUP_BYTES", 128)
     tensors = checkpoint(6)
-    room = 2 * max(tensor.nbytes for tensor in tensors.values()) + (3 * 128 if stable else 0)
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    room = 2 * max(sizes) + (3 * 128 if stable else 0) + min(2 * group, sum(sizes))
     gpu, left = gpus["GPU-0"], []
-    gpu.capacity = 2048 + room - 1  # room for two slots of 1 KiB, and not for the tensors beside them
 
     class Watched(OneByOne):
         def __init__(self, tensors):
             super().__init__(tensors)
             self.stable = stable
+            self.group_bytes = group
 
         def tensors(self):
             for name, tensor in super().tensors():
                 left.append(gpu.free_bytes())
                 yield name, tensor
 
+    plenty, _ = send([gpu_rank()], Watched(tensors), bucket_bytes=1024)
+    left.clear()
+    gpu.capacity = plenty["staging_bytes"] + room - 1  # not enough for the tensors beside such slots
     report, _ = send([gpu_rank()], Watched(tensors), bucket_bytes=1024)
     assert report["transport"] == "cuda_ipc" and min(left) >= room
+    assert report["staging_bytes"] < plenty["staging_bytes"]
     rank = gpu_rank()
     gpu.capacity += 1 << 16
     report, _ = send([rank], gpu.place(tensors), bucket_bytes=1024, transport="cuda_ipc")
