@@ -215,7 +215,7 @@ class Seen:
         self.observed = []
 
     def __call__(self, layer):
-        self.observed.append(torch.utils._python_dispatch.is_in_torch_dispatch_mode())
+        self.observed.append(torch._C._len_torch_dispatch_stack() > 0)
         pack(layer)
 
 
