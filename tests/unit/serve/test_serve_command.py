@@ -47,6 +47,7 @@ class Running:
                 [*before, sys.executable, "-m", "rl_memory_plugins", "serve", str(self.file), "--port", str(self.port)],
                 stderr=log,
                 env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": path()},
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
             )
 
     def is_healthy(self) -> bool:
