@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import torch
 
 from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.weights import cuda_ipc, wire
+from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers import StreamedAttached, typed
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached
-from rl_memory_plugins.weights.buffers.streamed import extent, host_slot
+from rl_memory_plugins.weights.buffers.received_slot import ReceivedSlot
+from rl_memory_plugins.weights.buffers.streamed import extent
 from rl_memory_plugins.weights.entries import tensor_of
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
 from rl_memory_plugins.weights.shards import Piece, Pieces, checksum_of, place, turn
 from rl_memory_plugins.weights.slices import Slice
+
+if TYPE_CHECKING:
+    import torch
 
 Sent = StreamedAttached | CommunicatedAttached
 
@@ -66,13 +69,7 @@ class Assembly:
         self._message = message
         self._pieces = Pieces(manifest.tensors, slices, message.layouts)
         self._sources = [_Source(message.process, connection, buffer)]
-        self._gpu: cuda_ipc.CudaGpu | None = None
-        if self.transport == "nccl":
-            self._gpu = cuda_ipc.local_gpu(device)
-            address = self._gpu.allocate(message.slot_bytes)  # outside torch's allocator and all pausable regions
-            self._slot = self._gpu.view(address, message.slot_bytes)
-        else:
-            self._slot = host_slot(message.slot_bytes)
+        self._slot = ReceivedSlot(message.slot_bytes, device if self.transport == "nccl" else None)
 
     def connect(
         self,
@@ -128,7 +125,7 @@ class Assembly:
             WeightUpdateError: a process stalled, disconnected, or sent something else than it should.
             RLMemoryError: a process has given up.
         """
-        extent(bucket.entries, len(self._slot))
+        extent(bucket.entries, len(self._slot.memory))
         missing = sum(entry.nbytes for entry in bucket.entries)
         for source in self._sources:
             is_first = source.connection is connection
@@ -154,10 +151,9 @@ class Assembly:
             raise source.connection.error("sent parts of a bucket that do not fit their checksum", reason="checksum")
         for piece in pieces:
             spec = self._pieces.cut[piece.entry.index]
-            target = place(tensor_of(self._slot, piece.entry, spec), piece.region)
+            target = place(tensor_of(self._slot.memory, piece.entry, spec), piece.region)
             target.copy_(typed(arrived, piece.packed.offset, piece.packed.nbytes, spec.dtype, target.shape))
-        if self._gpu is not None:
-            self._gpu.synchronize()
+        self._slot.synchronize()
 
     def await_commits(self, timeout_s: float) -> None:
         """Check that the other processes have sent all they have."""
@@ -170,14 +166,14 @@ class Assembly:
             other.send(wire.Done({}), timeout_s)
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
-        return self._slot
+        return self._slot.memory
 
     def hold(self, connection: wire.Connection) -> None:
         """See `DirectAttached.hold`."""
         for source in self._sources:
             if isinstance(source.buffer, CommunicatedAttached):
                 source.buffer.hold(source.connection)
-        self._free()
+        self._slot.free()
 
     def close(self) -> None:
         for source in self._sources:  # all of them first: freeing waits for all transfers on the GPU
@@ -185,10 +181,4 @@ class Assembly:
                 source.buffer.leave()
         for source in self._sources:
             source.buffer.close()
-        self._free()
-
-    def _free(self) -> None:
-        slot, self._slot = self._slot, torch.empty(0, dtype=torch.uint8)
-        if self._gpu is not None and len(slot):
-            self._gpu.synchronize()
-            self._gpu.free(slot.data_ptr())
+        self._slot.free()

@@ -8,7 +8,8 @@ import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
-from rl_memory_plugins.weights.buffers.streamed import extent, host_slot
+from rl_memory_plugins.weights.buffers.received_slot import ReceivedSlot
+from rl_memory_plugins.weights.buffers.streamed import extent
 from rl_memory_plugins.weights.communicators import ENGINE, JOIN_SHARE, SEAL_BYTES, Communicator, join
 from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.manifest import BucketEntry
@@ -65,16 +66,12 @@ class CommunicatedAttached:
         self._slot_bytes = int(description["slot_bytes"])
         if self._slot_bytes < 1:
             raise WeightUpdateError("the trainer announced a slot without bytes")
-        self._gpu: cuda_ipc.CudaGpu | None = None
-        if communicator.transport == "nccl":
-            self._gpu = cuda_ipc.local_gpu(device)
-            try:  # outside torch's allocator and all pausable regions
-                address = self._gpu.allocate(self._slot_bytes + SEAL_BYTES)
-            except DeviceMemoryError as error:
-                raise UnsupportedError(str(error)) from None
-            self._slot = self._gpu.view(address, self._slot_bytes + SEAL_BYTES)
-        else:
-            self._slot = host_slot(self._slot_bytes + SEAL_BYTES)
+        try:
+            self._slot = ReceivedSlot(
+                self._slot_bytes + SEAL_BYTES, device if communicator.transport == "nccl" else None
+            )
+        except DeviceMemoryError as error:
+            raise UnsupportedError(str(error)) from None
 
     def receive(self, connection: Connection, bucket: Bucket, timeout_s: float) -> None:
         """Receive the bytes of a bucket, after its message.
@@ -88,24 +85,24 @@ class CommunicatedAttached:
         if len(bucket.seal) != SEAL_BYTES:
             raise WeightUpdateError("the trainer announced a bucket without a seal")
         try:
-            self._communicator.receive(self._slot, nbytes + SEAL_BYTES, connection, timeout_s)
+            self._communicator.receive(self._slot.memory, nbytes + SEAL_BYTES, connection, timeout_s)
         except TimeoutError:
             raise connection.stalled("did not send the bytes of a bucket", timeout_s) from None
         except OSError as error:
             problem = str(error)
         else:
-            found = bytes(self._slot[nbytes : nbytes + SEAL_BYTES].tolist())
+            found = bytes(self._slot.memory[nbytes : nbytes + SEAL_BYTES].tolist())
             if found != bucket.seal:
                 raise WeightUpdateError(f"the trainer announced a bucket of {nbytes} bytes, and sent another")
             return
         connection.raise_cause(f"sent no whole bucket: {problem}")
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
-        return self._slot[: self._slot_bytes]
+        return self._slot.memory[: self._slot_bytes]
 
     def hold(self, connection: Connection) -> None:
         """See `DirectAttached.hold`."""
-        self._free()
+        self._slot.free()
         self._kept.keep(self._communicator, connection)
 
     def leave(self) -> None:
@@ -114,10 +111,4 @@ class CommunicatedAttached:
 
     def close(self) -> None:
         self.leave()  # first: freeing waits for a transfer on the GPU
-        self._free()
-
-    def _free(self) -> None:
-        slot, self._slot = self._slot, torch.empty(0, dtype=torch.uint8)
-        if self._gpu is not None and len(slot):
-            self._gpu.synchronize()
-            self._gpu.free(slot.data_ptr())
+        self._slot.free()

@@ -21,6 +21,7 @@ from rl_memory_plugins.weights import assembly, parts, routes, session, wire
 from rl_memory_plugins.weights.answers import Senders, of_senders
 from rl_memory_plugins.weights.assembly import Assembly
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached
+from rl_memory_plugins.weights.buffers.received_slot import ReceivedSlot
 from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.division import Share, decide
 from rl_memory_plugins.weights.sender import WeightSender
@@ -529,11 +530,17 @@ class FakeEnd:
 
 def test_all_communicators_end_before_the_gpu_is_waited_for():
     log, made = [], Assembly.__new__(Assembly)
-    made._sources, made._gpu, made._slot = [], FakeEnd(log, "slot"), torch.empty(4, dtype=torch.uint8)
+
+    def slot(name):
+        found = ReceivedSlot(4, None)
+        found._gpu = FakeEnd(log, name)
+        return found
+
+    made._sources, made._slot = [], slot("slot")
     for number in range(PROCESSES):
         buffer = CommunicatedAttached.__new__(CommunicatedAttached)
-        buffer._communicator = buffer._kept = buffer._gpu = FakeEnd(log, number)
-        buffer._slot = torch.empty(4, dtype=torch.uint8)
+        buffer._communicator = buffer._kept = FakeEnd(log, number)
+        buffer._slot = slot(number)
         made._sources.append(assembly._Source(number, None, buffer))
     made.close()
     assert log[:PROCESSES] == ["ended"] * PROCESSES and log.count("waited") == PROCESSES + 1
