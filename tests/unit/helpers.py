@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -127,3 +128,12 @@ def wake(rank: FakeRank, tags: Sequence[Tag] = PUBLIC_TAGS) -> dict[str, TagChan
     changes = rank.manager.commit_wake()
     rank.manager.check_integrity()
     return {change.tag: change for change in changes}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition in an event loop. Raises `TimeoutError` after some 20 s."""
+    for _ in range(4000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from helpers import until
 
 from rl_memory_plugins.errors import EngineLostError, RLMemoryError
 from rl_memory_plugins.serve.front import build_front
@@ -124,14 +125,6 @@ def run(scenario: Callable[..., Coroutine[Any, Any, None]], key: str = "") -> No
             await asyncio.wait_for(scenario(client, *engines), 60)
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(4000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError
 
 
 def test_a_request_reaches_the_engine_of_its_model_as_it_is() -> None:

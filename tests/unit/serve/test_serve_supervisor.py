@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import until
 
 from rl_memory_plugins import private_directory
 from rl_memory_plugins.serve import supervisor
@@ -85,14 +86,6 @@ def is_free(device: str) -> bool:
         return lease.try_acquire()
     finally:
         lease.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(4000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError
 
 
 def test_engines_start_one_after_the_other_and_the_first_is_awake_at_the_end() -> None:
