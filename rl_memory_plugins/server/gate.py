@@ -112,8 +112,14 @@ class AdmissionGate:
             await self._admit(scope, receive, send)
             return
         await self._idle.opened()
-        with self._idle.running():
-            await self._admit(scope, receive, send)
+        with self._idle.running() as end:
+
+            async def send_and_end(message: Message) -> None:
+                await send(message)
+                if message["type"] == "http.response.body" and not message.get("more_body", False):
+                    end()
+
+            await self._admit(scope, receive, send_and_end)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

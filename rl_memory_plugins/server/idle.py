@@ -63,14 +63,23 @@ class IdleEngine:
     # -- for the gate and the routes ----------------------------------------------------------------------------
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """The body is a request that the engine has: it does not fall asleep."""
+    def running(self) -> Iterator[Callable[[], None]]:
+        """The body is a request that the engine has: it does not fall asleep. Yields a function that ends this earlier:
+        an app may do other work after the answer (SGLang waits for 2 s)."""
         self._running += 1
+        runs = True
+
+        def end() -> None:
+            nonlocal runs
+            if runs:
+                runs = False
+                self._running -= 1
+                self._since = time.monotonic()
+
         try:
-            yield
+            yield end
         finally:
-            self._running -= 1
-            self._since = time.monotonic()
+            end()
 
     async def opened(self) -> None:
         """Wake the engine for a request, if it sleeps because it was idle or for a turn of others, and wait for it.
