@@ -16,8 +16,8 @@ from rl_memory_plugins.timing import Moment, Steps
 STEPS = {
     "sleep": ("drain", "synchronize", "backup", "release", "total"),
     "wake_up": ("reserve", "map", "restore", "total"),
-    "update_weights": ("drain", "connect", "validate", "wait", "load", "finish", "total"),
-    "update_adapter": ("connect", "validate", "wait", "load", "add", "total"),
+    "update_weights": ("drain", "connect", "validate", "wait", "receive", "load", "finish", "total"),
+    "update_adapter": ("connect", "validate", "wait", "receive", "load", "add", "total"),
     "remove_adapter": ("total",),
 }
 

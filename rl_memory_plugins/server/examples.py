@@ -82,6 +82,7 @@ _UPDATE_REPORT = Report(
         "connect": 0.00029,
         "validate": 0.0032,
         "wait": 0.0028,
+        "receive": 0.0,
         "load": 0.00037,
         "finish": 5.4e-05,
         "total": 0.007,
@@ -101,7 +102,15 @@ ADAPTER: Json = {
 }
 _ADAPTER_REPORT = Report(
     changes=[],
-    seconds={"connect": 0.0003, "validate": 0.0004, "wait": 0.0028, "load": 0.0004, "add": 0.003, "total": 0.008},
+    seconds={
+        "connect": 0.0003,
+        "validate": 0.0004,
+        "wait": 0.0028,
+        "receive": 0.0,
+        "load": 0.0004,
+        "add": 0.003,
+        "total": 0.008,
+    },
     details={
         "adapter": "policy",
         "adapter_version": "step-41",

@@ -69,6 +69,8 @@ class Assembly:
         self._message = message
         self._pieces = Pieces(manifest.tensors, slices, message.layouts)
         self._sources = [_Source(message.process, connection, buffer)]
+        if isinstance(buffer, CommunicatedAttached):
+            buffer.one_slot()  # the parts of a bucket arrive one after the other
         self._slot = ReceivedSlot(message.slot_bytes, device if self.transport == "nccl" else None)
 
     def connect(

@@ -26,6 +26,7 @@ from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.weights.wire import Connection
 
 _OUT_OF_MEMORY = 2
+_PEER_ACCESS_ALREADY_ENABLED = 704
 _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
 _BUFFER_ID = 7
@@ -104,6 +105,25 @@ class CudaGpu:
 
     def free(self, address: int) -> None:
         self._call_in_context("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def reaches(self, other: CudaGpu) -> bool:
+        """Whether this GPU may write to the memory of another one. Allows it if it can be."""
+        with self._current():
+            code = self._api.cuCtxEnablePeerAccess(other._context, 0)
+        return code in (0, _PEER_ACCESS_ALREADY_ENABLED)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Begin to copy memory of this GPU, on a stream of this GPU.
+
+        Unlike torch's copy to another GPU, it makes no stream of that GPU wait, nor waits for one.
+        """
+        self._call_in_context(
+            "cuMemcpyAsync",
+            ctypes.c_uint64(target),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(nbytes),
+            ctypes.c_void_p(stream),
+        )
 
     def free_bytes(self) -> int:
         """Bytes that torch can still allocate on this GPU."""

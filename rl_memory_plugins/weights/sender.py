@@ -25,7 +25,7 @@ from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, manifest_error
 from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.parts import Parts
-from rl_memory_plugins.weights.routes import Route, Routes
+from rl_memory_plugins.weights.routes import Packed, Route, Routes
 from rl_memory_plugins.weights.slices import Slice
 from rl_memory_plugins.weights.source import (
     GroupingSource,
@@ -351,26 +351,55 @@ class WeightSender:
         routes: list[Route],
         tensors: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
-        """Pack and announce the buckets. Packing overlaps with the loading of earlier buckets."""
+        """Pack and announce the buckets. Packing overlaps with the loading of earlier buckets.
+
+        A bucket whose copies have only begun is announced once they have ended, after the next one is packed behind it.
+        """
+        begun: Packed | None = None
         for number, entries in enumerate(buckets):
             slot = number % self._slots
+            begun = self._announce_ended(begun, slot)
             with timed(self._seconds, "wait"):
                 await_slot(self._listener, slot)
+            begun = self._announce_ended(begun)
             with timed(self._seconds, "pack"):
-                placed = self._pack(slot, entries, manifest, routes, tensors)
-            for route, places in placed.items():
-                seal = os.urandom(SEAL_BYTES) if route.transport in COMMUNICATORS else b""
-                for rank in route.ranks:
-                    rank.unacknowledged.append(slot)
-                    rank.connection.send(wire.Bucket(slot, places, seal), self._timeout_s)
-                    if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
-                        with timed(self._seconds, "send"):
-                            send_bytes(rank, route.buffer.sent(slot, places, seal), self._timeout_s)
+                packed = self._pack(slot, entries, manifest, routes, tensors)
+            if begun is not None:
+                self._announce(begun)
+            begun = packed
+            if not packed.copies:
+                self._announce(packed)
+                begun = None
+        if begun is not None:
+            self._announce(begun)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(self._seconds, "wait"):
             for slot in range(self._slots):
                 await_slot(self._listener, slot)
+
+    def _announce_ended(self, begun: Packed | None, slot: int = -1) -> Packed | None:
+        """Announce a bucket if its copies have ended, or if the next one needs its slot. Otherwise return it."""
+        if begun is None or not (begun.slot == slot or begun.has_ended()):
+            return begun
+        self._announce(begun)
+        return None
+
+    def _announce(self, packed: Packed) -> None:
+        """Tell the ranks of a bucket once its copies have ended."""
+        if packed.copies:
+            with timed(self._seconds, "travel"):
+                for copy in packed.copies:
+                    copy.synchronize()
+        slot = packed.slot
+        for route, places in packed.placed.items():
+            seal = os.urandom(SEAL_BYTES) if route.transport in COMMUNICATORS else b""
+            for rank in route.ranks:
+                rank.unacknowledged.append(slot)
+                rank.connection.send(wire.Bucket(slot, places, seal), self._timeout_s)
+                if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
+                    with timed(self._seconds, "send"):
+                        send_bytes(rank, route.buffer.sent(slot, places, seal), self._timeout_s)
 
     def _pack(
         self,
@@ -379,8 +408,8 @@ class WeightSender:
         manifest: Manifest,
         routes: list[Route],
         tensors: Iterator[tuple[str, torch.Tensor]],
-    ) -> dict[Route, list[BucketEntry]]:
-        """Put the tensors of a bucket into all buffers. Returns their places for the receivers of each route."""
+    ) -> Packed:
+        """Put the tensors of a bucket into all buffers."""
         placed: dict[Route, list[BucketEntry]] = {route: [] for route in routes}
         left = {route: route.left_of(entries) for route in routes}
         for entry in entries:
@@ -396,9 +425,7 @@ class WeightSender:
                     places.append(route.buffer.put(slot, own, spec, route.part(entry, part)))
             if entry.start + entry.nbytes == spec.nbytes:
                 self._current = part = None
-        for route in placed:
-            route.buffer.publish()
-        return placed
+        return Packed(slot, placed, [copy for route in placed for copy in route.buffer.publish()])
 
     def _hold(self, routes: list[Route]) -> None:
         """Keep the connections to receivers that leave this process's memory open, and communicators."""

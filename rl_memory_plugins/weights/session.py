@@ -212,9 +212,14 @@ class Session:
         if isinstance(buffer, DirectAttached) and buffer.keep and not plan.opaque and not self.check_finite:
             replays = self.model.replays
             replays.begin(plan, buffer.allocations)
+        following: wire.Message | None = None  # was read while the bucket before it arrived
         while True:
-            with timed(self.seconds, "wait"):
-                bucket = connection.receive(wire.Bucket, wire.Commit, wire.Divide, timeout_s=self.timeout_s)
+            bucket: wire.Message
+            if following is not None:
+                bucket, following = following, None
+            else:
+                with timed(self.seconds, "wait"):
+                    bucket = connection.receive(wire.Bucket, wire.Commit, wire.Divide, timeout_s=self.timeout_s)
             if isinstance(bucket, wire.Divide):
                 with timed(self.seconds, "connect"):
                     buffer = self._divide(bucket, connection, offered)
@@ -229,8 +234,15 @@ class Session:
                 raise WeightUpdateError(
                     f"the trainer announced slot {bucket.slot}; valid slots are 0 to {manifest.slots - 1}"
                 )
-            if isinstance(buffer, (StreamedAttached, CommunicatedAttached, Assembly)):
-                with timed(self.seconds, "wait"):  # it arrives whole before the first byte is written
+            if isinstance(buffer, CommunicatedAttached):
+                # Not with what may wait for the whole GPU: the engine's own loader, the beginning of the first write,
+                # and where memory is short the allocations of a check.
+                look_ahead = not (plan.opaque or self.check_finite) and self._total_bytes > 0
+                with timed(self.seconds, "receive"):
+                    following = buffer.receive(connection, bucket, self.timeout_s, look_ahead=look_ahead)
+                connection.send(wire.Ack(bucket.slot), self.timeout_s)  # now: the trainer packs while this rank loads
+            elif isinstance(buffer, (StreamedAttached, Assembly)):
+                with timed(self.seconds, "receive"):  # it arrives whole before the first byte is written
                     buffer.receive(connection, bucket, self.timeout_s)
             # of the first bucket there may be nothing for this rank
             if self.model.writes_weights and self._next_tensor == self._received_bytes == 0 and bucket.entries:
@@ -246,9 +258,12 @@ class Session:
                     self._total_bytes += repeated.nbytes
                 else:
                     yield from self._load(bucket, buffer, manifest, plan, replays)
-                if buffer.reused:
+                if isinstance(following, wire.Bucket):
+                    self._synchronize_loads()
+                elif buffer.reused:
                     self.manager.device.synchronize()
-            connection.send(wire.Ack(bucket.slot), self.timeout_s)
+            if not isinstance(buffer, CommunicatedAttached):
+                connection.send(wire.Ack(bucket.slot), self.timeout_s)
         if self._next_tensor != len(manifest.tensors):
             missing = [spec.name for spec in manifest.tensors[self._next_tensor :]]
             raise WeightUpdateError(
@@ -257,6 +272,11 @@ class Session:
                 rank=self.manager.rank,
             )
         self._committed = True
+
+    def _synchronize_loads(self) -> None:
+        """Wait for what this thread has loaded, and not for the whole GPU: on it the next bucket may be arriving."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _divide(self, message: wire.Divide, connection: wire.Connection, offered: Manifest) -> Assembly:
         """Connect to the other processes of the trainer that send their shards."""
@@ -270,7 +290,7 @@ class Session:
                 raise UnsupportedError(f"this rank is sent its parts over {inner.transport}")
             if inner.transport == "tcp":
                 return StreamedAttached(description)
-            return communicated(description, other, self.communicators, self.timeout_s, device)
+            return communicated(description, other, self.communicators, self.timeout_s, device, slots=1)
 
         def dial(places: Sequence[str]) -> wire.Connection:
             return self.dial(places, connection.is_local)

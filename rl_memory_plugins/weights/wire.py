@@ -16,7 +16,8 @@ deadline.
                                      ←    Divide(layouts, places)    … if other processes send their shards
     Accept()                         →         … once it is connected with all of them
                                      ←    Bucket(slot, entries)
-    Ack(slot)                        →         … repeated; the trainer reuses a slot after its Ack
+    Ack(slot)                        →         … repeated; the trainer reuses a slot after its Ack, which the rank
+                                               sends once it has loaded the bucket, or has it in memory of its own
                                      ←    Commit
     Done(report)                     →
 
@@ -210,6 +211,12 @@ class Connection:
         """Whether the peer has closed its end. What it sent before may still be unread."""
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def has_message(self) -> bool:
+        """Whether the peer has sent something, or has closed its end. Not for TLS, see `has_decrypted`."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(0))
 
     @property

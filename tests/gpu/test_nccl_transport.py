@@ -17,6 +17,7 @@ from integration.waiting import wait_until
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights import cuda_ipc
+from rl_memory_plugins.weights.buffers import NcclStaging
 from rl_memory_plugins.weights.communicators import kept, over_nccl
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -31,6 +32,15 @@ def new_engine():
 
 @pytest.fixture
 def engine():
+    started = new_engine()
+    yield started
+    kept.close_communicators()
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def lasting_engine():
+    """For tests that do not end it."""
     started = new_engine()
     yield started
     kept.close_communicators()
@@ -59,6 +69,54 @@ def test_weights_arrive_by_one_communicator(engine, made, place):
         assert error is None and report["transport"] == report["receivers"][0]["transport"] == "nccl"
         assert_arrived(engine, tensors)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_a_bucket_is_sent_after_its_copies_on_all_streams_though_no_thread_waits(lasting_engine, stable):
+    tensors = randomised(seed=9)
+    source = OneByOne(tensors)
+    source.stable = stable
+
+    def made_on_two_streams():
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        for number, (name, tensor) in enumerate(tensors.items()):
+            with torch.cuda.stream(streams[number % 2]):
+                torch.cuda._sleep(20_000_000)
+                yield name, tensor + 0
+
+    source.tensors = made_on_two_streams
+    for _ in range(2):
+        report, error = lasting_engine.update(source, **NCCL)
+        assert error is None and report["transport"] == "nccl"
+        assert_arrived(lasting_engine, tensors)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_slots_are_used_again_and_again(lasting_engine, slots):
+    for seed in (10, 11):
+        tensors = randomised(seed=seed)
+        report, error = lasting_engine.update(OneByOne(tensors), **{**NCCL, "bucket_bytes": 1 << 20, "slots": slots})
+        assert error is None and report["buckets"] > 50
+        assert_arrived(lasting_engine, tensors)
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_bucket_with_another_seal_is_not_written_and_the_next_update_is_right(lasting_engine, monkeypatch, number):
+    tensors, sent = randomised(seed=12), []
+    lasting_engine.update(tensors, **NCCL)
+    own = NcclStaging.sent
+
+    def changed(staging, slot, entries, seal):
+        sent.append(slot)
+        return own(staging, slot, entries, bytes(len(seal)) if len(sent) == number + 1 else seal)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NcclStaging, "sent", changed)
+        with pytest.raises(WeightUpdateError, match="sent another"):
+            lasting_engine.update(tensors, **NCCL)
+    assert lasting_engine.call("state")["content"] == ("failed" if number else "valid")
+    assert lasting_engine.update(tensors, **NCCL)[1] is None
+    assert_arrived(lasting_engine, tensors)
 
 
 def test_it_is_chosen_where_the_trainer_does_not_see_the_engines_gpu(engine, monkeypatch):

@@ -1,14 +1,16 @@
 """The buffers that carry weights: the trainer's ends, and the receivers' ends, which `attach` opens.
 
 - `cuda_direct` (`direct.py`): receivers open the trainer's own tensors. There is no staging.
-- `cuda_ipc` (`staged.py`): slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads.
+- `cuda_ipc` (`staged.py`): slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads. From
+  another GPU the trainer packs a bucket while the one before travels.
 - `shm_pinned` (`host.py`): slots in anonymous shared memory (`memfd_create`). The receiver page-locks it; the trainer
   does too if it sends from a GPU. A file descriptor carries it over the session's socket. The memory has no name: it
   vanishes with the processes, and works between containers that share only the socket and deny CUDA IPC.
 - `shm` (`host.py`): the same without page-locking, for CPU engines.
 - `tcp` (`streamed.py`): slots on the trainer's host, for engines on other hosts. Their bytes follow the messages.
 - `gloo` (`streamed.py`, `communicated.py`): the same, but the bytes travel over a communicator.
-- `nccl` (`staged.py`, `communicated.py`): slots on the trainer's GPU, and a communicator to the receiver's.
+- `nccl` (`staged.py`, `communicated.py`): slots on the trainer's GPU, and a communicator to the receiver's, which
+  has two slots of its own: one bucket arrives while the other is loaded.
 """
 
 from __future__ import annotations

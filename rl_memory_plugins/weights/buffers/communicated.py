@@ -1,4 +1,4 @@
-"""The receiver's end of `gloo` and `nccl`: a slot that a communicator fills."""
+"""The receiver's end of `gloo` and `nccl`: slots that a communicator fills."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ from rl_memory_plugins.weights.buffers.streamed import extent
 from rl_memory_plugins.weights.communicators import ENGINE, JOIN_SHARE, SEAL_BYTES, Communicator, join
 from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.manifest import BucketEntry
-from rl_memory_plugins.weights.wire import Bucket, Connection
+from rl_memory_plugins.weights.wire import Bucket, Commit, Connection, Message
+
+SLOTS = 2
+"""One bucket arrives while the other is loaded."""
 
 
 def communicated(
-    description: dict[str, Any], connection: Connection, kept: KeptCommunicators, timeout_s: float, device: str
+    description: dict[str, Any],
+    connection: Connection,
+    kept: KeptCommunicators,
+    timeout_s: float,
+    device: str,
+    slots: int = SLOTS,
 ) -> CommunicatedAttached:
     """Open a buffer, with a kept communicator or a new one.
 
     Args:
         device: The name of this rank's device.
+        slots: How many there are: 1 if nothing is received ahead.
 
     Raises:
-        UnsupportedError: the two ends cannot be joined, or the GPU has no memory for the slot.
-        HostMemoryError: there is no memory for the slot.
+        UnsupportedError: the two ends cannot be joined, or the GPU has no memory for the slots.
+        HostMemoryError: there is no memory for the slots.
         RLMemoryError: the trainer has given up, or is gone.
     """
     communicator = kept.take(str(description["communicator"]), str(description["kind"]))
@@ -39,26 +48,32 @@ def communicated(
         join_s = min(timeout_s, float(description.get("timeout_s", timeout_s))) * JOIN_SHARE
         communicator = join(description, connection, ENGINE, join_s, own)
     try:
-        return CommunicatedAttached(description, communicator, kept, device)
+        return CommunicatedAttached(description, communicator, kept, device, slots)
     except BaseException:
         kept.drop(communicator)
         raise
 
 
 class CommunicatedAttached:
-    """See `attach`. One slot serves for all, because a bucket is loaded before the next one is received.
+    """See `attach`. The slots are this rank's own: which of the trainer's a bucket lies in does not matter here.
 
     Args:
         communicator: This end of the communicator. The buffer owns it.
         kept: Keeps the communicator after a complete update.
         device: The name of this rank's device.
+        slots: As for `communicated`.
     """
 
     reused = True
     keep = True
 
     def __init__(
-        self, description: dict[str, Any], communicator: Communicator, kept: KeptCommunicators, device: str
+        self,
+        description: dict[str, Any],
+        communicator: Communicator,
+        kept: KeptCommunicators,
+        device: str,
+        slots: int = SLOTS,
     ) -> None:
         self._communicator = communicator
         self._kept = kept
@@ -66,43 +81,79 @@ class CommunicatedAttached:
         self._slot_bytes = int(description["slot_bytes"])
         if self._slot_bytes < 1:
             raise WeightUpdateError("the trainer announced a slot without bytes")
+        self._ahead: Bucket | None = None  # has begun to arrive, in the slot that is not the first
+        self._slots: list[ReceivedSlot] = []  # the first has the bucket that was received last
         try:
-            self._slot = ReceivedSlot(
-                self._slot_bytes + SEAL_BYTES, device if communicator.transport == "nccl" else None
-            )
+            for _ in range(slots):
+                slot = ReceivedSlot(self._slot_bytes + SEAL_BYTES, device if communicator.transport == "nccl" else None)
+                self._slots.append(slot)
         except DeviceMemoryError as error:
+            self._free(0)
             raise UnsupportedError(str(error)) from None
 
-    def receive(self, connection: Connection, bucket: Bucket, timeout_s: float) -> None:
-        """Receive the bytes of a bucket, after its message.
+    def one_slot(self) -> None:
+        """Give up all slots but one, before anything is received."""
+        self._free(1)
+
+    def receive(
+        self, connection: Connection, bucket: Bucket, timeout_s: float, *, look_ahead: bool = False
+    ) -> Message | None:
+        """Receive the bytes of a bucket, after its message. Those of the bucket before are no longer used.
+
+        Args:
+            look_ahead: Read the next message meanwhile, and begin to receive its bucket. Nothing may then wait for the
+                whole GPU before that bucket has arrived: such a wait has no deadline.
+
+        Returns: the next message, if it has been read.
 
         Raises:
             WeightUpdateError: the bucket is larger than the slot, or has other bytes than announced; or the trainer
                 stalled or disconnected.
             RLMemoryError: the trainer's own error, if it gave up.
         """
-        nbytes = extent(bucket.entries, self._slot_bytes)
-        if len(bucket.seal) != SEAL_BYTES:
-            raise WeightUpdateError("the trainer announced a bucket without a seal")
+        following: Message | None = None
+
+        def read_next() -> None:
+            nonlocal following
+            if look_ahead and following is None and connection.has_message():
+                following = connection.receive(Bucket, Commit, timeout_s=timeout_s)
+                if isinstance(following, Bucket):
+                    self._begin(connection, following, timeout_s)
+                    self._ahead = following
+
         try:
-            self._communicator.receive(self._slot.memory, nbytes + SEAL_BYTES, connection, timeout_s)
+            if self._ahead is not bucket:
+                self._begin(connection, bucket, timeout_s)
+            self._slots.reverse()
+            self._ahead = None
+            self._communicator.await_received(connection, timeout_s, read_next)
         except TimeoutError:
             raise connection.stalled("did not send the bytes of a bucket", timeout_s) from None
         except OSError as error:
             problem = str(error)
         else:
-            found = bytes(self._slot.memory[nbytes : nbytes + SEAL_BYTES].tolist())
-            if found != bucket.seal:
-                raise WeightUpdateError(f"the trainer announced a bucket of {nbytes} bytes, and sent another")
-            return
-        connection.raise_cause(f"sent no whole bucket: {problem}")
+            self._require_sealed(bucket)
+            return following
+        return connection.raise_cause(f"sent no whole bucket: {problem}")
+
+    def _begin(self, connection: Connection, bucket: Bucket, timeout_s: float) -> None:
+        """Begin to receive a bucket into the last slot."""
+        nbytes = extent(bucket.entries, self._slot_bytes)
+        if len(bucket.seal) != SEAL_BYTES:
+            raise WeightUpdateError("the trainer announced a bucket without a seal")
+        self._communicator.begin_receive(self._slots[-1].memory, nbytes + SEAL_BYTES, connection, timeout_s)
+
+    def _require_sealed(self, bucket: Bucket) -> None:
+        nbytes = extent(bucket.entries, self._slot_bytes)
+        if bytes(self._slots[0].memory[nbytes : nbytes + SEAL_BYTES].tolist()) != bucket.seal:
+            raise WeightUpdateError(f"the trainer announced a bucket of {nbytes} bytes, and sent another")
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
-        return self._slot.memory[: self._slot_bytes]
+        return self._slots[0].memory[: self._slot_bytes]
 
     def hold(self, connection: Connection) -> None:
         """See `DirectAttached.hold`."""
-        self._slot.free()
+        self._free(0)
         self._kept.keep(self._communicator, connection)
 
     def leave(self) -> None:
@@ -111,4 +162,10 @@ class CommunicatedAttached:
 
     def close(self) -> None:
         self.leave()  # first: freeing waits for a transfer on the GPU
-        self._slot.free()
+        self._free(0)
+
+    def _free(self, left: int) -> None:
+        """Free all slots but so many."""
+        for slot in self._slots[left:]:
+            slot.free()
+        del self._slots[left:]

@@ -78,8 +78,9 @@ class DirectExport:
         self._gpu.synchronize()  # any stream may still write the tensors
         return self._description, []
 
-    def publish(self) -> None:
-        """Does nothing: the tensors are complete since `export`."""
+    def publish(self) -> Sequence[Any]:
+        """The tensors are complete since `export`."""
+        return ()
 
     def close(self) -> None:
         """Does nothing: this buffer owns no memory."""

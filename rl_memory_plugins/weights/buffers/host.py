@@ -71,9 +71,10 @@ class ShmStaging:
     def export(self) -> tuple[dict[str, Any], list[int]]:
         return self._description, [self._fd]
 
-    def publish(self) -> None:
+    def publish(self) -> Sequence[Any]:
         self._copier.run()
         self._streams.synchronize()
+        return ()
 
     def close(self) -> None:
         self._copier.close()

@@ -31,8 +31,11 @@ class StagingBuffer(Protocol):
     def export(self) -> tuple[dict[str, Any], list[int]]:
         """The arguments of `attach`: a description to send in a message, and file descriptors to send with it."""
 
-    def publish(self) -> None:
-        """Wait until other processes can read all tensors that were put."""
+    def publish(self) -> Sequence[Any]:
+        """Let other processes read all tensors that were put.
+
+        Returns: CUDA events that must be waited for before; none if nothing is left to wait for.
+        """
 
     def close(self) -> None: ...
 

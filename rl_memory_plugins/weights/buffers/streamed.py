@@ -31,7 +31,7 @@ class StreamedStaging(ShmStaging):
 
     def sent(self, slot: int, entries: Sequence[BucketEntry], seal: bytes = b"") -> torch.Tensor:
         """The bytes of a bucket, followed by `seal`."""
-        return sealed(self._slots[slot], entries, seal)
+        return sealed(self._slots[slot], entries, seal_of(seal))
 
 
 class StreamedAttached:
@@ -76,11 +76,14 @@ def host_slot(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)  # owns the mapping
 
 
-def sealed(slot: torch.Tensor, entries: Sequence[BucketEntry], seal: bytes) -> torch.Tensor:
+def seal_of(seal: bytes) -> torch.Tensor:
+    return torch.tensor(list(seal), dtype=torch.uint8)
+
+
+def sealed(slot: torch.Tensor, entries: Sequence[BucketEntry], seal: torch.Tensor) -> torch.Tensor:
     """The bytes of a slot up to the end of its last tensor, gaps included, and `seal`. Both ends compute them alike."""
     nbytes = _extent(entries)
-    if seal:
-        slot[nbytes : nbytes + len(seal)].copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+    slot[nbytes : nbytes + len(seal)].copy_(seal, non_blocking=True)
     return slot[: nbytes + len(seal)]
 
 

@@ -19,6 +19,17 @@ class Streams:
         self._streams.add(stream)
         return stream
 
+    def join(self, device: torch.device) -> None:
+        """Let the current stream of a GPU wait for all noted streams. They stay noted."""
+        current = self.current(device)
+        for stream in self._streams:
+            if stream != current:
+                current.wait_stream(stream)
+
+    def events(self) -> list[Any]:
+        """An event on each noted stream, after the work that it has been given. They stay noted."""
+        return [stream.record_event() for stream in self._streams]
+
     def synchronize(self) -> None:
         """Wait for all noted streams."""
         for stream in self._streams:

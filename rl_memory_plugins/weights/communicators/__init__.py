@@ -10,6 +10,7 @@ whole, and a communicator that breaks ends the update on both sides. A new one i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_memory_plugins.errors import UnsupportedError
@@ -44,6 +45,8 @@ class Communicator(Protocol):
     def send(self, data: torch.Tensor, connection: Connection, timeout_s: float) -> None:
         """Begin to send bytes, which must not change before the peer has acknowledged them.
 
+        On a GPU the current stream may still write them: they are sent after what it has been given so far.
+
         Args:
             connection: That of the update. Its end also ends a wait.
 
@@ -51,11 +54,24 @@ class Communicator(Protocol):
             OSError: the communicator is broken. A `TimeoutError`: the peer does not take part within `timeout_s`.
         """
 
-    def receive(self, slot: torch.Tensor, nbytes: int, connection: Connection, timeout_s: float) -> None:
-        """Fill the first `nbytes` bytes of a slot. Returns when they have arrived.
+    def begin_receive(self, slot: torch.Tensor, nbytes: int, connection: Connection, timeout_s: float) -> None:
+        """Begin to fill the first `nbytes` bytes of a slot. Each transfer ends with one `await_received`, in order.
 
         Args:
             connection: See `send`.
+
+        Raises:
+            OSError: the communicator is broken. A `TimeoutError`: the former call did not end within `timeout_s`.
+        """
+
+    def await_received(
+        self, connection: Connection, timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until the bytes of the first transfer that has begun have arrived.
+
+        Args:
+            connection: See `send`.
+            meanwhile: Is called again and again while they travel. It may begin the next transfer.
 
         Raises:
             OSError: the communicator is broken. A `TimeoutError`: the bytes did not arrive within `timeout_s`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ class GlooCommunicator:
         self._peer = 1 - end
         self._count = 0  # of the transfers so far, the same at both ends
         self._sent: dict[int, Any] = {}  # by the address of the slot
+        self._receiving: deque[Any] = deque()  # the transfers that have begun, in order
         self._group: Any = _joined(_Meeting(connection, timeout_s), connection, end, timeout_s)
 
     def send(self, data: torch.Tensor, connection: wire.Connection, timeout_s: float) -> None:
@@ -39,28 +41,38 @@ class GlooCommunicator:
         self._count += 1
         self._sent[data.data_ptr()] = work, data  # the former transfer from this slot was acknowledged
 
-    def receive(self, slot: torch.Tensor, nbytes: int, connection: wire.Connection, timeout_s: float) -> None:
+    def begin_receive(self, slot: torch.Tensor, nbytes: int, connection: wire.Connection, timeout_s: float) -> None:
+        try:
+            # the whole slot: what is longer than the memory would end the process
+            self._receiving.append(self._group.recv([slot], self._peer, self._count))
+        except RuntimeError as error:
+            raise ConnectionError(_first_line(error)) from None
+        self._count += 1
+
+    def await_received(
+        self, connection: wire.Connection, timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         problems: list[str] = []
+        work = self._receiving.popleft()
 
         def wait() -> None:
             try:
-                # the whole slot: what is longer than the memory would end the process
-                self._group.recv([slot], self._peer, self._count).wait(timedelta(seconds=timeout_s))
+                work.wait(timedelta(seconds=timeout_s))
             except RuntimeError as error:
                 problems.append(_first_line(error))
 
         deadline = wire.Deadline(timeout_s)
-        if not _run(wait, connection, deadline) or problems:
+        if not _run(wait, connection, deadline, meanwhile) or problems:
             if not deadline.remaining():
                 raise TimeoutError
             raise ConnectionError(problems[0] if problems else "the peer has closed the connection")
-        self._count += 1
 
     def settle(self) -> None:
         self._sent.clear()
 
     def close(self) -> None:
         self._sent.clear()
+        self._receiving.clear()
         self._group = _Closed()  # Gloo closes its connections with the group, which breaks the peer's transfers
 
 
@@ -91,7 +103,12 @@ def _joined(meeting: _Meeting, connection: wire.Connection, end: int, timeout_s:
         del found  # breaks the reference cycle between the error and this frame
 
 
-def _run(call: Callable[[], None], connection: wire.Connection, deadline: wire.Deadline) -> bool:
+def _run(
+    call: Callable[[], None],
+    connection: wire.Connection,
+    deadline: wire.Deadline,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> bool:
     """Call something that waits for the peer. Returns whether it ended before the deadline and the connection did.
 
     Gloo may notice neither the end of a peer nor its own timeout. Its thread is then left behind, and ends by itself.
@@ -99,6 +116,7 @@ def _run(call: Callable[[], None], connection: wire.Connection, deadline: wire.D
     thread = threading.Thread(target=call, name="rl-memory-gloo", daemon=True)
     thread.start()
     while thread.is_alive() and deadline.remaining() and not connection.is_ended():
+        meanwhile()
         thread.join(0.02)
     thread.join(min(deadline.remaining(), 0.5))  # what ended the connection may end the call too
     return not thread.is_alive()

@@ -20,6 +20,7 @@ class FakeGpu:
         self.opened = []  # every handle that was opened, in order
         self.mapped = []  # addresses that are open
         self.registered = []
+        self.copied = []  # the bytes and the stream of each copy to another GPU
         self._serials = 0
 
     def allocate(self, nbytes):
@@ -70,6 +71,13 @@ class FakeGpu:
 
     def unregister(self, address):
         self.registered.remove(address)
+
+    def reaches(self, other):
+        return "reach" not in self.denied
+
+    def copy(self, target, source, nbytes, stream):
+        self.copied.append((nbytes, stream))
+        ctypes.memmove(target, source, nbytes)
 
     def view(self, address, nbytes):
         return memory_view(address, nbytes)

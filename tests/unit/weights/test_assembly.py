@@ -540,7 +540,7 @@ def test_all_communicators_end_before_the_gpu_is_waited_for():
     for number in range(PROCESSES):
         buffer = CommunicatedAttached.__new__(CommunicatedAttached)
         buffer._communicator = buffer._kept = FakeEnd(log, number)
-        buffer._slot = slot(number)
+        buffer._slots = [slot(number)]
         made._sources.append(assembly._Source(number, None, buffer))
     made.close()
     assert log[:PROCESSES] == ["ended"] * PROCESSES and log.count("waited") == PROCESSES + 1

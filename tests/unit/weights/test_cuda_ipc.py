@@ -117,3 +117,21 @@ def test_what_was_not_given_back_in_time_is_waited_for_by_the_next_call_too():
         engine.close()
     cuda_ipc.release_mapped(10)
     assert cuda_ipc._leases == {} and all(own.fileno() == -1 for own, _ in pairs)
+
+
+@pytest.mark.parametrize(("code", "reaches"), [(0, True), (704, True), (217, False)], ids=["now", "already", "no link"])
+def test_a_gpu_reaches_another_one_if_the_driver_allows_it(code, reaches):
+    driver = Driver()
+    driver.cuCtxEnablePeerAccess = lambda context, flags: code
+    assert gpu_of(driver).reaches(gpu_of(driver)) is reaches
+
+
+def test_a_copy_to_another_gpu_is_given_to_a_stream():
+    driver, copied = Driver(), []
+    driver.cuMemcpyAsync = lambda *arguments: copied.append([one.value for one in arguments]) or 0
+    gpu_of(driver).copy(0x1000, 0x2000, 512, 7)
+    gpu_of(driver).copy(0x1000, 0x2000, 512, 0)
+    assert copied == [[0x1000, 0x2000, 512, 7], [0x1000, 0x2000, 512, None]]  # None: the default stream
+    driver.cuMemcpyAsync = lambda *arguments: 700
+    with pytest.raises(UnsupportedError, match="cuMemcpyAsync failed"):
+        gpu_of(driver).copy(0x1000, 0x2000, 512, 7)

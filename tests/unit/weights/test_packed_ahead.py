@@ -1,0 +1,215 @@
+"""Buckets that are packed while the one before them travels to another GPU: the order, and what waits for what."""
+
+import pytest
+import torch
+from fake_gpu import OneByOne, gpu_rank
+from test_transports import send
+from toys import ToyModel, checkpoint, loaded
+
+from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.tags import Content
+from rl_memory_plugins.weights import buffers, routes, wire
+from rl_memory_plugins.weights.buffers import staged
+from rl_memory_plugins.weights.communicators import SEAL_BYTES
+from rl_memory_plugins.weights.manifest import BucketEntry
+from rl_memory_plugins.weights.source import spec_of
+
+
+class OnFirst(torch.Tensor):
+    """A host tensor that says it lies on the first GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+class OnSecond(OnFirst):
+    device = torch.device("cuda", 1)
+
+
+class FakeStream:
+    def __init__(self, name):
+        self.cuda_stream = name
+        self.waits = []  # for itself, or for other streams
+
+    def synchronize(self):
+        self.waits.append(self)
+
+    def wait_stream(self, other):
+        self.waits.append(other)
+
+    def record_event(self):
+        return f"event of {self.cuda_stream}"
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The current streams of the two GPUs."""
+    found = {0: FakeStream("first"), 1: FakeStream("second")}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found[torch.device(device).index])
+    monkeypatch.setattr(staged, "gpu_name", lambda index: f"GPU-{index}")
+    return found
+
+
+def staging_on(kind, device, place, slots=2):
+    staging = getattr(buffers, kind)(device, 4096, slots)
+    staging._slots = [slot.as_subclass(place) for slot in staging._slots]
+    return staging
+
+
+def put(staging, slot, number, tensor):
+    staging.put(slot, BucketEntry(number, 256 * number, tensor.nbytes), spec_of(str(number), tensor), tensor)
+
+
+def at(staging, slot, number, like):
+    memory = staging._slots[slot].as_subclass(torch.Tensor)
+    return buffers.typed(memory, 256 * number, like.nbytes, "float32", like.shape)
+
+
+VALUES = torch.arange(12, dtype=torch.float32).view(3, 4)
+
+
+def test_a_tensor_on_another_gpu_is_copied_on_its_own_stream_and_no_thread_waits(gpus, streams):
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond)
+    put(staging, 1, 0, VALUES.as_subclass(OnFirst))
+    put(staging, 1, 1, (VALUES + 1)[1:].as_subclass(OnFirst))
+    assert gpus["GPU-0"].copied == [(48, "first"), (32, "first")]
+    assert torch.equal(at(staging, 1, 0, VALUES), VALUES) and torch.equal(at(staging, 1, 1, VALUES[1:]), VALUES[1:] + 1)
+    assert staging.publish() == ["event of first"] and streams[0].waits == streams[1].waits == []
+    staging.close()
+    assert streams[0].waits == [streams[0]]  # before the memory is freed
+
+
+def test_a_tensor_that_does_not_lie_as_it_is_sent_is_copied_by_torch_and_waited_for_too(gpus, streams):
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond)
+    put(staging, 0, 0, VALUES.as_subclass(OnFirst))
+    put(staging, 0, 1, VALUES.t().as_subclass(OnFirst))
+    assert len(gpus["GPU-0"].copied) == 1 and torch.equal(at(staging, 0, 1, VALUES.t()), VALUES.t())
+    assert sorted(staging.publish()) == ["event of first", "event of second"]
+    staging.close()
+
+
+@pytest.mark.parametrize("case", ["one gpu", "no way", "host"])
+def test_otherwise_a_bucket_is_whole_when_it_is_published(gpus, streams, monkeypatch, case):
+    if case == "no way":
+        gpus["GPU-0"].denied = {"reach"}
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond)
+    if case == "host":
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+        put(staging, 0, 1, VALUES.as_subclass(OnFirst))
+        put(staging, 0, 0, VALUES)
+    else:
+        put(staging, 0, 0, VALUES.as_subclass(OnSecond if case == "one gpu" else OnFirst))
+    assert list(staging.publish()) == []
+    assert streams[1].waits[-1] is streams[1] and torch.equal(at(staging, 0, 0, VALUES), VALUES)
+    if case == "host":
+        assert streams[0].waits == [streams[0]]
+        put(staging, 1, 0, VALUES.as_subclass(OnFirst))
+        assert len(staging.publish()) > 0  # the next bucket has nothing of the host's
+    staging.close()
+
+
+def test_what_nccl_sends_is_behind_all_copies_and_no_thread_waits(gpus, streams, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: torch.zeros(*size, **options))
+    staging = staging_on("NcclStaging", "GPU-0", OnFirst)
+    other = FakeStream("other")
+    current, streams[0] = streams[0], other
+    put(staging, 0, 0, VALUES.as_subclass(OnFirst))
+    streams[0] = current
+    assert list(staging.publish()) == [] and current.waits == [other] and other.waits == []
+    entries = [BucketEntry(0, 0, 48)]
+    for seal in (b"a" * SEAL_BYTES, b"b" * SEAL_BYTES):
+        sent = staging.sent(0, entries, seal)
+        assert bytes(sent.tolist()) == bytes(VALUES.view(torch.uint8).flatten().tolist()) + seal
+    assert len(staging.sent(0, entries, b"")) == 48
+    staging.close()
+    assert other.waits == [other]  # what is given up early may still be read
+
+
+def test_what_nccl_sends_from_host_memory_has_been_read(gpus, streams, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: torch.zeros(*size, **options))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    staging = buffers.NcclStaging("GPU-0", 4096, 2, stable=True)
+    staging._slots = [slot.as_subclass(OnFirst) for slot in staging._slots]
+    put(staging, 0, 0, VALUES)
+    staging.publish()
+    assert streams[0].waits == [streams[0]]
+    staging.close()
+
+
+class Copy:
+    """A copy that ends when it is waited for, or after some questions."""
+
+    def __init__(self, log, number, questions):
+        self._log, self._number, self._questions = log, number, questions
+
+    def query(self):
+        self._questions -= 1
+        return self._questions < 0
+
+    def synchronize(self):
+        self._log.append(("ended", self._number))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What happens in the trainer. The copies of each bucket to a GPU have only begun when it is packed."""
+    found, publish, deliver = [], buffers.CudaStaging.publish, wire.Connection.send
+    monkeypatch.setattr(Copy, "questions", 1 << 30, raising=False)
+
+    def begun(self):
+        publish(self)
+        number = sum(what == "packed" for what, _ in found)
+        found.append(("packed", number))
+        return [Copy(found, number, Copy.questions)]
+
+    def noted(connection, message, *arguments):
+        if isinstance(message, wire.Bucket):
+            found.append(("announced", sum(what == "announced" for what, _ in found)))
+        deliver(connection, message, *arguments)
+
+    monkeypatch.setattr(buffers.CudaStaging, "publish", begun)
+    monkeypatch.setattr(wire.Connection, "send", noted)
+    return found
+
+
+@pytest.mark.parametrize(("slots", "questions"), [(2, 99), (3, 99), (1, 99), (2, 0), (2, 1)])
+def test_a_bucket_is_announced_once_its_copies_have_ended_with_the_next_one_behind_them(
+    gpus, log, monkeypatch, slots, questions
+):
+    monkeypatch.setattr(Copy, "questions", questions)  # one before the slot is awaited, one after it
+    rank, tensors = gpu_rank(), checkpoint(3)
+    report, (thread,) = send([rank], OneByOne(tensors), bucket_bytes=512, slots=slots)
+    assert thread.error is None and report["transport"] == "cuda_ipc" and report["buckets"] > 4
+    numbers, overlaps = range(report["buckets"]), slots > 1 and questions > 1
+    expected = [("packed", 0)] if overlaps else []
+    for number in numbers:
+        packed = number + overlaps
+        expected += [("packed", packed)] if packed in numbers else []
+        expected += [("ended", number), ("announced", number)]
+    assert log == expected
+    rank.model.assert_unchanged(loaded(tensors))
+
+
+def test_a_source_that_fails_while_a_bucket_travels_leaves_it_unannounced_and_nothing_open(gpus, log):
+    class Failing(OneByOne):
+        def tensors(self):
+            yield from list(super().tensors())[:3]
+            raise RuntimeError("the gather failed")
+
+    rank = gpu_rank(ToyModel(opaque=False))
+    former = rank.model.snapshot()
+    outcome, _ = send([rank], Failing(checkpoint(3, opaque=False)), bucket_bytes=512)
+    assert isinstance(outcome, WeightUpdateError) and "the gather failed" in str(outcome)
+    assert ("packed", 0) in log and not any(what == "announced" for what, _ in log)
+    assert rank.manager.content is Content.VALID and not gpus["GPU-0"].mapped
+    rank.model.assert_unchanged(former)
+
+
+def test_buckets_for_another_gpu_are_smaller(gpus, monkeypatch):
+    monkeypatch.setattr(routes, "PEER_BUCKET_BYTES", 256)
+    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 1024)
+    for number, smaller in ((0, False), (1, True)):
+        ranks = [gpu_rank(ToyModel(opaque=False), number)]
+        placed = gpus["GPU-0"].place(checkpoint(3, opaque=False))
+        report, _ = send(ranks, placed, transport="cuda_ipc", bucket_bytes=1024)
+        assert (report["staging_bytes"] <= 2 * 512) == smaller
