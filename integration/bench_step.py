@@ -13,7 +13,8 @@ process on each GPU. A step is a rollout, the handoff to the trainer, a short tr
     pausable          a `RolloutHandoff` with a `PausableMemory`, without overlap
     pausable_overlap  the same with overlap: the states return while forward and backward run
 
-    release_s            from the last token until the trainer may compute
+    release_s            from the last token until the trainer may compute; `steps` are medians of the handoff's own,
+                         with the parts of the update by its sender (`sync_`) and by the slowest rank (`sync_rank_`)
     return_s             from the end of the training to the first token
     transition_s         both, of each step but the first
     first_transition_s   both, of the first step; pausable memory has had some seconds to prepare its copies, as during
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 import tempfile
 import time
@@ -117,7 +119,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
         }
         losses: list[float] = []
         releases, trainings, returns = [], [], []
-        seconds: dict[str, float] = {}
+        seconds: list[dict[str, float]] = []  # by step of the handoff, of each step
 
         def make_step(number: int, stage: Callable[[str], AbstractContextManager[None]]) -> None:
             if number:
@@ -133,7 +135,8 @@ def run_subject(arguments: argparse.Namespace) -> None:
                 trainings.append(time.perf_counter() - start)
             with stage("return"):
                 start = time.perf_counter()
-                seconds.update({name: one + released.get(name, 0.0) for name, one in trainer.back().items()})
+                back = trainer.back()
+                seconds.append({name: one + released.get(name, 0.0) for name, one in back.items()})
                 server.generate(PROMPTS[0], 1)
                 returns.append(time.perf_counter() - start)
 
@@ -141,7 +144,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
             time.sleep(arguments.settle_s)
         for number in range(arguments.steps + 1):
             make_step(number, lambda name: nullcontext())
-        measured = dict(seconds)
+        measured = {name: statistics.median(one.get(name, 0.0) for one in seconds[1:]) for name in seconds[-1]}
         trainer.sample()
         with Timeline(sources) as timeline:  # a sample takes milliseconds and the GIL, so these steps are not measured
             for number in range(arguments.steps + 1, arguments.steps + 1 + SAMPLED_STEPS):

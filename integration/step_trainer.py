@@ -146,8 +146,11 @@ class Handoff(Way):
 
     def back(self) -> dict[str, float]:
         report = self._handoff.sync()
-        parts = report.update["seconds"] if report.update else {}
-        return report.seconds | {f"sync_{name}": one for name, one in parts.items()}
+        parts = {f"sync_{name}": one for name, one in report.update["seconds"].items()}
+        for rank in report.update["receivers"]:
+            for name, one in rank["seconds"].items():
+                parts[f"sync_rank_{name}"] = max(one, parts.get(f"sync_rank_{name}", 0.0))
+        return report.seconds | parts
 
     def trainer_bytes(self) -> int:
         asleep = 0

@@ -258,6 +258,7 @@ class MemoryManager(SleepCopies):
         except BaseException:
             try:
                 self._map_tag(tag, self.allocator.reserve(tag))
+                self._await_content(tag)
             except Exception:
                 self._states[tag] = state  # counts as released as a whole; a wake maps the released part
             raise
@@ -317,10 +318,17 @@ class MemoryManager(SleepCopies):
                 for tag in sorted(reservations, key=lambda tag: tag in later):  # the copies of `later` begin last
                     reservation = reservations.pop(tag)
                     former[tag] = self._states[tag]
-                    copied = self._map_tag(tag, reservation, wait=tag not in later)
+                    copied = self._map_tag(tag, reservation)
                     self._states[tag] = TagState.RESIDENT
                     restored = {"bytes_restored": reservation.nbytes, "bytes_copied": copied}
                     changes.append(TagChange(self.rank, str(tag), TagState.RESIDENT, **restored))
+                awaited = [tag for tag in former if tag not in later]
+                if awaited:
+                    with self._timed("restore"):
+                        for tag in awaited:
+                            self._await_content(tag)
+                        if awaited == list(former):
+                            self.device.synchronize()
                 self._unfinished = {tag: state for tag, state in former.items() if tag in self._unrestored}
             except BaseException:
                 for reservation in reservations.values():
@@ -347,9 +355,8 @@ class MemoryManager(SleepCopies):
         with self._naming_changes():
             try:
                 for tag in list(self._unfinished):
-                    if tag in self._backups:
-                        self._backups[tag].finish()
-                    del self._unrestored[tag], self._unfinished[tag]
+                    self._await_content(tag)
+                    del self._unfinished[tag]
             except BaseException:
                 for tag, state in self._unfinished.items():
                     self._unmap_tag(tag, state)
@@ -357,10 +364,10 @@ class MemoryManager(SleepCopies):
                 self._reclaim_later()
                 raise
 
-    def _map_tag(self, tag: str, reservation: Reservation, wait: bool = True) -> int:
-        """Commit the reservation and restore its blocks from the backup. Returns the bytes copied.
+    def _map_tag(self, tag: str, reservation: Reservation) -> int:
+        """Commit the reservation, and start to restore its blocks from the backup. Returns the bytes copied.
 
-        Without `wait` the copies have only begun, and the tag counts as unrestored.
+        The tag counts as unrestored until `_await_content`. The next tag is mapped while this one is copied.
         """
         with self._timed("map"):
             reservation.commit()
@@ -374,14 +381,18 @@ class MemoryManager(SleepCopies):
                 self.device.fill(blocks, 0)
             backup = self._backups.get(tag)
             copied = backup.begin_restore(self.device, blocks) if backup is not None else 0
-            if wait or (backup is not None and backup.is_shared):
-                if backup is not None:
-                    backup.finish()
-                self.device.synchronize()
-                if backup is not None and not backup.arrived(self.device, blocks):
+            if backup is not None and backup.is_shared:
+                backup.finish()
+                if not backup.arrived(self.device, blocks):
                     self._lose_weights()
                 del self._unrestored[tag]
         return copied
+
+    def _await_content(self, tag: str) -> None:
+        """Wait for the content of a tag that was mapped."""
+        if tag in self._backups:
+            self._backups[tag].finish()
+        self._unrestored.pop(tag, None)
 
     def _unmap_tag(self, tag: str, state: TagState) -> None:
         """Undo `_map_tag`. If that fails too, the tag counts as released, and a later wake maps its missing part."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -26,3 +27,34 @@ def on_this_gpu(run: Callable[[], T]) -> Callable[[], T]:
             return context.run(run)
 
     return on_gpu
+
+
+class Beside(Generic[T]):
+    """Runs a function in a thread as `on_this_gpu`, or at `result` if this process cannot start more threads."""
+
+    def __init__(self, run: Callable[[], T], name: str) -> None:
+        self._run = run
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        wrapped = on_this_gpu(run)
+        self._thread: threading.Thread | None = threading.Thread(target=self._keep, args=(wrapped,), name=name)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+
+    def _keep(self, run: Callable[[], T]) -> None:
+        try:
+            self._results.append(run())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        """What the function returns. Raises what it raises."""
+        if self._thread is None:
+            return self._run()
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._results[0]

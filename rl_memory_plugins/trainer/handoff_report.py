@@ -51,7 +51,8 @@ class HandoffReport:
 
     def __post_init__(self, resident: Callable[[], int] | None) -> None:
         self._resident = resident
-        self._counted: int | None = None  # the latest result of `resident`
+        self._counted = 0  # the latest result of `resident`
+        self._is_outdated = True  # other code than the steps has run since
         self._ended_ns: int | None = None  # of the last step, by a clock that nobody sets
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class HandoffReport:
         Args:
             moves: Whether the body may move parts of the trainer. To count their bytes takes milliseconds.
         """
-        before, start_ns, start = self._count(moves), time.time_ns(), time.perf_counter_ns()
+        before, start_ns, start = self._count(self._is_outdated), time.time_ns(), time.perf_counter_ns()
         error: str | None = None
         try:
             yield
@@ -91,6 +92,7 @@ class HandoffReport:
 
     def training_ended(self) -> None:
         """The second half of the handoff begins. What lay between the halves was the step `training`."""
+        self._is_outdated = True  # gradients and states have been made, or dropped
         if self.steps and self.steps[-1].name != "training":
             last = self.steps[-1]
             start_ns = last.start_ns + last.duration_ns
@@ -102,10 +104,11 @@ class HandoffReport:
             self.steps.append(HandoffStep("training", start_ns, took_ns, held, held))
 
     def _count(self, again: bool) -> int:
-        if self._resident is not None and (again or self._counted is None):
+        if self._resident is not None and again:
+            self._is_outdated = False
             with suppress(Exception):  # what cannot be counted can fail a step by itself, and on all processes
                 self._counted = self._resident()
-        return self._counted or 0
+        return self._counted
 
     def record(self) -> Handoff:
         """The handoff for a timeline; see docs/timeline.md."""

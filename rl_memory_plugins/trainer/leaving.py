@@ -27,7 +27,10 @@ class Leaving:
 
     Attributes:
         others, weights: By memory, the tags that are still to be committed.
+        keeps_cache: Torch's cache stays: `memory/reclaim.py` empties it some time after the last commit.
     """
+
+    keeps_cache = False
 
     def __init__(self, others: Iterable[object], weights: Iterable[object], *, early: bool) -> None:
         read = tags_of(weights)
@@ -40,17 +43,17 @@ class Leaving:
 
     def prepare(self) -> None:
         """Obtain host memory for all of them, and free nothing yet; see `PausableMemory.prepare_sleep`."""
-        for memory in self._memories():
-            memory.prepare_sleep([*self.others.get(memory, ()), *self.weights.get(memory, ())])
+        for memory, tags in self.tags().items():
+            memory.prepare_sleep(tags)
 
     def drop_gradients(self) -> None:
         """See `PausableMemory.drop_gradients`. Between this and `begin` the cache is emptied, once for all memories."""
-        for memory in self._memories():
+        for memory in self.tags():
             memory.drop_gradients()
 
     def begin(self) -> None:
         """Start the copies. Nothing may write to the tags from now on, and only the update may read the weights."""
-        for memory in self._memories():
+        for memory in self.tags():
             memory.begin()
 
     def free_others(self) -> list[Moved]:
@@ -59,8 +62,10 @@ class Leaving:
         return commit_all(others, only=others)
 
     def abort(self) -> None:
-        for memory in self._memories():
+        for memory in self.tags():
             memory.abort()
 
-    def _memories(self) -> list[Pausable]:
-        return list(dict.fromkeys([*self.others, *self.weights]))
+    def tags(self) -> dict[Pausable, list[str]]:
+        """By memory, all tags that are still to be committed."""
+        memories = dict.fromkeys([*self.others, *self.weights])
+        return {memory: [*self.others.get(memory, ()), *self.weights.get(memory, ())] for memory in memories}

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.handoff_report import HandoffReport
@@ -61,9 +62,15 @@ class TrainerParts:
             torch.cuda.set_per_process_memory_fraction(fraction)
 
     def move(
-        self, report: HandoffReport, step: str, parts: Sequence[Movable], prepared: Collection[Pausable] = ()
+        self,
+        report: HandoffReport,
+        step: str,
+        parts: Sequence[Movable],
+        prepared: Collection[Pausable] = (),
+        *,
+        keeps_cache: bool = False,
     ) -> None:
-        """Load or offload. After an offload, empty torch's cache.
+        """Load or offload. After an offload, empty torch's cache, but for `keeps_cache`.
 
         Pausable memories prepare on all processes before any of them acts. Those in `prepared` have done so already.
         """
@@ -78,11 +85,15 @@ class TrainerParts:
                     (memory.prepare_wake if load else memory.prepare_sleep)(own)
 
         def run() -> None:
-            moves = commit_all(tags, later)
+            if prepared and torch.cuda.is_initialized():
+                with timed(report.seconds, step):
+                    torch.cuda.synchronize()  # the update may have left work that reads the weights
+            # By tag, a sleep leaves torch's cache alone: to learn what an emptying would free takes milliseconds.
+            moves = commit_all(tags, later, {} if load else tags)
             moves += [part.load() if load else part.offload() for part in rest]
             total = report.add(step, moves)
             report.seconds[step] += sum(move.seconds for move in moves)
-            if not load and (total or torch.cuda.is_initialized()):
+            if not load and not keeps_cache and (total or torch.cuda.is_initialized()):
                 report.seconds[step] += self.empty_cache(step)
 
         with report.noted(step, moves=True) if parts else nullcontext(), self._peers.at(step):

@@ -56,12 +56,17 @@ class PausablePart:
 
     def awake_bytes(self, device: torch.device) -> int:
         """Bytes of the tags that are on this device."""
-        found = [self.memory.status()[tag] for tag in self.tags] if device == self.memory.device else []
-        return sum(tag.bytes for tag in found if tag.state is TagState.RESIDENT)
+        return sum(tag.bytes for tag in self._status(device) if tag.state is TagState.RESIDENT)
 
     def resident_bytes(self, device: torch.device) -> int:
         """Bytes of the tags that torch counts as its own on this device: also those of sleeping tags."""
-        return sum(self.memory.status()[tag].bytes for tag in self.tags) if device == self.memory.device else 0
+        return sum(tag.bytes for tag in self._status(device))
+
+    def _status(self, device: torch.device) -> list[TagStatus]:
+        if device != self.memory.device:
+            return []
+        status = self.memory.status()  # asks the driver about every block
+        return [status[tag] for tag in self.tags]
 
 
 def tags_of(parts: Iterable[object]) -> dict[Pausable, list[str]]:

@@ -1,12 +1,12 @@
-"""Whether the engines' weights fit on the devices beside all that a trainer has there."""
+"""Whether what the engines wake fits on the devices beside what a trainer has there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError
-from rl_memory_plugins.tags import Tag
+from rl_memory_plugins.tags import PUBLIC_TAGS, Tag
 from rl_memory_plugins.trainer.engine_handle import EngineHandle
 from rl_memory_plugins.trainer.pausable_part import Pausable
 
@@ -14,47 +14,105 @@ ROOM_BYTES = 4 << 30
 """Bytes of a GPU that must be free beside the engines' weights. Both sides of an update allocate buffers."""
 
 
+AMPLE_BYTES = 16 << 30
+"""Bytes of a GPU that must be free beside awake engines if torch's cache of the trainer stays for a moment. Engines
+compute with memory that they do not count as asleep."""
+
+
+class Needs(NamedTuple):
+    """What the engines of one process need to wake, in bytes by device.
+
+    Attributes:
+        weights: For their weights; `None` if an engine has no way to tell. One that fails to tell needs nothing.
+        everything: For all of their tags; `None` if an engine does not tell.
+    """
+
+    weights: dict[str, int] | None
+    everything: dict[str, int] | None
+
+
 class Room(NamedTuple):
     """What one process knows, in bytes by device.
 
     Attributes:
-        needed: What its engines need to wake their weights; `None` if an engine does not tell.
+        needs: What its engines need.
         free: What is free on the devices of its memories.
+        leaving: What its memories will free there.
     """
 
-    needed: dict[str, int] | None
+    needs: Needs
     free: dict[str, int]
+    leaving: dict[str, int]
 
 
-def room(engines: Sequence[EngineHandle], memories: Iterable[Pausable]) -> Room:
-    """What this process knows."""
-    free = dict(memory.device_memory() for memory in memories)
-    needed: dict[str, int] = {}
+def needs_of(engines: Sequence[EngineHandle]) -> Needs:
+    """Ask the engines of this process."""
+    weights: dict[str, int] = {}
+    everything: dict[str, int] = {}
+    all_tell = True
     for engine in engines:
         ask = getattr(engine, "asleep_bytes", None)
         if ask is None:
-            return Room(None, free)
+            return Needs(None, None)
         try:
-            asleep = ask(Tag.WEIGHTS.value)
+            asleep = {tag: ask(tag.value) for tag in PUBLIC_TAGS}
         except RLMemoryError:
+            all_tell = False
             continue  # it will hardly wake; and if it does and lacks memory, it wakes again later
-        for device, nbytes in asleep:
-            needed[device] = needed.get(device, 0) + nbytes
-    return Room(needed, free)
+        _add(weights, asleep[Tag.WEIGHTS])
+        for of_tag in asleep.values():
+            _add(everything, of_tag)
+    return Needs(weights, everything if all_tell else None)
 
 
-def suffices(rooms: Iterable[Room]) -> bool:
+def room(needs: Needs, memories: Mapping[Pausable, Iterable[str]]) -> Room:
+    """What this process knows now. `memories`: the tags that will leave, by memory."""
+    free: dict[str, int] = {}
+    leaving: dict[str, int] = {}
+    for memory, tags in memories.items():
+        device, free_bytes = memory.device_memory()
+        status = memory.status()
+        free[device] = free_bytes
+        leaving[device] = leaving.get(device, 0) + sum(status[tag].bytes for tag in tags)
+    return Room(needs, free, leaving)
+
+
+def suffices(rooms: Sequence[Room]) -> bool:
     """Whether all engines can wake their weights, by what all processes know."""
     needed: dict[str, int] = {}
+    for one in rooms:
+        if one.needs.weights is None:
+            return False
+        _add(needed, one.needs.weights.items())
+    free = _free(rooms)
+    return all(nbytes + ROOM_BYTES <= free[device] for device, nbytes in needed.items() if device in free)
+
+
+def is_ample(rooms: Sequence[Room]) -> bool:
+    """Whether the trainer's caches can stay while the engines wake all of their memory."""
+    needed: dict[str, int] = {}
+    freed: dict[str, int] = {}
+    for one in rooms:
+        if one.needs.everything is None:
+            return False
+        _add(needed, one.needs.everything.items())
+        _add(freed, one.leaving.items())
+    free = _free(rooms)
+    ample = all(needed.get(device, 0) + AMPLE_BYTES <= free[device] + freed.get(device, 0) for device in free)
+    return ample and suffices(rooms)
+
+
+def _free(rooms: Iterable[Room]) -> dict[str, int]:
     free: dict[str, int] = {}
     for one in rooms:
-        if one.needed is None:
-            return False
-        for device, nbytes in one.needed.items():
-            needed[_memory(device)] = needed.get(_memory(device), 0) + nbytes
         for device, nbytes in one.free.items():
             free[_memory(device)] = min(nbytes, free.get(_memory(device), nbytes))
-    return all(nbytes + ROOM_BYTES <= free[device] for device, nbytes in needed.items() if device in free)
+    return free
+
+
+def _add(total: dict[str, int], more: Iterable[tuple[str, int]]) -> None:
+    for device, nbytes in more:
+        total[_memory(device)] = total.get(_memory(device), 0) + nbytes
 
 
 def _memory(device: str) -> str:

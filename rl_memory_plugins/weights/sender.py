@@ -210,7 +210,8 @@ class WeightSender:
                 "sent_from_shards": 0 if parts is None else parts.sent_bytes,
                 "gathered": None if sharded is None else sharded.gathered,
             }
-            routes.close()
+            with timed(self._seconds, "close"):  # waits for all other work of this process on the GPU
+                routes.close()
             return report
         except BaseException as error:
             known = wire.as_update_error(error)

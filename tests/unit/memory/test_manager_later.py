@@ -42,6 +42,35 @@ def test_content_that_comes_later_is_there_after_the_wait(rank):
     rank.manager.finish_wake()
 
 
+def test_a_tag_is_mapped_while_the_one_before_is_copied(rank):
+    before = rank.contents()
+    sleep(rank)
+    began = []
+    begin = rank.device.begin_copy_from_host
+
+    def note(pairs):
+        began.append((rank.device.calls["map"], rank.device.calls["end_copy_from_host"]))
+        return begin(pairs)
+
+    rank.device.begin_copy_from_host = note
+    rank.device.calls.clear()
+    wake(rank)
+    maps = [mapped for mapped, _ in began]
+    assert len(maps) > 1 and maps == sorted(set(maps)) and {ended for _, ended in began} == {0}
+    assert rank.contents()["parameter"] == before["parameter"] and rank.contents()["graph"] == before["graph"]
+
+
+def test_a_copy_that_fails_behind_another_leaves_both_asleep(rank):
+    before = rank.contents()
+    sleep(rank)
+    rank.device.fail("end_copy_from_host", 2)
+    with pytest.raises(EngineFaultError):
+        wake(rank)
+    assert RESIDENT not in states(rank).values() and rank.manager.unfinished == []
+    wake(rank)
+    assert {**rank.contents(), "kv_cache": before["kv_cache"]} == before
+
+
 def test_a_tag_without_content_has_nothing_to_wait_for(rank):
     sleep(rank, Level.DISCARD, [Tag.KV_CACHE])
     rank.manager.prepare_wake([Tag.KV_CACHE])

@@ -134,6 +134,15 @@ def test_the_report_says_when_its_steps_ran(in_halves):
     assert ends <= time.time_ns() + 1_000_000
 
 
+def test_the_trainers_bytes_are_counted_once_between_two_moves():
+    setup = Setup()
+    counts = []
+    setup.model.resident_bytes = lambda device: counts.append(1) or 0
+    setup.handoff.sync(report=setup.handoff.release())
+    moves = ["load", "offload_others", "load", "offload"]
+    assert len(counts) == len(moves) + 3  # and before each half, because other code has run; and for torch's cache
+
+
 def test_a_step_that_failed_is_in_the_report():
     setup = Setup()
     with pytest.raises(RLMemoryError):

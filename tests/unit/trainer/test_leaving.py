@@ -36,7 +36,7 @@ from rl_memory_plugins.trainer import (
     StreamSource,
     handoff,
 )
-from rl_memory_plugins.trainer.room import ROOM_BYTES, Room, lacks_memory, suffices
+from rl_memory_plugins.trainer.room import AMPLE_BYTES, ROOM_BYTES, Needs, Room, is_ample, lacks_memory, suffices
 from rl_memory_plugins.trainer.sources.model import only_reads
 
 GiB = 1 << 30
@@ -49,12 +49,11 @@ class Engine(ToyEngine):
     def __init__(self):
         super().__init__()
         self.optimizer = []
-        self.needed = 0
+        self.needed = self.cache = 0
         self.memory = None
 
     def asleep_bytes(self, tag):
-        assert tag == "weights"
-        return [("cpu:0", self.needed)]
+        return [("cpu:0", {"weights": self.needed, "kv_cache": self.cache, "cuda_graph": 0}[tag])]
 
     def _call(self, *call):
         if self.memory is not None:
@@ -147,6 +146,68 @@ def test_state_leaves_first_where_the_engine_does_not_tell_what_it_needs(monkeyp
     setup = Setup(monkeypatch)
     monkeypatch.setattr(setup.engine, "asleep_bytes", None)
     assert setup.step() == BEFORE
+
+
+class Cache:
+    """Notes when torch's cache is emptied. The trainer's device has `free` bytes."""
+
+    def __init__(self, monkeypatch, setup, free):
+        self.emptied = []
+        monkeypatch.setattr(setup.handoff._parts, "empty_cache", lambda step: self.emptied.append(step) or 0.0)
+        trim = setup.memory._manager.device.trim
+        monkeypatch.setattr(setup.memory._manager.device, "trim", lambda *least: self._trim(trim, *least))
+        monkeypatch.setattr(setup.memory, "device_memory", lambda: ("cpu:0", free))
+
+    def _trim(self, trim, *least):
+        if least:  # without, it is some time after the sleep
+            self.emptied.append("sleep")
+        trim(*least)
+
+
+@pytest.mark.parametrize(("free", "kept"), [(31 * GiB, True), (29 * GiB, False)])
+def test_the_cache_stays_for_a_moment_where_the_device_has_ample_memory(monkeypatch, free, kept):
+    setup = Setup(monkeypatch)
+    setup.step()
+    cache = Cache(monkeypatch, setup, free)
+    setup.engine.needed, setup.engine.cache = 4 * GiB, 10 * GiB
+    assert setup.step() == BESIDE
+    assert cache.emptied == ([] if kept else ["offload"])
+    setup.assert_nothing_lost()
+
+
+@pytest.mark.parametrize("options", [{"on_failure": "continue"}, {"tells": False}], ids=str)
+def test_the_cache_does_not_stay_where_an_engine_could_be_lost_for_it(monkeypatch, options):
+    tells = options.pop("tells", True)
+    setup = Setup(monkeypatch, **options)
+    setup.step()
+    cache = Cache(monkeypatch, setup, 100 * GiB)
+    if not tells:
+        monkeypatch.setattr(setup.engine, "asleep_bytes", lambda tag: fail())
+    setup.step()
+    assert "offload" in cache.emptied
+
+
+def fail():
+    raise RLMemoryError("cannot reach it")
+
+
+@pytest.mark.parametrize("tags", [["weights"], None], ids=str)
+def test_the_cache_goes_if_an_engine_lacks_memory_after_all(monkeypatch, tags):
+    setup = Setup(monkeypatch)
+    setup.step()
+    cache = Cache(monkeypatch, setup, 100 * GiB)
+    wake, refused = setup.engine.wake_up, []
+
+    def wake_up(asked=None):
+        if asked == tags and not cache.emptied:
+            refused.append(asked)
+            raise SHORT
+        wake(asked)
+
+    monkeypatch.setattr(setup.engine, "wake_up", wake_up)
+    setup.step()
+    assert refused == [tags] and "offload_others" in cache.emptied
+    setup.assert_nothing_lost()
 
 
 def test_weights_that_are_asleep_come_back_after_the_state_has_left(monkeypatch):
@@ -273,8 +334,7 @@ def test_the_cache_is_emptied_once_of_the_gradients_too_and_before_the_copies_be
     with setup.handoff.training():
         setup.model().backward()
         monkeypatch.setattr(handoff, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
-    assert done[0] == ("offload_others", False, 0) and done[-1] == ("offload", False, 0)
-    assert done[1:-1] == ["trim"]  # by the commit of the weights
+    assert done == [("offload_others", False, 0), ("offload", False, 0)]
 
 
 def test_only_a_sleep_begins_and_once(monkeypatch):
@@ -606,21 +666,41 @@ def test_tags_that_were_prepared_together_leave_one_after_the_other():
 # -- room ---------------------------------------------------------------------------------------------------
 
 
+def known(weights, free, everything=None, leaving=None):
+    return Room(Needs(weights, everything), free, leaving or {})
+
+
 @pytest.mark.parametrize(
     ("rooms", "expected"),
     [
-        ([Room({}, {})], True),
-        ([Room({"GPU-a": 2 * GiB}, {"GPU-a": 2 * GiB + ROOM_BYTES})], True),
-        ([Room({"GPU-a": 2 * GiB}, {"GPU-a": 2 * GiB + ROOM_BYTES - 1})], False),
-        ([Room({"GPU-a": 2 * GiB}, {"GPU-b": 0})], True),  # no trainer is on the engine's GPU
-        ([Room({"GPU-a": 2 * GiB, "GPU-b": GiB}, {"GPU-a": 80 * GiB}), Room({}, {"GPU-b": GiB})], False),
-        ([Room({"GPU-a": 40 * GiB}, {"GPU-a": 80 * GiB}), Room({"GPU-a": 40 * GiB}, {"GPU-a": 80 * GiB})], False),
-        ([Room(None, {"GPU-a": 80 * GiB}), Room({}, {"GPU-b": 80 * GiB})], False),
-        ([Room({"cpu:0": GiB, "cpu:1": GiB}, {"cpu:0": ROOM_BYTES + 2 * GiB - 1})], False),
+        ([known({}, {})], True),
+        ([known({"GPU-a": 2 * GiB}, {"GPU-a": 2 * GiB + ROOM_BYTES})], True),
+        ([known({"GPU-a": 2 * GiB}, {"GPU-a": 2 * GiB + ROOM_BYTES - 1})], False),
+        ([known({"GPU-a": 2 * GiB}, {"GPU-b": 0})], True),  # no trainer is on the engine's GPU
+        ([known({"GPU-a": 2 * GiB, "GPU-b": GiB}, {"GPU-a": 80 * GiB}), known({}, {"GPU-b": GiB})], False),
+        ([known({"GPU-a": 40 * GiB}, {"GPU-a": 80 * GiB}), known({"GPU-a": 40 * GiB}, {"GPU-a": 80 * GiB})], False),
+        ([known(None, {"GPU-a": 80 * GiB}), known({}, {"GPU-b": 80 * GiB})], False),
+        ([known({"cpu:0": GiB, "cpu:1": GiB}, {"cpu:0": ROOM_BYTES + 2 * GiB - 1})], False),
     ],
 )
 def test_all_engines_must_fit_on_their_devices(rooms, expected):
     assert suffices(rooms) is expected
+
+
+@pytest.mark.parametrize(
+    ("rooms", "expected"),
+    [
+        ([known({}, {"GPU-a": AMPLE_BYTES}, {})], True),
+        ([known({"GPU-a": GiB}, {"GPU-a": 5 * GiB}, {"GPU-a": 9 * GiB}, {"GPU-a": AMPLE_BYTES + 4 * GiB})], True),
+        ([known({"GPU-a": GiB}, {"GPU-a": 5 * GiB}, {"GPU-a": 9 * GiB}, {"GPU-a": AMPLE_BYTES + 4 * GiB - 1})], False),
+        ([known({"GPU-a": GiB}, {"GPU-a": 5 * GiB - 1}, {"GPU-a": GiB}, {"GPU-a": 80 * GiB})], False),
+        ([known({"GPU-a": GiB}, {"GPU-a": 80 * GiB}, None)], False),  # an engine does not tell
+        ([known({}, {"GPU-a": 80 * GiB}, {}), known({}, {"GPU-b": AMPLE_BYTES - 1}, {})], False),
+        ([known({}, {"cpu:0": AMPLE_BYTES}, {}), known({}, {"cpu:1": AMPLE_BYTES}, {"cpu:1": 1})], False),
+    ],
+)
+def test_caches_stay_only_beside_ample_memory(rooms, expected):
+    assert is_ample(rooms) is expected
 
 
 def test_errors_that_tell_of_scarce_memory():
