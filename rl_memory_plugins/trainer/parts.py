@@ -85,9 +85,9 @@ class TrainerParts:
                     (memory.prepare_wake if load else memory.prepare_sleep)(own)
 
         def run() -> None:
-            if prepared and torch.cuda.is_initialized():
+            for memory in [memory for memory in tags if memory in prepared]:
                 with timed(report.seconds, step):
-                    torch.cuda.synchronize()  # the update may have left work that reads the weights
+                    memory.synchronize()  # the update may have left work that reads the weights
             # By tag, a sleep leaves torch's cache alone: to learn what an emptying would free takes milliseconds.
             moves = commit_all(tags, later, {} if load else tags)
             moves += [part.load() if load else part.offload() for part in rest]

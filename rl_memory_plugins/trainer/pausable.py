@@ -144,6 +144,11 @@ class PausableMemory(PausableTensors):
                 self._targets.drop_gradients(self.owned())
                 self._pending = replace(self._pending, drops=False)
 
+    def synchronize(self) -> None:
+        """Wait for all work on the device, as `commit` without `tags` does."""
+        with self._lock:
+            self._manager.device.synchronize()
+
     def begin(self) -> None:
         """Start the copies of the prepared sleep, tag by tag as `prepare_sleep` has named them.
 
