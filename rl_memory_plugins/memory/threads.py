@@ -37,7 +37,9 @@ class Beside(Generic[T]):
         self._results: list[T] = []
         self._error: BaseException | None = None
         wrapped = on_this_gpu(run)
-        self._thread: threading.Thread | None = threading.Thread(target=self._keep, args=(wrapped,), name=name)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._keep, args=(wrapped,), name=name, daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError:
