@@ -18,12 +18,13 @@ import msgspec
 
 import rl_memory_plugins
 from rl_memory_plugins.byte_size import size
-from rl_memory_plugins.client import EngineClient
+from rl_memory_plugins.client import STATUS_S, EngineClient
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.plan.command import plan
 from rl_memory_plugins.records import EngineStatus, Report
 from rl_memory_plugins.serve.command import serve_file
+from rl_memory_plugins.tags import PUBLIC_TAGS
 from rl_memory_plugins.timeline.command import DEFAULT_URL, timeline
 
 with needs("cli"):
@@ -47,22 +48,63 @@ class _EngineOrFile(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+def _examples(*lines: str) -> str:
+    """The end of a command's help. Typer shows each paragraph as a line."""
+    return "\n\n".join(("Examples:", *lines))
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help=__doc__,
+    pretty_exceptions_enable=False,
+    epilog=_examples(
+        "rl-memory status",
+        "rl-memory doctor --url http://127.0.0.1:8000",
+        "rl-memory sleep --help",
+        "Exit codes: 0 done; 1 an error, with its type and a message on stderr (with --json its record), or a check of "
+        "doctor that failed; 2 bad usage; 3 a plan that does not fit.",
+        "Set RL_MEMORY_URL and RL_MEMORY_API_KEY in place of --url and --api-key, which `ps` shows to others.",
+    ),
+)
 serve = typer.Typer(
     cls=_EngineOrFile,
     no_args_is_help=True,
     help="Start an engine's server with the plugin enabled, or several models behind one port.",
+    epilog=_examples(
+        "rl-memory serve vllm Qwen/Qwen2.5-0.5B-Instruct --port 8000",
+        "rl-memory serve sglang /models/qwen --mem-fraction-static 0.8",
+        "rl-memory serve models.yaml --port 8000",
+        "rl-memory serve models.yaml --help",
+    ),
 )
 app.add_typer(serve, name="serve")
-app.command("plan")(plan)
-app.command("timeline")(timeline)
+app.command(
+    "plan",
+    epilog=_examples(
+        "rl-memory plan /models/Qwen2.5-7B-Instruct --gpu h100-80 --tp 2 --trainer fsdp2",
+        "rl-memory plan config.json --sglang --gpu 48 --fraction 0.8 --picture plan.png",
+    ),
+)(plan)
+app.command(
+    "timeline",
+    epilog=_examples(
+        "rl-memory timeline --once",
+        "rl-memory timeline --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --html timeline.html",
+        "rl-memory timeline --handoff handoffs.jsonl --perfetto trace.json",
+    ),
+)(timeline)
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
-Url = Annotated[str, typer.Option("--url", envvar="RL_MEMORY_URL", help="The server's address.")]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="RL_MEMORY_API_KEY", help="Its admin or API key.")]
+Url = Annotated[
+    str, typer.Option("--url", envvar="RL_MEMORY_URL", help="The server's address, without a path such as /v1.")
+]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="RL_MEMORY_API_KEY", help="The server's admin or API key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
-Tags = Annotated[str | None, typer.Option("--tags", help="Comma-separated; all tags if left out.")]
+Tags = Annotated[
+    str | None,
+    typer.Option("--tags", help=f"Of {', '.join(tag.value for tag in PUBLIC_TAGS)}, with commas; by default all."),
+]
 
 
 # -- serve ------------------------------------------------------------------------------------------
@@ -163,14 +205,20 @@ def _exec(arguments: list[str], environment: dict[str, str]) -> NoReturn:
 # -- relay ------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "rl-memory relay http://127.0.0.1:8000 http://127.0.0.1:8001 --host 10.0.0.11 --update-hosts 10.0.0.2",
+    )
+)
 def relay(
-    engines: Annotated[list[str], typer.Argument(metavar="URL...", help="The servers of the engines on this host.")],
-    host: Annotated[str, typer.Option(help="Where the relay listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Its port.")] = 8100,
+    engines: Annotated[list[str], typer.Argument(metavar="URL", help="The servers of the engines on this host.")],
+    host: Annotated[str, typer.Option(help="The address on which the relay listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port on which it listens.")] = 8100,
     api_key: Annotated[str, typer.Option(envvar="RL_MEMORY_API_KEY", help="The key that its callers must show.")] = "",
     engine_key: Annotated[str, typer.Option(envvar="RL_MEMORY_ENGINE_KEY", help="The key of the engines.")] = "",
-    update_hosts: Annotated[str, typer.Option(help="Trainers' addresses or networks, with commas.")] = "",
+    update_hosts: Annotated[
+        str, typer.Option(help="The hosts to which it may connect for weights: addresses or networks, with commas.")
+    ] = "",
 ) -> None:
     """Pass weight updates on to the engines of this host, so that they cross the network once."""
     with _reported():
@@ -195,57 +243,83 @@ def relay(
 # -- control ----------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(epilog=_examples("rl-memory status", "rl-memory status --url http://10.0.0.5:8000 --json"))
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
-    """Show every rank's memory by tag, and whether requests are admitted."""
-    _control("GET", url, "/memory", api_key, as_json, _print_status)
+    """Show every rank's memory by tag, and whether requests are admitted. Never waits for a transition."""
+    _control("GET", url, "/memory", api_key, as_json, _print_status, timeout_s=STATUS_S)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "rl-memory sleep   # the weights go to host memory",
+        "rl-memory sleep --level 2   # before an update of all weights",
+        "rl-memory sleep --tags kv_cache --mode wait   # once running requests have ended",
+    )
+)
 def sleep(
-    level: Annotated[str, typer.Option(help="0 pauses, 1 preserves the weights, 2 discards them.")] = "1",
+    level: Annotated[
+        str,
+        typer.Option(help="0 pauses; 1 keeps the weights in host memory; 2 discards them: then load or update them."),
+    ] = "1",
     tags: Tags = None,
-    mode: Annotated[str, typer.Option(help="Running requests: abort, wait, keep or freeze.")] = "abort",
-    keep: Annotated[list[str] | None, typer.Option(help="A weight, or a glob, that level 2 preserves.")] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="Running requests: abort ends them, wait lets them finish, keep and freeze go on after the wake."
+        ),
+    ] = "abort",
+    keep: Annotated[
+        list[str] | None, typer.Option(help="A weight, or a glob, that level 2 preserves; may be repeated.")
+    ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
-    """Close admission and release memory."""
+    """Put the engine to sleep: it refuses requests and gives its memory back."""
     body = {"level": level, "tags": tags, "mode": mode, **({"keep": keep} if keep else {})}
     _control("POST", url, "/sleep", api_key, as_json, _print_transition, body)
 
 
-@app.command("wake-up")
+@app.command(
+    "wake-up", epilog=_examples("rl-memory wake-up", "rl-memory wake-up --tags weights   # the KV cache later")
+)
 def wake_up(tags: Tags = None, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
-    """Take memory back."""
+    """Wake the engine: it takes its memory back, and answers requests once all is there and valid."""
     _control("POST", url, "/wake_up", api_key, as_json, _print_transition, {"tags": tags})
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "rl-memory wake-up --tags weights",
+        "rl-memory load /models/Qwen2.5-7B-Instruct --version instruct",
+        "rl-memory load adapter_layers.safetensors --partial",
+    )
+)
 def load(
     path: Annotated[str, typer.Argument(help="A folder of safetensors files, or one file, on the engine's host.")],
     weight_version: Annotated[str | None, typer.Option("--version", help="The version of the new weights.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="The files hold only some of the weights.")] = False,
-    mode: Annotated[str, typer.Option(help="Running requests: abort, wait, keep or freeze.")] = "keep",
+    mode: Annotated[str, typer.Option(help="Running requests, as for sleep: abort, wait, keep or freeze.")] = "keep",
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
-    """Replace the weights by those of a checkpoint. They must be awake."""
+    """Replace the weights, which must be awake, by those of a checkpoint on the engine's host."""
     body = {"path": path, "weight_version": weight_version, "partial": partial, "mode": mode}
     _control("POST", url, "/update_weights_from_checkpoint", api_key, as_json, _print_update, body, math.inf)
 
 
 @app.command()
 def checksums(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
-    """Show checksums of the weights as they are."""
+    """Print checksums of the weights as they are, as JSON: two engines with equal ones have equal weights."""
     _control("GET", url, "/weights/checksums", api_key, as_json, lambda answer: Console().print_json(data=answer))
 
 
-@app.command()
+@app.command(epilog=_examples("rl-memory doctor", "rl-memory doctor --url http://127.0.0.1:8000"))
 def doctor(
-    against: Annotated[str | None, typer.Option(help="The address of a running engine's server to ask too.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", "--url", help="The address of a running engine's server to ask too.")
+    ] = None,
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:

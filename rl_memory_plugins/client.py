@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 import httpx
 
-from rl_memory_plugins.errors import InvalidRequestError, NoAnswerError, RLMemoryError, UnsupportedError, from_record
+from rl_memory_plugins.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    NoAnswerError,
+    RLMemoryError,
+    UnsupportedError,
+    from_record,
+)
 from rl_memory_plugins.trace_context import outgoing
 
 TRANSITION_S = 900.0
@@ -297,5 +304,9 @@ class EngineClient:
             raise UnsupportedError(
                 f"{self.url} has no control routes: was its engine started with --rl-memory? "
                 f"The client asked {response.url}; give it the address of the server, without a path such as /v1"
+            )
+        if response.status_code == 401:  # of the engine's own check, which comes before ours
+            raise AuthenticationError(
+                f"{self.url} does not accept this key, or asks for one: give its admin or API key"
             )
         raise RLMemoryError(f"{self.url} answered {response.status_code}: {response.text[:500]}")

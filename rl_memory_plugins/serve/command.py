@@ -19,7 +19,7 @@ NEEDED = ("prometheus_client", "psutil", "pydantic_settings", "starlette", "uvic
 
 def serve_file(
     context: typer.Context,
-    host: Annotated[str, typer.Option(help="Where the port listens.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address on which the port listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The one port of all models.", min=1, max=65535)] = 8000,
     api_key: Annotated[
         str, typer.Option(envvar="RL_MEMORY_API_KEY", help="The key that callers must show, also at the engines.")
@@ -27,8 +27,7 @@ def serve_file(
 ) -> None:
     """Start several models on one GPU, all asleep but one, behind one port.
 
-    FILE.yaml lists the models. Requests reach a model by their `model`: its engine wakes, and the one that was awake
-    sleeps. See docs/several-models.md.
+    FILE.yaml lists the models: see docs/several-models.md. A request wakes the engine of its `model`.
     """
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:

@@ -174,7 +174,7 @@ _ASLEEP_RANK = msgspec.structs.replace(
 _WITH_LEFT = msgspec.structs.replace(_ASLEEP_RANK, left={"context": 613416960, "workspace": 142606336, "nccl": 0})
 _START = 1790000000000000000
 TIMELINE: Json = {
-    "a sleep, a wake that failed, and the present": _sent(
+    "a sleep, a wake that was refused three times, and the present": _sent(
         Timeline(
             version=TIMELINE_VERSION,
             timeline="5f0c9a4e",
@@ -187,10 +187,10 @@ TIMELINE: Json = {
                     duration_ns=412_000_000,
                     outcome="completed",
                     steps=[
-                        Step("drain", _START + 2_000_000, 60_000_000),
-                        Step("synchronize", _START + 62_000_000, 1_000_000),
-                        Step("backup", _START + 63_000_000, 40_000_000),
-                        Step("release", _START + 103_000_000, 305_000_000),
+                        Step("drain", _START + 2_000_000, 60_000_000, seconds=0.06),
+                        Step("backup", _START + 63_000_000, 48_000_000, rank=0, seconds=0.04),
+                        Step("synchronize", _START + 63_100_000, 1_000_000, rank=0, seconds=0.001),
+                        Step("release", _START + 103_000_000, 305_000_000, rank=0, seconds=0.297),
                     ],
                     before=[_AWAKE],
                     after=[_ASLEEP_RANK],
@@ -199,12 +199,13 @@ TIMELINE: Json = {
                     level=2,
                     tags=["kv_cache", "weights", "cuda_graph"],
                     mode="abort",
+                    first_seq=1,
                 ),
                 Event(
-                    seq=2,
+                    seq=4,
                     operation="wake_up",
                     start_ns=_START + 5_000_000_000,
-                    duration_ns=3_000_000,
+                    duration_ns=2_003_000_000,
                     outcome="failed",
                     steps=[],
                     before=[_WITH_LEFT],
@@ -214,9 +215,11 @@ TIMELINE: Json = {
                     error="DeviceMemoryError",
                     message="15231233024 bytes are needed, 1048576 are free",
                     tags=["weights"],
+                    count=3,
+                    first_seq=2,
                 ),
             ],
-            next=2,
+            next=4,
             dropped=0,
             present=Present(
                 admitting=False,

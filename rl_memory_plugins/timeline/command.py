@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,18 +34,21 @@ KEPT = 1000
 
 def timeline(
     url: Annotated[
-        list[str] | None, typer.Option("--url", envvar="RL_MEMORY_URL", help="A server's address; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--url", envvar="RL_MEMORY_URL", help=f"A server's address, by default {DEFAULT_URL}; may be repeated."
+        ),
     ] = None,
-    api_key: Annotated[str, typer.Option(envvar="RL_MEMORY_API_KEY", help="Their admin or API key.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="RL_MEMORY_API_KEY", help="The servers' admin or API key.")] = "",
     handoff: Annotated[
         list[Path] | None, typer.Option(help="A file of HandoffReport.append_to; may be repeated.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print it once, in place of every second.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the servers' answers as JSON, by address.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures into this file.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev into this file.")] = None,
 ) -> None:
-    """Show what the memory of engines did over time: live, or as a file."""
+    """Show what the memory of engines did over time: every second until Ctrl-C, once, or as a file."""
     try:
         trainers = {str(file): read_handoffs(file) for file in handoff or []}
         with ExitStack() as clients:
@@ -92,7 +95,11 @@ def extended(former: Timeline, ask: Callable[[int], Mapping[str, Any]]) -> Timel
     answer = timeline_in(ask(former.next))
     if answer.timeline != former.timeline:
         return timeline_in(ask(0))
-    events: Sequence[Any] = [*former.events, *answer.events]
+    by_first = {event.first_seq: event for event in former.events}
+    for event in answer.events:
+        by_first.pop(event.first_seq, None)  # it stands for those calls too
+        by_first[event.first_seq] = event
+    events = [*by_first.values()]
     dropped = former.dropped + answer.dropped + max(len(events) - KEPT, 0)
     return msgspec.structs.replace(answer, events=events[-KEPT:], dropped=dropped)
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
-from rl_memory_plugins.timeline.records import Event, Handoff, RankMemory, Timeline
+from rl_memory_plugins.timeline.records import Event, Handoff, RankMemory, Step, Timeline
+
+
+class Spanning(Protocol):
+    """What has a begin and an end."""
+
+    @property
+    def start_ns(self) -> int: ...
+
+    @property
+    def duration_ns(self) -> int: ...
+
+
+S = TypeVar("S", bound=Spanning)
 
 
 class Point(NamedTuple):
@@ -37,7 +50,9 @@ class History:
         found = []
         for timeline in self.engines.values():
             found += [timeline.clock.now_ns]
-            found += [at for event in timeline.events for at in (event.start_ns, event.start_ns + event.duration_ns)]
+            for event in timeline.events:
+                parts: list[Spanning] = [event, *event.steps]  # the clock of a rank's host may be behind the server's
+                found += [at for part in parts for at in (part.start_ns, part.start_ns + part.duration_ns)]
         for handoffs in self.trainers.values():
             for step in (step for handoff in handoffs for step in handoff.steps):
                 found += [step.start_ns, step.start_ns + step.duration_ns]
@@ -99,14 +114,37 @@ def _with_left(points: list[Point]) -> list[Point]:
     return known
 
 
-def lanes_of(events: Iterable[Event]) -> list[list[Event]]:
-    """The events in as few rows as possible, such that those of a row do not overlap. Several clients overlap."""
-    lanes: list[list[Event]] = []
-    for event in sorted(events, key=lambda event: event.start_ns):
+class Stretch(NamedTuple):
+    """A step of a transition on all ranks."""
+
+    name: str
+    start_ns: int  # when the first rank began
+    duration_ns: int  # until the last rank ended
+    longest: Step  # of the rank that took longest from begin to end
+
+
+def stretches_of(event: Event) -> list[Stretch]:
+    """The steps of an event, each over all ranks, by their starts."""
+    by_name: dict[str, list[Step]] = {}
+    for step in event.steps:
+        by_name.setdefault(step.name, []).append(step)
+    found = []
+    for name, steps in by_name.items():
+        start_ns = min(step.start_ns for step in steps)
+        end_ns = max(step.start_ns + step.duration_ns for step in steps)
+        longest = max(steps, key=lambda step: step.duration_ns)
+        found.append(Stretch(name, start_ns, end_ns - start_ns, longest))
+    return sorted(found, key=lambda stretch: stretch.start_ns)
+
+
+def lanes_of(spans: Iterable[S]) -> list[list[S]]:
+    """Events or steps in as few rows as possible, such that those of a row do not overlap. Several clients overlap."""
+    lanes: list[list[S]] = []
+    for span in sorted(spans, key=lambda span: span.start_ns):
         for lane in lanes:
-            if lane[-1].start_ns + lane[-1].duration_ns <= event.start_ns:
-                lane.append(event)
+            if lane[-1].start_ns + lane[-1].duration_ns <= span.start_ns:
+                lane.append(span)
                 break
         else:
-            lanes.append([event])
+            lanes.append([span])
     return lanes

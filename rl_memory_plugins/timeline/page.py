@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from rl_memory_plugins.byte_size import size
-from rl_memory_plugins.timeline.history import History
+from rl_memory_plugins.timeline.history import History, Stretch, stretches_of
 from rl_memory_plugins.timeline.perfetto import owners_of
 from rl_memory_plugins.timeline.picture import pictures, utc
 from rl_memory_plugins.timeline.records import Event, RankMemory
@@ -31,7 +31,7 @@ def html_page(history: History) -> str:
     parts = [_HEAD, "<h1>Memory over time</h1>"]
     for name, timeline in history.engines.items():
         if timeline.dropped:
-            parts.append(f"<p>{escape(name)}: {timeline.dropped} earlier events are no longer kept.</p>")
+            parts.append(f"<p>{escape(name)}: {timeline.dropped} earlier calls are no longer kept.</p>")
     for device, picture in pictures(history).items():
         parts.append(f"<h2>{escape(device)}</h2><figure>{picture}</figure>")
     parts += ["<h2>Transitions</h2>", *_table(_COLUMNS, _rows(history))]
@@ -77,13 +77,23 @@ def what(event: Event) -> str:
     level = "" if event.level is None else f" {event.level}"
     tags = "" if event.tags is None else f" of {', '.join(event.tags)}"
     received = f", {size(event.received_bytes)} received" if event.received_bytes else ""
-    return f"{event.operation}{level}{tags}{received}{', idle' if event.idle else ''}"
+    calls = f", {event.count} calls" if event.count > 1 else ""
+    return f"{event.operation}{level}{tags}{received}{', idle' if event.idle else ''}{calls}"
 
 
-def steps(event: Event, at_least_ns: int = 0) -> str:
-    """The steps of an event that took so long: `drain 0.100 s, release 0.300 s`."""
-    shown = (step for step in event.steps if step.duration_ns >= at_least_ns)
-    return ", ".join(f"{step.name} {step.duration_ns / 1e9:.3f} s" for step in shown)
+def steps(event: Event, at_least_ns: int = 0, between_them: str = ", ") -> str:
+    """The steps of an event that took so long: `drain 0.002 to 0.102 s, release 0.090 to 0.400 s` after its start.
+
+    Each goes from the begin of the first rank to the end of the last.
+    """
+    shown = (step for step in stretches_of(event) if step.duration_ns >= at_least_ns)
+    return between_them.join(f"{step.name} {between(step, event)}" for step in shown)
+
+
+def between(step: Stretch, event: Event) -> str:
+    """Begin and end of a step after the start of the event: `0.110 to 0.400 s`."""
+    begin_ns = step.start_ns - event.start_ns
+    return f"{begin_ns / 1e9:.3f} to {(begin_ns + step.duration_ns) / 1e9:.3f} s"
 
 
 def device_bytes(memories: Iterable[RankMemory]) -> int:

@@ -1,12 +1,13 @@
 """A history in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing show.
 
-Each engine server and each trainer process is a process of the trace: its transitions are slices with their steps in
-them, and the bytes by owner are counters. Times are microseconds since `baseTimeNanoseconds`, a field that torch's
-profiler writes too.
+Each engine server and each trainer process is a process of the trace: its transitions are slices, the steps of each
+rank are slices of threads of their own, and the bytes by owner are counters. Times are microseconds since
+`baseTimeNanoseconds`, a field that torch's profiler writes too.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rl_memory_plugins.timeline.history import History, lanes_of, points_of
-from rl_memory_plugins.timeline.records import Event, Handoff, RankMemory, Timeline
+from rl_memory_plugins.timeline.records import Event, Handoff, RankMemory, Step, Timeline
 
 TraceEvent = dict[str, Any]
 
@@ -43,18 +44,35 @@ def perfetto_trace(history: History) -> str:
 
 
 def _of_engine(timeline: Timeline, pid: int, base_ns: int) -> Iterator[TraceEvent]:
-    for tid, lane in enumerate(lanes_of(timeline.events), start=1):
-        yield _named("thread_name", pid, tid, "transitions" if tid == 1 else "transitions of other clients")
+    threads = itertools.count(1)
+    for number, lane in enumerate(lanes_of(timeline.events)):
+        tid = next(threads)
+        yield _named("thread_name", pid, tid, "transitions of other clients" if number else "transitions")
         for event in lane:
             yield _slice(event.operation, pid, tid, event.start_ns - base_ns, event.duration_ns, _about(event))
-            for step in event.steps:
-                yield _slice(step.name, pid, tid, step.start_ns - base_ns, step.duration_ns)
+    for place, steps in _steps_by_place(timeline).items():
+        for number, ran in enumerate(lanes_of(steps)):
+            tid = next(threads)
+            yield _named("thread_name", pid, tid, f"{place}, at the same time ({number})" if number else place)
+            for step in ran:
+                about = {"seconds": step.seconds}
+                yield _slice(step.name, pid, tid, step.start_ns - base_ns, step.duration_ns, about)
     for (engine, rank), points in points_of(timeline).items():
         place = f"engine {engine} rank {rank}"
         owners = {owner: 0 for point in points for owner in owners_of(point.memory)}
         for at_ns, memory in points:
             yield _counter(f"device bytes, {place}", pid, at_ns - base_ns, owners | owners_of(memory))
             yield _counter(f"host bytes, {place}", pid, at_ns - base_ns, memory.host)
+
+
+def _steps_by_place(timeline: Timeline) -> dict[str, list[Step]]:
+    """The steps of each engine as a whole, and of each of its ranks."""
+    steps = [step for event in timeline.events for step in event.steps]
+    places: dict[str, list[Step]] = {}
+    for step in sorted(steps, key=lambda step: (step.engine, -1 if step.rank is None else step.rank)):
+        rank = "" if step.rank is None else f" rank {step.rank}"
+        places.setdefault(f"steps of engine {step.engine}{rank}", []).append(step)
+    return places
 
 
 def _of_trainer(handoffs: Sequence[Handoff], pid: int, base_ns: int) -> Iterator[TraceEvent]:
@@ -81,7 +99,7 @@ def owners_of(memory: RankMemory) -> dict[str, int]:
 
 def _about(event: Event) -> dict[str, Any]:
     """The fields of an event that a slice does not show otherwise."""
-    shown = {"start_ns", "duration_ns", "steps", "before", "after", "operation"}
+    shown = {"start_ns", "duration_ns", "steps", "before", "after", "operation", "first_seq"}
     fields: dict[str, Any] = msgspec.to_builtins(event)
     return {name: value for name, value in fields.items() if name not in shown and value not in (None, [], False)}
 

@@ -9,11 +9,13 @@ from datetime import datetime, timezone
 from html import escape
 
 from rl_memory_plugins.byte_size import size
-from rl_memory_plugins.timeline.history import History, lanes_of, points_of
+from rl_memory_plugins.timeline.history import History, Stretch, lanes_of, points_of, stretches_of
 from rl_memory_plugins.timeline.perfetto import owners_of
+from rl_memory_plugins.timeline.records import Event
 
 HEIGHT = 260
 ROW = 20
+THIN = 6  # of the bars of steps
 LEFT, RIGHT, TOP = 90, 20, 24
 WIDTH, WIDEST = 1100, 16000
 PER_EVENT = 60  # of the width
@@ -25,6 +27,22 @@ GREYS = ("#969696", "#bdbdbd", "#737373", "#d9d9d9", "#525252")
 #: By operation or step.
 ROWS = {"sleep": "#807dba", "wake_up": "#41ab5d", "wake_weights": "#41ab5d", "wake_kv_cache": "#41ab5d"}
 UPDATE, FAILED = "#fd8d3c", "#cb181d"
+#: By step of a transition: greys wait, blues prepare, greens and purples move bytes.
+STEPS = {
+    "drain": "#969696",
+    "wait": "#bdbdbd",
+    "synchronize": "#737373",
+    "connect": "#9ecae1",
+    "validate": "#4292c6",
+    "reserve": "#9ecae1",
+    "map": "#4292c6",
+    "backup": "#6a51a3",
+    "release": "#bcbddc",
+    "restore": "#006d2c",
+    "load": "#006d2c",
+    "add": "#74c476",
+    "finish": "#74c476",
+}
 
 
 @dataclass
@@ -43,13 +61,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Span:
-    """A transition of an engine, or a step of a handoff."""
+    """A transition of an engine, or a step of one or of a handoff."""
 
     name: str
     start_ns: int
     duration_ns: int
     colour: str
     about: str
+    parts: tuple[Span, ...] = ()  # the steps of a transition
 
 
 def curves_of(history: History) -> dict[str, list[Curve]]:
@@ -88,14 +107,7 @@ def rows_of(history: History) -> dict[str, list[Span]]:
     rows: dict[str, list[Span]] = {}
     for name, timeline in history.engines.items():
         for number, lane in enumerate(lanes_of(timeline.events)):
-            spans = []
-            for event in lane:
-                label = event.operation if event.level is None else f"{event.operation} {event.level}"
-                steps = ", ".join(f"{step.name} {step.duration_ns / 1e9:.3f} s" for step in event.steps)
-                about = f"{label}: {event.duration_ns / 1e9:.3f} s, {event.error or steps}"
-                colour = FAILED if event.error else ROWS.get(event.operation, UPDATE)
-                spans.append(Span(label, event.start_ns, event.duration_ns, colour, about))
-            rows[name if not number else f"{name}, at the same time ({number})"] = spans
+            rows[name if not number else f"{name}, at the same time ({number})"] = [*map(_transition, lane)]
     for name, handoffs in history.trainers.items():
         rows[name] = [
             Span(
@@ -109,6 +121,26 @@ def rows_of(history: History) -> dict[str, list[Span]]:
             for step in handoff.steps
         ]
     return rows
+
+
+def _transition(event: Event) -> Span:
+    label = event.operation if event.level is None else f"{event.operation} {event.level}"
+    label = f"{label}, {event.count} calls" if event.count > 1 else label
+    stretches = stretches_of(event)
+    ends = event.error or ", ".join(f"{step.name} {step.duration_ns / 1e9:.3f} s" for step in stretches)
+    about = f"{label}: {event.duration_ns / 1e9:.3f} s{', ' + ends if ends else ''}"
+    colour = FAILED if event.error else ROWS.get(event.operation, UPDATE)
+    parts = tuple(_step(step, event) for step in stretches)
+    return Span(label, event.start_ns, event.duration_ns, colour, about, parts)
+
+
+def _step(step: Stretch, event: Event) -> Span:
+    begin, end = ((at_ns - event.start_ns) / 1e9 for at_ns in (step.start_ns, step.start_ns + step.duration_ns))
+    rank = step.longest.rank
+    several = len({(one.engine, one.rank) for one in event.steps if one.name == step.name}) > 1
+    slowest = f", longest in engine {step.longest.engine} rank {rank}" if several and rank is not None else ""
+    about = f"{step.name} of {event.operation}: {begin:.3f} s to {end:.3f} s{slowest}"
+    return Span(step.name, step.start_ns, step.duration_ns, STEPS.get(step.name, "#737373"), about)
 
 
 def pictures(history: History) -> dict[str, str]:
@@ -146,7 +178,9 @@ def _picture(curves: Sequence[Curve], rows: dict[str, list[Span]], axis: _Axis, 
     stacks = _stacked(curves, moments)
     peak = max((above for _, above in stacks[-1]), default=0) if stacks else 0
     top = max(total if total < 20 * peak else peak, 1) * 1.05  # a host's memory would press all curves flat
-    legend_y = TOP + HEIGHT + 30 + 2 * ROW * len(rows)
+    lanes = {name: max((len(lanes_of(span.parts)) for span in spans), default=0) for name, spans in rows.items()}
+    heights = [2 * ROW + THIN * lanes[name] for name in rows]
+    legend_y = TOP + HEIGHT + 30 + sum(heights)
     height = legend_y + LEGEND * len(curves) + 10
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {axis.width} {height}" width="{axis.width}" '
@@ -168,11 +202,15 @@ def _picture(curves: Sequence[Curve], rows: dict[str, list[Span]], axis: _Axis, 
     if peak and total < 20 * peak:
         yield f'<path d="M{LEFT} {y(total):.1f}H{axis.width - RIGHT}" stroke="black" stroke-dasharray="6 4"/>'
     yield from _time_labels(axis)
-    for number, (name, spans) in enumerate(rows.items()):
-        row_y = TOP + HEIGHT + 30 + 2 * ROW * number
+    row_y = TOP + HEIGHT + 30
+    for (name, spans), row_height in zip(rows.items(), heights, strict=True):
         yield f'<text x="{LEFT}" y="{row_y + 12}">{_text(name)}</text>'
         for span in spans:
             yield _bar(span, axis, row_y + ROW - 3)
+            for place, lane in enumerate(lanes_of(span.parts)):
+                for part in lane:
+                    yield _thin(part, axis, row_y + 2 * ROW - 6 + THIN * place)
+        row_y += row_height
     for number, curve in enumerate(curves):
         at = legend_y + LEGEND * number
         yield f'<rect x="{LEFT}" y="{at}" width="12" height="12" fill="{curve.colour}"/>'
@@ -220,6 +258,15 @@ def _bar(span: Span, axis: _Axis, y: float) -> str:
     return (
         f'<g><title>{_text(span.about)}</title><rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 4}" '
         f'fill="{span.colour}"/>{label if width > 7 * len(span.name) + 6 else ""}</g>'
+    )
+
+
+def _thin(span: Span, axis: _Axis, y: float) -> str:
+    x = axis.x(span.start_ns)
+    width = max(axis.x(span.start_ns + span.duration_ns) - x, 0.3)
+    return (
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{THIN - 1}" fill="{span.colour}">'
+        f"<title>{_text(span.about)}</title></rect>"
     )
 
 

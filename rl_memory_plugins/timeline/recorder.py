@@ -65,7 +65,7 @@ class Recorder:
 
     def answer(self, since: int, engines: Sequence[EngineStatus]) -> bytes:
         """`timeline` as JSON."""
-        name, last, events = self._ring.after(since)
+        name, last, dropped, events = self._ring.after(since)
         since = since if since <= last else 0
         answer = Timeline(
             version=VERSION,
@@ -73,7 +73,7 @@ class Recorder:
             clock=Clock(time.time_ns(), socket.gethostname()),
             events=[msgspec.Raw(event) for event in events],  # type: ignore[misc]
             next=last,
-            dropped=last - since - len(events),
+            dropped=max(dropped - since, 0),
             present=present_of(engines) if engines else None,
         )
         return msgspec.json.encode(answer)
@@ -98,7 +98,7 @@ def event_of(seq: int, course: Course) -> Event:
         start_ns=course.start_ns,
         duration_ns=course.duration_ns,
         outcome="completed" if error is None else "failed",
-        steps=[] if report is None else steps_of(report, course.start_ns, course.duration_ns),
+        steps=[] if report is None else steps_of(report),
         before=memory_of(course.before),
         after=memory_of(after),
         weight_version=weight_version(after) if after else None,
@@ -107,6 +107,7 @@ def event_of(seq: int, course: Course) -> Event:
         message=None if error is None else error.message[:LONGEST_MESSAGE],
         received_bytes=sum(rank["bytes"] for rank in received),
         transports=sorted({rank["transport"] for rank in received if "transport" in rank}),
+        first_seq=seq,
         **_call(command),
     )
 
@@ -130,20 +131,14 @@ def received_by(report: Report) -> list[dict[str, Any]]:
     return [rank for engine in engines for rank in engine.get("ranks", ())]
 
 
-def steps_of(report: Report, start_ns: int, duration_ns: int) -> list[Step]:
-    """The steps that ran, one after the other, and the last within the transition.
-
-    The engines' part of the transition is its end: before it the client may have waited for its turn.
-    """
-    end_ns = start_ns + duration_ns
-    at = max(start_ns, end_ns - round(report.seconds.get("total", 0.0) * 1e9))
-    steps = []
-    for name, seconds in report.seconds.items():
-        if name != "total" and seconds > 0:
-            length = min(round(seconds * 1e9), end_ns - at)
-            steps.append(Step(name, at, length))
-            at += length
-    return steps
+def steps_of(report: Report) -> list[Step]:
+    """The steps that ran on each rank and in each engine as a whole, by their starts."""
+    steps = [
+        Step(step.step, step.start_ns, step.end_ns - step.start_ns, step.engine, step.rank, step.seconds)
+        for step in report.steps
+        if step.step != "total"
+    ]
+    return sorted(steps, key=lambda step: step.start_ns)
 
 
 def present_of(engines: Sequence[EngineStatus]) -> Present:

@@ -19,11 +19,14 @@ VERSION = 1
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A step of a transition. Reports have durations alone: the steps follow one another, in the report's order."""
+    """A step of a transition on one rank, as the rank has measured it. Steps of a rank may overlap."""
 
     name: str
     start_ns: int
     duration_ns: int
+    engine: int = 0  # the number of the data-parallel engine
+    rank: int | None = None  # `None` for a step of the engine as a whole
+    seconds: float = 0.0  # less than the duration if the step ran in several parts
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -41,14 +44,14 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A transition that has ended."""
+    """A transition that has ended, or several equal calls that were refused."""
 
-    seq: int  # 1 for the first event of the timeline
+    seq: int  # rises; an event that takes up another call gets a new number
     operation: str  # a key of `transition.STEPS`
-    start_ns: int
-    duration_ns: int
+    start_ns: int  # of the first call
+    duration_ns: int  # up to the end of the last call
     outcome: Literal["completed", "failed"]
-    steps: list[Step]  # that ran; empty after a failure
+    steps: list[Step]  # that ran, on each rank, by their starts; empty after a failure
     before: list[RankMemory]
     after: list[RankMemory]  # a sleep ends before `left` is measured: the next event's `before` has it
     weight_version: str | None  # afterwards; `None` if the engines did not tell
@@ -61,6 +64,8 @@ class Event(msgspec.Struct, frozen=True):
     idle: bool = False  # a sleep because no request came
     received_bytes: int = 0  # by all ranks, in an update
     transports: list[str] = []  # of an update
+    count: int = 1  # calls that the event stands for
+    first_seq: int = 0  # the number of the first of them. The event takes the place of any other that has the same
 
 
 class UnderWay(msgspec.Struct, frozen=True):
@@ -92,7 +97,7 @@ class Timeline(msgspec.Struct, frozen=True):
     clock: Clock
     events: list[Event]  # by rising `seq`
     next: int  # the `since` of the next question: the number of the latest event
-    dropped: int  # events after `since` that the timeline holds no longer
+    dropped: int  # numbers after `since` of events that the timeline holds no longer
     present: Present | None  # `None` before the server knows its engines
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rl_memory_plugins.byte_size import size
@@ -55,9 +55,9 @@ def _memory(memories: list[RankMemory]) -> Table:
 
 def _transitions(history: History) -> Table:
     several = len(history.engines) > 1
-    table = Table(
-        "start (UTC)", *(["where"] if several else []), "what", "seconds", "steps", "on the devices", "outcome"
-    )
+    where = ["where"] if several else []
+    steps_column = Column("steps", no_wrap=True)  # each on a line of its own
+    table = Table("start (UTC)", *where, "what", "seconds", steps_column, "on the devices", "outcome")
     events = [(event, name) for name, timeline in history.engines.items() for event in timeline.events]
     events.sort(key=lambda pair: pair[0].start_ns)
     for event, name in events[-LATEST:]:
@@ -66,7 +66,7 @@ def _transitions(history: History) -> Table:
             *([Text(name)] if several else []),  # Rich would read [...] of a string as markup
             Text(what(event)),
             f"{event.duration_ns / 1e9:.3f}",
-            steps(event, SHOWN_NS),
+            steps(event, SHOWN_NS, "\n"),
             change(device_bytes(event.before), device_bytes(event.after)),
             event.error or event.outcome,
             style="red" if event.error else None,

@@ -28,6 +28,7 @@ class FanOut:
         specs: What the source lists, as of the last `ask`.
         negotiable: Whether the source could change that.
         revised: Whether the last `revise` has changed it.
+        stable, group_bytes: What the source says of its tensors; see `weights.source`.
     """
 
     def __init__(self, source: Once) -> None:
@@ -35,6 +36,7 @@ class FanOut:
         self.specs: list[TensorSpec] = []
         self.negotiable = self.revised = False
         self.resident: list[torch.Tensor] | None = None
+        self.stable, self.group_bytes = False, 0
         self._changed = threading.Condition()
         self._readers: set[object] = set()
         self._reading: set[object] = set()  # those that still need `_item`
@@ -56,6 +58,7 @@ class FanOut:
         self.specs = self._source.specs()
         self.negotiable = self._source.negotiable
         self.resident = self._source.resident()
+        self.stable, self.group_bytes = self._source.stable, self._source.group_bytes
 
     def revise(self, mismatches: Sequence[Mismatch]) -> bool:
         """Let the source change what it will send."""
@@ -174,6 +177,14 @@ class Reader:
 
     def resident(self) -> list[torch.Tensor] | None:
         return self._fan.resident
+
+    @property
+    def stable(self) -> bool:
+        return self._fan.stable
+
+    @property
+    def group_bytes(self) -> int:
+        return self._fan.group_bytes
 
     def tensors(self) -> Iterator[Item]:
         return self._fan.read(self)

@@ -6,11 +6,18 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rl_memory_plugins.trainer.sources.model import only_reads
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.sender import close_iterator
 from rl_memory_plugins.weights.shards import Layout
-from rl_memory_plugins.weights.source import GroupingSource, NegotiableSource, ResidentSource, TensorSource
+from rl_memory_plugins.weights.source import (
+    GroupingSource,
+    NegotiableSource,
+    ResidentSource,
+    StableSource,
+    TensorSource,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +48,14 @@ class Once:
 
     def resident(self) -> list[torch.Tensor] | None:
         return self._source.resident() if isinstance(self._source, ResidentSource) else None
+
+    @property
+    def stable(self) -> bool:
+        return isinstance(self._source, StableSource) and self._source.stable
+
+    @property
+    def only_reads(self) -> bool:
+        return only_reads(self._source)
 
     @property
     def group_bytes(self) -> int:

@@ -54,6 +54,13 @@ class StableSource(TensorSource, Protocol):
     def stable(self) -> bool: ...
 
 
+def is_stable(source: TensorSource) -> bool:
+    """Whether no tensor of the source changes after it has been given; see `StableSource`."""
+    if isinstance(source, ResidentSource) and source.resident() is not None:
+        return True
+    return isinstance(source, StableSource) and source.stable
+
+
 @runtime_checkable
 class GroupingSource(TensorSource, Protocol):
     """A source that makes several tensors at a time.

@@ -15,7 +15,7 @@ import pytest
 
 from integration.engines.base import Server
 from rl_memory_plugins.errors import StateConflictError
-from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.records import EngineStatus, StepTime
 from rl_memory_plugins.timeline.history import timeline_in
 from rl_memory_plugins.timeline.records import Timeline, memory_of
 from tests.conformance.conftest import Weights
@@ -26,8 +26,19 @@ from tests.conformance.trainers import broken_update, push
 def events_since(server: Server, former: Timeline) -> Timeline:
     found = timeline_in(server.control.timeline(former.next))
     assert found.timeline == former.timeline and found.dropped == 0
-    assert [event.seq for event in found.events] == list(range(former.next + 1, found.next + 1))
+    assert [event.first_seq for event in found.events] == list(range(former.next + 1, found.next + 1))
     return found
+
+
+def shown(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
+    """`rl-memory timeline` of this server."""
+    return subprocess.run(
+        [sys.executable, "-m", "rl_memory_plugins", "timeline", "--url", server.url, *options],
+        env={**os.environ, "RL_MEMORY_API_KEY": server.launch.api_key, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.fixture
@@ -43,11 +54,16 @@ def test_a_sleep_and_a_wake(server: Server, former: Timeline) -> None:
     for event, operation, report in zip(found.events, ("sleep", "wake_up"), (slept, woken), strict=True):
         assert (event.operation, event.outcome) == (operation, "completed")
         ran = {step: seconds for step, seconds in report["seconds"].items() if step != "total" and seconds > 0}
-        assert [step.name for step in event.steps] == list(ran)
+        assert {step.name for step in event.steps} == set(ran)
+        reported = msgspec.convert(report["steps"], list[StepTime])
+        places = {(one.step, one.engine, one.rank, one.start_ns, one.end_ns) for one in reported if one.step != "total"}
+        ends = {step: step.start_ns + step.duration_ns for step in event.steps}
+        assert {(step.name, step.engine, step.rank, step.start_ns, end) for step, end in ends.items()} == places
+        by_rank = {(step.engine, step.rank) for step in event.steps if step.rank is not None}
+        assert len(by_rank) == server.launch.ranks, "each rank tells its own"
         assert event.duration_ns >= report["seconds"]["total"] * 1e9 * 0.999 or server.launch.dp > 1
-        last = event.steps[-1]
         assert event.start_ns <= event.steps[0].start_ns
-        assert last.start_ns + last.duration_ns <= event.start_ns + event.duration_ns
+        assert max(ends.values()) <= event.start_ns + event.duration_ns + 1_000_000, "two clocks may part a little"
     sleep, wake = found.events
     assert (sleep.level, sleep.tags, sleep.content) == (2, ["weights"], "stale")
     assert len(sleep.before) == server.launch.ranks
@@ -79,6 +95,28 @@ def test_updates_and_what_fails(server: Server, weights: Weights, former: Timeli
     assert {"connect", "load"} <= {step.name for step in whole.steps}
 
 
+def test_refused_calls_are_one_event(server: Server, weights: Weights, former: Timeline) -> None:
+    with broken_update(server, weights.other, stall=True):
+        for _ in range(5):
+            with pytest.raises(StateConflictError):
+                server.control.sleep()
+        [refused] = timeline_in(server.control.timeline(former.next)).events
+        assert (refused.count, refused.first_seq, refused.seq) == (5, former.next + 1, former.next + 5)
+        during = shown(server, "--once")
+    assert during.returncode == 0 and "5 calls" in during.stdout, during.stderr
+    assert "update_weights is under way" in during.stdout
+
+
+def test_the_command_while_the_engine_sleeps(server: Server) -> None:
+    server.control.sleep(2)
+    asleep = shown(server, "--once")
+    assert asleep.returncode == 0 and "admits no requests (asleep)" in asleep.stdout, asleep.stderr
+    assert "sleep 2 of" in asleep.stdout and " to " in asleep.stdout, "steps with begin and end"
+    if server.launch.api_key:
+        wrong = shown(server, "--api-key", "wrong", "--once")
+        assert wrong.returncode == 1 and wrong.stderr.startswith("AuthenticationError: "), wrong.stderr
+
+
 def test_a_handoff_and_its_engine_on_one_clock(
     server: Server, weights: Weights, former: Timeline, tmp_path: Path
 ) -> None:
@@ -95,16 +133,8 @@ def test_a_handoff_and_its_engine_on_one_clock(
         ends = steps[step].start_ns + steps[step].duration_ns
         assert event.start_ns + event.duration_ns <= ends + 1_000_000, "two clocks of one process may part a little"
 
-    command = [sys.executable, "-m", "rl_memory_plugins", "timeline", "--url", server.url]
     files = ["--html", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.json")]
-    handoffs = ["--handoff", str(tmp_path / "handoffs.jsonl")]
-    done = subprocess.run(
-        [*command, *files, *handoffs, "--once"],
-        env={**os.environ, "RL_MEMORY_API_KEY": server.launch.api_key, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = shown(server, *files, "--handoff", str(tmp_path / "handoffs.jsonl"), "--once")
     assert done.returncode == 0, done.stderr
     assert "wake_up of weights" in done.stdout and "admits requests" in done.stdout
     page = (tmp_path / "t.html").read_text()

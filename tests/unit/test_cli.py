@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 import uvicorn
 from fake_control import rank_status
 from fastapi import FastAPI
@@ -322,6 +324,62 @@ def test_another_servers_answer(command, monkeypatch):
     assert result.exit_code == 1
     assert "did not answer as control routes do" in result.stderr
     assert json.loads(run(command, "--json").stdout) == {"ok": True}
+
+
+def commands(group=None, path=()):
+    """All commands with their words, e.g. `("serve", "vllm")`."""
+    group = group or typer.main.get_command(cli.app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        yield (*path, name), command
+
+
+def options_of(command):
+    return {option: parameter for parameter in command.params for option in getattr(parameter, "opts", ())}
+
+
+def test_every_command_says_what_it_does_and_most_show_how():
+    for words, command in commands():
+        assert command.help and command.help.rstrip().endswith(".")
+        assert all(option.help for option in options_of(command).values() if hasattr(option, "help")), words
+        if words[0] != "version" and words[-1] not in ("vllm", "sglang", cli.FILE, "checksums"):
+            assert command.epilog and "rl-memory " in command.epilog, words
+
+
+def test_examples_are_commands_with_options_that_exist():
+    known = dict(commands())
+    epilogs = [cli.app.info.epilog, *(command.epilog for command in known.values() if command.epilog)]
+    examples = [line for epilog in epilogs for line in epilog.split("\n\n") if line.startswith("rl-memory ")]
+    assert len(examples) > 15
+    for example in examples:
+        _, *words = shlex.split(example, comments=True)
+        if words[0] == "serve":
+            command = known["serve", cli.FILE if words[1].endswith(".yaml") else words[1]]
+            if command.context_settings.get("allow_extra_args"):
+                continue  # the engine's own options
+            words = words[1:]
+        else:
+            command = known[words[0],]
+        if "--help" not in words:
+            command.make_context(words[0], words[1:], resilient_parsing=False).close()
+
+
+def test_options_have_one_name_and_one_meaning_in_all_commands():
+    asking = ("status", "sleep", "wake-up", "load", "checksums", "timeline", "doctor")
+    known = dict(commands())
+    for name in asking:
+        options = options_of(known[name,])
+        assert {"--url", "--api-key", "--json"} <= set(options), name
+        assert options["--api-key"].envvar == "RL_MEMORY_API_KEY"
+        assert options["--url"].envvar == "RL_MEMORY_URL" or name == "doctor"  # which asks no server unless it is told
+
+
+def test_a_server_that_hangs_keeps_no_status_waiting(monkeypatch):
+    monkeypatch.setattr(cli, "STATUS_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = run("status", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert result.exit_code == 1 and result.stderr.startswith("NoAnswerError: no answer from")
 
 
 def test_version():

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rl_memory_plugins.client import STATUS_S, TRANSITION_S, EngineClient
-from rl_memory_plugins.errors import InvalidRequestError, NoAnswerError, RLMemoryError
+from rl_memory_plugins.errors import AuthenticationError, InvalidRequestError, NoAnswerError, RLMemoryError
 
 
 class OneAnswer(BaseHTTPRequestHandler):
@@ -144,6 +144,14 @@ def test_the_limits_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_with_a_path_is_shown_where_it_leads(url: str) -> None:
     with EngineClient(f"{url}/v1") as client, pytest.raises(RLMemoryError, match="/v1/v1/rl_memory/is_sleeping"):
         client.is_sleeping()
+
+
+@pytest.mark.parametrize("body", [b'{"error": "Unauthorized"}', b"Unauthorized"])
+def test_the_engines_own_refusal_of_a_key_is_typed_like_ours(body: bytes) -> None:
+    """vLLM and SGLang check the key before any route runs, and answer in their own form."""
+    transport = httpx.MockTransport(lambda request: httpx.Response(401, content=body))
+    with EngineClient("http://engine", "wrong", transport=transport) as engine, pytest.raises(AuthenticationError):
+        engine.memory()
 
 
 def test_a_key_that_cannot_be_sent_is_refused() -> None:

@@ -1,11 +1,14 @@
-// Requests to the engine that serves this page. The key is in the session storage of this tab, and nowhere else.
+// Requests to the engine that serves this page. The key is in a variable of this script, and nowhere else: other pages
+// of the server, such as /docs, which loads scripts from elsewhere, share whatever a browser stores for its address.
 
-const KEY = "rl_memory_key";
 const LONGEST_MS = 5000;
 
-export const hasKey = () => sessionStorage.getItem(KEY) !== null;
-export const keep = (key) => sessionStorage.setItem(KEY, key);
-export const forget = () => sessionStorage.removeItem(KEY);
+let key = null;
+
+export const hasKey = () => key !== null;
+export const use = (given) => {
+  key = given;
+};
 
 /** An answer that is not the data. `status` is 0 if there was no answer. */
 export class Failure extends Error {
@@ -38,7 +41,6 @@ export async function get(route) {
 }
 
 function headers() {
-  const key = sessionStorage.getItem(KEY);
   if (key === null) return {};
   // The bytes of the key, as other clients send them: a header of a browser holds no other characters than these 256.
   return { Authorization: `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}` };

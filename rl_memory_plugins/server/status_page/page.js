@@ -91,13 +91,10 @@ function say(text) {
 
 part("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  engine.keep(part("key").value);
+  engine.use(part("key").value);
   part("key").value = "";
   ask();
 });
-part("forget-key").addEventListener("click", () => {
-  engine.forget();
-  location.reload(); // nothing that the key has shown stays
-});
+part("forget-key").addEventListener("click", () => location.reload()); // neither the key nor what it has shown stays
 part("window").addEventListener("change", drawCharts);
 ask();

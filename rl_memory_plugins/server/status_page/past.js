@@ -13,7 +13,7 @@ export class Past {
   devices = new History();
   hosts = new History();
   transitions = []; // the latest first
-  dropped = 0; // transitions that the engine's timeline did not hold any more
+  dropped = 0; // calls that the engine's timeline did not hold any more
   versions = []; // {version, at}, the latest first; `at` is null for one that was there before all that is known
   now = 0;
   #next = new Map(); // by the name of a timeline: a server that starts again, or another one of the engine, has its own
@@ -29,7 +29,7 @@ export class Past {
     const asked = this.#timeline === timeline.timeline || this.since === 0;
     this.#timeline = timeline.timeline;
     if (asked) { // otherwise the number was that of another timeline, and the next question has the right one
-      for (const event of timeline.events) this.#addTransition(event);
+      for (const event of timeline.events) this.#addTransition({ ...event, timeline: timeline.timeline });
       this.#next.set(timeline.timeline, timeline.next);
       this.dropped += timeline.dropped;
     }
@@ -47,8 +47,11 @@ export class Past {
   }
 
   #addTransition(event) {
-    this.transitions = [event, ...this.transitions].sort((a, b) => endOf(b) - endOf(a)).slice(0, MOST);
-    if (event.before.length) this.devices.add(milliseconds(event.start_ns), onDevices(event.before));
+    const stays = (other) => other.timeline !== event.timeline || other.first_seq !== event.first_seq;
+    const others = this.transitions.filter(stays); // the event of another call that was refused alike goes
+    const isNew = others.length === this.transitions.length;
+    this.transitions = [event, ...others].sort((a, b) => endOf(b) - endOf(a)).slice(0, MOST);
+    if (isNew && event.before.length) this.devices.add(milliseconds(event.start_ns), onDevices(event.before));
     if (event.after.length) this.devices.add(endOf(event), onDevices(event.after));
     this.#addVersion(event.weight_version, endOf(event), event.operation === "update_weights" && event.error === null);
   }

@@ -76,7 +76,7 @@ export function showTransitions(past) {
   const none = past.transitions.length ? "" : "None has ended since the server started.";
   part("no-transitions").textContent = past.dropped ? `${past.dropped} earlier ones are not kept.` : none;
   part("transitions").parentNode.hidden = !past.transitions.length;
-  const data = past.transitions.map((event) => [event.start_ns, event.seq]);
+  const data = past.transitions.map((event) => [event.timeline, event.seq]);
   show(part("transitions"), data, () => table(
     ["Ended", "Operation", "Outcome", "Duration", "Steps", "Weights afterwards"],
     past.transitions.map((event) => [
@@ -84,14 +84,26 @@ export function showTransitions(past) {
       lines(event.operation, ...argumentsOf(event)),
       outcomeOf(event),
       seconds(event.duration_ns / 1e9),
-      lines(...event.steps.map((step) => `${step.name} ${seconds(step.duration_ns / 1e9)}`)),
+      lines(...stepsOf(event)),
       event.weight_version === null ? "unknown" : lines(event.weight_version, event.content),
     ]),
   ));
 }
 
+/** Each step on all ranks: how long after the start of the transition the first rank began and the last one ended. */
+function stepsOf(event) {
+  const steps = new Map();
+  for (const { name, start_ns: start, duration_ns: duration } of event.steps) {
+    const [first, last] = steps.get(name) ?? [Infinity, -Infinity];
+    steps.set(name, [Math.min(first, start), Math.max(last, start + duration)]);
+  }
+  const since = (at) => ((at - event.start_ns) / 1e9).toFixed(3);
+  return [...steps].map(([name, [first, last]]) => `${name} ${since(first)} to ${since(last)} s`);
+}
+
 function argumentsOf(event) {
   return [
+    event.count > 1 ? `${event.count} calls` : "",
     event.level === null ? "" : `level ${event.level}`,
     event.tags === null ? "" : event.tags.map(nameOf).join(", "),
     event.mode === null ? "" : `mode ${event.mode}`,

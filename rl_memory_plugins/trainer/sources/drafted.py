@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.trainer.sources.model import only_reads
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.names import DRAFT
-from rl_memory_plugins.weights.source import GroupingSource, ResidentSource, TensorSource
+from rl_memory_plugins.weights.source import GroupingSource, NegotiableSource, ResidentSource, TensorSource, is_stable
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 class DraftedSource:
     """The target's tensors, and then the draft's. The names of the draft's get the prefix `draft.`.
+
+    Tensors that lie in several processes are gathered, also where the sources alone would be sent from their shards.
 
     Args:
         target: The source of the target's tensors.
@@ -27,6 +30,7 @@ class DraftedSource:
     def __init__(self, target: TensorSource, draft: TensorSource) -> None:
         self._target = target
         self._draft = draft
+        self._both = (target, draft)
 
     def specs(self) -> list[TensorSpec]:
         own = [msgspec.structs.replace(spec, name=DRAFT + spec.name) for spec in self._draft.specs()]
@@ -42,13 +46,38 @@ class DraftedSource:
     @property
     def group_bytes(self) -> int:
         """See `GroupingSource`: one source is read after the other."""
-        sources = (self._target, self._draft)
-        return max(source.group_bytes if isinstance(source, GroupingSource) else 0 for source in sources)
+        return max(source.group_bytes if isinstance(source, GroupingSource) else 0 for source in self._both)
+
+    @property
+    def stable(self) -> bool:
+        """See `StableSource`."""
+        return all(map(is_stable, self._both))
+
+    @property
+    def only_reads(self) -> bool:
+        """See `ReadingSource`."""
+        return all(map(only_reads, self._both))
+
+    @property
+    def negotiable(self) -> bool:
+        """See `NegotiableSource`."""
+        return any(isinstance(source, NegotiableSource) and source.negotiable for source in self._both)
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        """See `NegotiableSource`. Each source learns of its own tensors, by its own names."""
+        own = [one for one in mismatches if not one.name.startswith(DRAFT)]
+        rest = [one for one in mismatches if one.name.startswith(DRAFT)]
+        draft = [msgspec.structs.replace(one, name=one.name.removeprefix(DRAFT)) for one in rest]
+        found = False
+        for source, theirs in zip(self._both, (own, draft), strict=True):
+            if theirs and isinstance(source, NegotiableSource):
+                found = source.revise(theirs) or found
+        return found
 
     def resident(self) -> list[torch.Tensor] | None:
         """See `ResidentSource`. `None` if one of the sources makes its tensors."""
         found: list[torch.Tensor] = []
-        for source in (self._target, self._draft):
+        for source in self._both:
             tensors = source.resident() if isinstance(source, ResidentSource) else None
             if tensors is None:
                 return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.sources.formats import format_of
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
-from rl_memory_plugins.weights.manifest import TensorSpec
-from rl_memory_plugins.weights.source import ResidentSource, TensorSource, spec_of
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
+from rl_memory_plugins.weights.source import NegotiableSource, TensorSource, is_stable, spec_of
 
 GROUP_VALUES = 256 << 20
 """Weights are rounded together until they have this many values."""
@@ -90,7 +90,17 @@ class QuantisedSource:
     @property
     def stable(self) -> bool:
         """See `weights.source.StableSource`: each tensor is the trainer's own, or made for this update."""
-        return isinstance(self._source, ResidentSource) and self._source.resident() is not None
+        return is_stable(self._source)
+
+    @property
+    def negotiable(self) -> bool:
+        """See `weights.source.NegotiableSource`."""
+        return isinstance(self._source, NegotiableSource) and self._source.negotiable
+
+    def revise(self, mismatches: Sequence[Mismatch]) -> bool:
+        """See `weights.source.NegotiableSource`. What is quantised has the form of the checkpoint, and no other."""
+        left = [one for one in mismatches if f"{one.name.rpartition('.')[0]}.weight" not in self._weights]
+        return bool(left) and isinstance(self._source, NegotiableSource) and self._source.revise(left)
 
     @property
     def group_bytes(self) -> int:

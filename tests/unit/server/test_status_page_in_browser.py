@@ -17,9 +17,9 @@ from fastapi import FastAPI
 
 from integration.browser import Visit
 from rl_memory_plugins import operations
-from rl_memory_plugins.errors import DeviceMemoryError
+from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.observing import Course
-from rl_memory_plugins.records import AdapterStatus, EngineStatus, Report
+from rl_memory_plugins.records import AdapterStatus, EngineStatus, Report, StepTime
 from rl_memory_plugins.server.attach import attach
 from rl_memory_plugins.tags import TagState
 from tests.browser import shows, visit  # noqa: F401
@@ -66,7 +66,10 @@ def with_key(control: FakeControl) -> Iterator[Served]:
     served.stop()
 
 
-def test_the_key_stays_in_the_tab(with_key: Served, visit: Visit) -> None:  # noqa: F811
+STORED = "[localStorage.length, sessionStorage.length, document.cookie, history.state, name]"
+
+
+def test_the_key_stays_in_the_page(with_key: Served, visit: Visit) -> None:  # noqa: F811
     page = visit.page
     page.goto(with_key.page)
     field, button = page.get_by_role("textbox", name="Key"), page.get_by_role("button", name="Use this key")
@@ -79,13 +82,51 @@ def test_the_key_stays_in_the_tab(with_key: Served, visit: Visit) -> None:  # no
     button.click()
     shows(visit, "state", "admitted")
     assert page.locator("#key").is_hidden() and page.locator("#key").input_value() == ""
-    assert page.evaluate("[localStorage.length, document.cookie, Object.values({...sessionStorage})]") == [0, "", [KEY]]
+    assert page.evaluate(STORED) == [0, 0, "", None, ""]
     assert page.url == with_key.page and not [one for one in visit.asked if "5" in one.removeprefix(with_key.url)]
-    page.reload()
-    shows(visit, "state", "admitted")  # without asking again
-    page.get_by_role("button", name="Forget the key").click()
-    field.wait_for()
-    assert page.evaluate("sessionStorage.length") == 0 and page.locator("#state").inner_text() == ""
+    shows(visit, "state", "admitted")
+    for leave in (page.reload, page.get_by_role("button", name="Forget the key").click):
+        leave()
+        field.wait_for()
+        assert page.locator("#state").inner_text() == ""
+        field.fill(KEY)
+        button.click()
+        shows(visit, "state", "admitted")
+
+
+def test_a_flood_of_refused_calls_is_one_row_that_counts(
+    served: Served,
+    control: FakeControl,
+    visit: Visit,  # noqa: F811
+) -> None:
+    visit.page.goto(served.page)
+    served.post("sleep")
+    control.failure = StateConflictError("busy")
+    for _ in range(3):
+        assert served.post("wake_up").status_code == 409
+    control.failure = None
+    rows = visit.page.locator("#transitions tbody tr")
+    shows(visit, "transitions", "3 calls", "StateConflictError")
+    control.failure = StateConflictError("busy")
+    served.post("wake_up")
+    control.failure = None
+    shows(visit, "transitions", "4 calls")
+    assert rows.count() == 2
+
+
+def test_steps_of_all_ranks_by_their_times(served: Served, control: FakeControl, visit: Visit) -> None:  # noqa: F811
+    course = slept(1, control)
+    at = course.start_ns
+    ran = [
+        ("backup", 0, 2_000_000, 5_000_000),
+        ("backup", 1, 1_000_000, 4_000_000),
+        ("release", 1, 3_000_000, 9_000_000),
+    ]
+    steps = [StepTime(name, rank, at + start, at + end, 0.001) for name, rank, start, end in ran]
+    course.report = Report(changes=[], seconds={"total": 0.1}, steps=steps)
+    control.recorder.note(course)
+    visit.page.goto(served.page)
+    shows(visit, "transitions", "backup 0.001 to 0.005 s", "release 0.003 to 0.009 s")
 
 
 def test_what_is_left_and_whose_it_is(served: Served, control: FakeControl, visit: Visit) -> None:  # noqa: F811

@@ -27,7 +27,7 @@ def event(seq: int = 0, start_ns: int = BASE_NS, duration_ns: int = 1000, **fiel
         "content": Content.VALID,
         **fields,
     }
-    return Event(seq=seq, start_ns=start_ns, duration_ns=duration_ns, **given)
+    return Event(seq=seq, start_ns=start_ns, duration_ns=duration_ns, **{"first_seq": seq, **given})
 
 
 def handoff(name: str = "sleep", start_ns: int = BASE_NS - 1_000_000, device: str = "cuda:0") -> Handoff:

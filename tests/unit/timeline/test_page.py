@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from histories import BASE_NS, EXAMPLE, event, handoff, history
 
-from rl_memory_plugins.timeline.history import History
+from rl_memory_plugins.timeline.history import History, stretches_of
 from rl_memory_plugins.timeline.page import html_page
 from rl_memory_plugins.timeline.picture import Curve, curves_of, pictures, utc
-from rl_memory_plugins.timeline.records import RankMemory
+from rl_memory_plugins.timeline.records import RankMemory, Step
 
 #: Attributes and texts by which a page loads something.
 LOADS = {"src", "href", "xlink:href", "action", "data", "poster", "srcset", "background"}
@@ -48,7 +48,8 @@ def test_the_page_has_a_picture_of_each_device_and_a_row_for_each_transition() -
     failed = [row for row in rows if row.startswith('<tr class="failed">')]
     assert len(failed) == 3
     assert "DeviceMemoryError: 15231233024 bytes are needed, 1048576 are free" in failed[1]
-    assert "sleep 2 of kv_cache, weights, cuda_graph" in text and "release 0.305 s" in text
+    assert "sleep 2 of kv_cache, weights, cuda_graph" in text and "release 0.103 to 0.408 s" in text
+    assert "wake_up of weights, 3 calls" in text
     assert "55.1 GiB → 0 B" in text
 
 
@@ -69,6 +70,16 @@ def test_each_picture_is_well_formed_and_names_its_owners() -> None:
     titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any("DeviceMemoryError" in title for title in titles)
     assert any(title.startswith("sleep 2: 0.412 s, drain 0.060 s") for title in titles)
+    assert "release of sleep: 0.103 s to 0.408 s" in titles
+
+
+def test_steps_reach_from_the_first_rank_to_the_last_and_name_the_slowest() -> None:
+    ran = [Step("load", BASE_NS + 100, 200, rank=0), Step("load", BASE_NS + 200, 700, rank=1)]
+    taken = event(1, operation="update_weights", steps=ran)
+    [stretch] = stretches_of(taken)
+    assert (stretch.start_ns - BASE_NS, stretch.duration_ns, stretch.longest.rank) == (100, 800, 1)
+    [picture] = pictures(History({"a": msgspec.structs.replace(EXAMPLE, events=[taken])})).values()
+    assert "load of update_weights: 0.000 s to 0.000 s, longest in engine 0 rank 1" in picture
 
 
 def test_a_curve_holds_its_value_until_the_next_point() -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 from histories import BASE_NS, EXAMPLE, event, handoff, history
 
 from rl_memory_plugins.timeline.history import History
@@ -59,7 +60,7 @@ def slices(events: list[dict[str, Any]], pid: int) -> list[str]:
 
 def test_transitions_with_their_steps_and_handoffs_on_one_clock() -> None:
     events = assert_valid(perfetto_trace(history()))
-    assert slices(events, 1) == ["sleep", "drain", "synchronize", "backup", "release", "wake_up"]
+    assert slices(events, 1) == ["sleep", "wake_up", "drain", "backup", "synchronize", "release"]
     assert slices(events, 1) == slices(events, 2)
     assert slices(events, 3) == ["handoff", "sleep", "load"]
     starts = {(entry["pid"], entry["name"]): entry["ts"] for entry in events if entry["ph"] == "X"}
@@ -93,17 +94,40 @@ def test_calls_of_several_clients_that_overlap_get_threads_of_their_own() -> Non
     later = event(3, start_ns=BASE_NS + 10_000, duration_ns=10)
     timeline = msgspec.structs.replace(EXAMPLE, events=[long, refused, later])
     events = assert_valid(perfetto_trace(History({"a": timeline})))
-    threads = {entry["ts"]: entry["tid"] for entry in events if entry["ph"] == "X"}
+    threads = {entry["ts"]: entry["tid"] for entry in events if entry["ph"] == "X" and entry["name"] == "sleep"}
     assert threads == {0.0: 1, 5.0: 2, 10.0: 1}
 
 
+def test_the_steps_of_each_rank_have_threads_of_their_own() -> None:
+    """Parts of a backup and a release alternate, so a rank's steps overlap; the clock of another host differs."""
+    steps = [
+        Step("drain", BASE_NS, 100),
+        Step("backup", BASE_NS + 200, 500, rank=0),
+        Step("release", BASE_NS + 300, 500, rank=0, seconds=3e-7),
+        Step("backup", BASE_NS - 400, 300, engine=1, rank=0),
+    ]
+    timeline = msgspec.structs.replace(EXAMPLE, events=[event(1, steps=steps)])
+    events = assert_valid(perfetto_trace(History({"a": timeline})))
+    names = {entry["tid"]: entry["args"]["name"] for entry in events if entry["name"] == "thread_name"}
+    places = {(entry["name"], entry["ts"], entry["dur"]): names[entry["tid"]] for entry in events if entry["ph"] == "X"}
+    assert places == {
+        ("sleep", 0.4, 1.0): "transitions",
+        ("drain", 0.4, 0.1): "steps of engine 0",
+        ("backup", 0.6, 0.5): "steps of engine 0 rank 0",
+        ("release", 0.7, 0.5): "steps of engine 0 rank 0, at the same time (1)",
+        ("backup", 0.0, 0.3): "steps of engine 1 rank 0",
+    }
+
+
 def test_the_check_of_nesting_can_fail() -> None:
-    overlapping = event(1, duration_ns=1000, steps=[Step("drain", BASE_NS + 500, 1000)])
-    try:
-        assert_valid(perfetto_trace(History({"a": msgspec.structs.replace(EXAMPLE, events=[overlapping])})))
-    except AssertionError:
-        return
-    raise AssertionError("a step that ends after its transition was taken for valid")
+    with pytest.raises(AssertionError):
+        assert_nested([(0.0, 1.0), (0.5, 1.0)])
+
+
+def test_a_flood_of_refusals_is_one_slice() -> None:
+    events = assert_valid(perfetto_trace(history()))
+    [refused] = [entry for entry in events if entry["pid"] == 1 and entry["name"] == "wake_up"]
+    assert (refused["args"]["count"], refused["dur"]) == (3, 2_003_000.0)
 
 
 def test_nothing_has_happened_yet() -> None:

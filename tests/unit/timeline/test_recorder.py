@@ -15,10 +15,10 @@ from rl_memory_plugins import operations
 from rl_memory_plugins.commands import Sleep
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, StateConflictError
 from rl_memory_plugins.observing import Course, trying_again
-from rl_memory_plugins.records import EngineStatus, Report, TagStatus
+from rl_memory_plugins.records import EngineStatus, Report, StepTime, TagStatus
 from rl_memory_plugins.tags import Content, TagState
 from rl_memory_plugins.timeline.recorder import Recorder, event_of, steps_of
-from rl_memory_plugins.timeline.records import Event, Timeline
+from rl_memory_plugins.timeline.records import Event, Step, Timeline
 
 
 def run(control: FakeControl, command: Any) -> Any:
@@ -103,21 +103,36 @@ def test_an_update_counts_what_all_ranks_of_all_engines_received() -> None:
     assert (event.before, event.content, event.weight_version) == ([], None, None), "the engines were not known"
 
 
-def test_steps_follow_one_another_at_the_end_of_the_transition() -> None:
-    report = Report([], {"drain": 0.2, "synchronize": 0.0, "backup": 0.3, "release": 0.1, "total": 0.6})
-    steps = steps_of(report, 10_000_000_000, 1_000_000_000)
-    assert [(step.name, step.start_ns, step.duration_ns) for step in steps] == [
-        ("drain", 10_400_000_000, 200_000_000),
-        ("backup", 10_600_000_000, 300_000_000),
-        ("release", 10_900_000_000, 100_000_000),
+def test_steps_lie_where_each_rank_has_measured_them() -> None:
+    ran = [
+        StepTime("drain", None, 10_000, 10_200, 2e-7),
+        StepTime("total", None, 10_000, 11_000, 1e-6),
+        StepTime("backup", 0, 10_300, 10_900, 3e-7),
+        StepTime("release", 0, 10_500, 10_950, 1e-7),
+        StepTime("backup", 1, 10_250, 10_400, 1.5e-7, engine=1),
+    ]
+    assert steps_of(Report([], {"total": 1.0}, steps=ran)) == [
+        Step("drain", 10_000, 200, seconds=2e-7),
+        Step("backup", 10_250, 150, engine=1, rank=1, seconds=1.5e-7),
+        Step("backup", 10_300, 600, rank=0, seconds=3e-7),
+        Step("release", 10_500, 450, rank=0, seconds=1e-7),
     ]
 
 
-def test_steps_stay_within_the_transition() -> None:
-    """In each step the slowest rank counts, so the steps together may take longer than the whole."""
-    report = Report([], {"backup": 0.8, "release": 0.8, "total": 1.0})
-    steps = steps_of(report, 0, 900_000_000)
-    assert [(step.start_ns, step.duration_ns) for step in steps] == [(0, 800_000_000), (800_000_000, 100_000_000)]
+def test_a_flood_of_refused_calls_is_one_event() -> None:
+    """64 ranks of a trainer call an engine that an update keeps busy, and a client retries."""
+    control = FakeControl()
+    run(control, operations.wake_up())
+    control.failure = StateConflictError("a weight update is running; retry when it has ended")
+    for _ in range(64):
+        with pytest.raises(StateConflictError):
+            run(control, operations.sleep())
+    control.failure = None
+    run(control, operations.sleep())
+    woken, refused, slept = events(control)
+    assert (woken.seq, refused.seq, slept.seq) == (1, 65, 66)
+    assert (refused.count, refused.first_seq, refused.error) == (64, 2, "StateConflictError")
+    assert [event.seq for event in events(control, since=30)] == [65, 66]
 
 
 def test_what_a_rank_holds_by_owner() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,20 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from fake_control import FakeControl
+from fake_control import FakeControl, rank_status
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from histories import handoff
 from typer.testing import CliRunner, Result
 
 from rl_memory_plugins import cli
+from rl_memory_plugins import client as client_module
 from rl_memory_plugins.client import EngineClient
-from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.errors import InvalidRequestError, StateConflictError
+from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.router import build_router
+from rl_memory_plugins.tags import TagState
 from rl_memory_plugins.timeline import command
 from rl_memory_plugins.timeline.history import read_handoffs, timeline_in
 from rl_memory_plugins.trainer.handoff_report import HandoffReport
@@ -123,6 +127,32 @@ def test_errors_have_exit_code_1(servers: dict[str, FakeControl], urls: list[str
     assert done.exit_code == 1 and "cannot write" in done.stderr
 
 
+def test_an_engine_in_the_middle_of_a_wake(servers: dict[str, FakeControl], urls: list[str]) -> None:
+    waking = EngineStatus([rank_status(weights=TagState.PRESERVED)], "v7", busy="wake_up")
+    servers["http://a:1"].engines = [waking]
+    done = run(*urls, "--once")
+    assert done.exit_code == 0, done.output
+    assert (
+        "http://a:1: admits no requests (asleep); weights valid, version v7; engine 0: wake_up is under way"
+        in done.stdout
+    )
+
+
+@pytest.mark.parametrize("words", [("--once",), ("--json",), ()])
+def test_a_server_that_is_not_there(words: tuple[str, ...]) -> None:
+    done = run("--url", "http://127.0.0.1:1", *words)
+    assert done.exit_code == 1 and done.stdout == ""
+    message = json.loads(done.stderr)["message"] if words == ("--json",) else done.stderr
+    assert "cannot reach http://127.0.0.1:1" in message
+
+
+def test_a_server_that_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "STATUS_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        done = run("--url", f"http://127.0.0.1:{silent.getsockname()[1]}", "--once")
+    assert done.exit_code == 1 and done.stderr.startswith("NoAnswerError: no answer from")
+
+
 def test_it_is_shown_until_the_user_ends_it(
     servers: dict[str, FakeControl], urls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +168,22 @@ def test_it_is_shown_until_the_user_ends_it(
     done = run(*urls)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("sleep 2 of kv_cache") >= 2
+
+
+def test_a_call_that_is_refused_again_takes_the_place_of_the_former(servers: dict[str, FakeControl]) -> None:
+    control = next(iter(servers.values()))
+    act(control)
+
+    def ask(since: int) -> Any:
+        return msgspec.to_builtins(control.recorder.timeline(since, control.status_now()))
+
+    known = timeline_in(ask(0))
+    control.failure = StateConflictError("busy")
+    for count in (1, 2, 3):
+        assert serving(control).post("/sleep", headers={"authorization": "Bearer key"}).status_code == 409
+        known = command.extended(known, ask)
+        assert [(event.operation, event.count) for event in known.events][2:] == [("sleep", count)]
+    assert known.dropped == 0
 
 
 def test_a_server_that_started_again_begins_anew(servers: dict[str, FakeControl]) -> None:
