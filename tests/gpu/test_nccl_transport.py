@@ -119,7 +119,7 @@ def test_a_bucket_with_another_seal_is_not_written_and_the_next_update_is_right(
     assert_arrived(lasting_engine, tensors)
 
 
-def test_it_is_chosen_where_the_trainer_does_not_see_the_engines_gpu(engine, monkeypatch):
+def test_auto_does_not_take_it_even_where_the_trainer_does_not_see_the_engines_gpu(engine, monkeypatch):
     seen = cuda_ipc.local_gpus
 
     def without_the_engines(**options):
@@ -129,7 +129,7 @@ def test_it_is_chosen_where_the_trainer_does_not_see_the_engines_gpu(engine, mon
     monkeypatch.setattr(cuda_ipc, "local_gpus", without_the_engines)
     for options in ({}, {"advertise": "127.0.0.1"}):
         report, error = engine.update(tensors, bucket_bytes=BUCKET, **options)
-        assert error is None and report["transport"] == "nccl"
+        assert error is None and report["transport"] not in ("", "nccl")
 
 
 def test_a_gpu_cannot_be_joined_with_itself():
