@@ -76,6 +76,8 @@ RANKS_SUITE_sglang = $(if $(WITHOUT_ADAPTERS_sglang),,$(ADAPTERS_OF_RANKS)) $(RA
 
 # Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
 export PYTHONDONTWRITEBYTECODE :=
+# PyTorch's threads that wait for each other would spin, and two parts on two cores would wait for what spins.
+export OMP_WAIT_POLICY := passive
 
 .PHONY: help demo check format docs test test-unit test-vllm test-sglang test-long test-gpu env-vllm env-sglang clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--report")
     if path is not None:
         config.pluginmanager.register(RunReport(path, config.getoption("--engine")))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # collections while tests run need not look at all that was imported for them

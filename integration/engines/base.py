@@ -83,6 +83,8 @@ class EngineKind(ABC):
     #: The modules that a forked server finds imported, and the variables that change what an import does.
     imports: tuple[str, ...]
     import_variables: tuple[str, ...] = ()
+    #: The folders on PYTHONPATH in which a forked server finds what it has imported.
+    import_folders: tuple[Path, ...] = ()
 
     def command(self, launch: Launch, port: int) -> list[str]:
         command = [
@@ -142,10 +144,14 @@ class EngineKind(ABC):
         """How many requests the engine runs or has queued, by its own count."""
 
     def forks(self, environment: dict[str, str]) -> Forks:
-        """The process of which servers with these variables are forks. It stays, for further servers."""
+        """The process of which servers with these variables are forks. It stays, for further servers.
+
+        Further folders on a server's PYTHONPATH have its plugins. It finds them itself, when it loads them.
+        """
         key = (self.name, *(environment.get(name) for name in self.import_variables))
         if key not in _FORKS:
-            _FORKS[key] = Forks(self.imports, environment)
+            path = os.pathsep.join(map(str, (*self.import_folders, REPOSITORY)))
+            _FORKS[key] = Forks(self.imports, {**environment, "PYTHONPATH": path})
         return _FORKS[key]
 
 

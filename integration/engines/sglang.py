@@ -20,6 +20,8 @@ UNPINNED = REPOSITORY / "tests" / "aids" / "sglang_unpinned"
 FORKING = REPOSITORY / "tests" / "aids" / "sglang_fork"
 PIPELINE = REPOSITORY / "tests" / "aids" / "sglang_pipeline"
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2}
+#: The files of models that an engine imports. On the CPU all that tests run, so that one process imports for all.
+MODELS = {"cpu": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "glm4_moe"), "cuda": ("qwen2",)}
 
 _DEVICE_ARGUMENTS = {
     # Without `--sleep-on-idle` an idle scheduler takes a whole core.
@@ -39,7 +41,8 @@ class Sglang(EngineKind):
         "sglang.srt.managers.detokenizer_manager",
         "sglang.srt.managers.scheduler",
     )
-    import_variables = ("SGLANG_DISABLED_MODEL_ARCHS", "PYTHONPATH")  # which libraries there are
+    import_variables = ("SGLANG_DISABLED_MODEL_ARCHS",)
+    import_folders = (STAND_IN_KERNELS,)
 
     def arguments(self, launch: Launch) -> list[str]:
         return [
@@ -56,7 +59,8 @@ class Sglang(EngineKind):
 
     def environment(self, launch: Launch) -> dict[str, str]:
         variables = {
-            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but("qwen2")),  # to import all models takes most of a start
+            # To import all models takes most of a start.
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_but(*MODELS[launch.device])),
             "HF_HUB_OFFLINE": "1",
         }
         of_pipelines = [PIPELINE] if launch.pp > 1 else []
@@ -133,11 +137,11 @@ def _kv_tokens(launch: Launch) -> int:
     return max(int(launch.kv_bytes // per_token), 4096)
 
 
-def _models_but(kept: str) -> list[str]:
-    """The names of all model files of the installed SGLang but one."""
+def _models_but(*kept: str) -> list[str]:
+    """The names of all model files of the installed SGLang but these."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.submodule_search_locations is None:
         raise RuntimeError("SGLang is not installed")
     folder = Path(next(iter(spec.submodule_search_locations)), "srt", "models")
     modules = [module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg]
-    return sorted(name for name in modules if name != kept)
+    return sorted(name for name in modules if name not in kept)

@@ -84,7 +84,7 @@ class Vllm(EngineKind):
         if launch.forked:  # vLLM would bind the workers of two engines to the same core
             aids = os.pathsep.join(map(str, [FORKING, *([PIPELINE] if launch.pp > 1 else [])]))
             unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-            return {**variables, **unbound, "PYTHONPATH": aids}
+            return {**variables, **unbound, "PYTHONPATH": aids, "TORCH_COMPILE_DISABLE": "1"}
         cores = range(os.cpu_count() or 1)
         bind = "|".join(str(cores[rank % len(cores)]) for rank in range(launch.ranks)) if launch.ranks > 1 else "auto"
         return {**variables, "VLLM_CPU_OMP_THREADS_BIND": bind}

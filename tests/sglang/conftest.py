@@ -15,6 +15,7 @@ import pytest
 from integration.engines.base import REPOSITORY, Launch, Server
 from integration.engines.sglang import Sglang
 from integration.models import SHAPES, new_model, write_model
+from integration.waiting import wait_until
 
 PROMPT = [5, 6, 7, 8]
 SEED, OTHER_SEED = 1, 2
@@ -92,5 +93,31 @@ def python(model_folder: Path) -> Callable[..., str]:
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def forked_python(model_folder: Path) -> Callable[..., str]:
+    """As `python`, in seconds less: SGLang is imported when the script begins, and its processes are forks, too."""
+    kind, launch = Sglang(), Launch(model_folder, forked=True)
+
+    def run(script: str, **extra: str) -> str:
+        folder = model_folder.parent / "forked_scripts"
+        folder.mkdir(exist_ok=True)
+        name = f"forked_script{len(list(folder.iterdir()))}"
+        output, errors = folder.parent / f"{name}.out", folder.parent / f"{name}.err"
+        lines = ["import os", f"FOLDER = {str(model_folder)!r}", 'if __name__ == "__main__":']
+        lines.append(f"    os.dup2(os.open({str(errors)!r}, os.O_WRONLY | os.O_CREAT), 2)")
+        (folder / f"{name}.py").write_text("\n".join(lines) + "\n" + textwrap.indent(textwrap.dedent(script), "    "))
+        environment = {**os.environ, **kind.environment(launch), **extra}
+        path = [environment["PYTHONPATH"], str(REPOSITORY), str(folder)]
+        process = kind.forks(environment).start(
+            [sys.executable, "-m", name], {**environment, "PYTHONPATH": os.pathsep.join(path)}, output
+        )
+        wait_until(lambda: process.poll() is not None, "the script ends", 600)
+        said = output.read_text()
+        assert process.returncode == 0, said[-2000:] + errors.read_text()[-4000:]
+        return said
 
     return run

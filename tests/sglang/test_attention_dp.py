@@ -17,7 +17,7 @@ from tests.sglang.test_weight_kinds import OTHER_SEED, PROMPT, ROUTING, SEED, st
 from tests.weight_kinds import checkpoint, renew, write_moe
 
 REQUESTS = 4  # two to a rank
-LONG = 300
+LONG = 150
 
 #: Beside the routing, what SGLang's CPU backend lacks for the batch of a rank that has no request.
 PLUGIN = (

@@ -73,7 +73,7 @@ def test_a_closed_server_is_not_ready(server: Server) -> None:
 
 def test_a_dead_scheduler_is_not_called_healthy(model_folder: Path, other_weights: Any, tmp_path: Path) -> None:
     """One of two engines dies in an update. Its board still says that the update runs."""
-    launch = Launch(model_folder, dp=2, options={"update_timeout_s": 600})
+    launch = Launch(model_folder, dp=2, options={"update_timeout_s": 600}, forked=True)
     with Server(Sglang(), launch, tmp_path / "server.log") as server:
         with broken_update(server, other_weights, stall=True, after=1) as update:
             assert server.is_healthy()

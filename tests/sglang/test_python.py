@@ -15,8 +15,8 @@ ALL = ["cuda_graph", "kv_cache", "weights"]
 
 
 @pytest.fixture(scope="module")
-def found(python: Callable[..., str]) -> dict[str, Any]:
-    output = python("""
+def found(forked_python: Callable[..., str]) -> dict[str, Any]:
+    output = forked_python("""
         import asyncio, json, os, time
         from pathlib import Path
         import torch

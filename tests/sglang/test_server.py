@@ -72,8 +72,8 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_an_app_that_a_framework_serves(python: Callable[..., str], enabled: bool) -> None:
-    output = python(SCRIPT, RL_MEMORY="1" if enabled else "")
+def test_an_app_that_a_framework_serves(forked_python: Callable[..., str], enabled: bool) -> None:
+    output = forked_python(SCRIPT, RL_MEMORY="1" if enabled else "")
     first, status, *rest = json.loads(output.splitlines()[-1])
     if not enabled:
         assert (first[1], first[3], status[1]) == (200, None, 404)

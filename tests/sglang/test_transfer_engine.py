@@ -254,7 +254,7 @@ def test_a_new_instance_gets_the_weights_of_the_seed(
         pass
 
 
-def test_which_arguments_keep_the_transfer_engine(python: Callable[..., str]) -> None:
+def test_which_arguments_keep_the_transfer_engine(forked_python: Callable[..., str]) -> None:
     """Without the plugin SGLang's own decision stands."""
     path = os.pathsep.join([str(STAND_IN), Sglang().environment(Launch(Path()))["PYTHONPATH"], str(REPOSITORY)])
     script = """
@@ -278,6 +278,6 @@ def test_which_arguments_keep_the_transfer_engine(python: Callable[..., str]) ->
     print(kept())
     print(kept("--rl-memory", "allocator=tms"))
     """
-    lines = python(script, PYTHONPATH=path).splitlines()[-4:]
+    lines = forked_python(script, PYTHONPATH=path).splitlines()[-4:]
     assert lines[:3] == ["True", "False", "True"]
     assert "allocator=tms" in lines[3]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from integration.engines.base import Launch, Server
-from integration.engines.sglang import _models_but
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.trainer import QuantisedSource
 from rl_memory_plugins.weights.checksums import tensor_checksum
@@ -92,15 +91,8 @@ TORCH_KERNELS = Path(torch_kernels.__file__).read_text()
 
 def start(folder: Path, log: Path, plugin: str = "", *arguments: str, tp: int = 1) -> AbstractContextManager[Server]:
     sites = [install_plugin(log.with_suffix(".site"), "sglang.srt.plugins", plugin)] if plugin else []
-    models = set(_models_but("qwen2")) - {"qwen2_moe", "qwen3", "qwen3_moe"}
-    return started(
-        "sglang",
-        Launch(folder, tp=tp, options={"poison": True}, forked=True),
-        log,
-        *arguments,
-        sites=sites,
-        SGLANG_DISABLED_MODEL_ARCHS=",".join(sorted(models)),
-    )
+    launch = Launch(folder, tp=tp, options={"poison": True}, forked=True)
+    return started("sglang", launch, log, *arguments, sites=sites)
 
 
 @pytest.mark.parametrize(("write", "plugin"), [(write_tied, ""), (write_moe, ROUTING)], ids=["tied", "moe"])

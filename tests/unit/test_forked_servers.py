@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from integration.engines.forks import Forked, Forks
+from integration.engines.vllm import Vllm
 from integration.waiting import wait_until
 
 IMPORTED = """
@@ -80,3 +81,25 @@ def test_a_signal_ends_one_alone(forks: Forks, tmp_path: Path) -> None:
     stays.send_signal(signal.SIGKILL)
     wait_until(lambda: stays.poll() is not None, "the process ends")
     stays.send_signal(signal.SIGTERM)  # nobody is there
+
+
+class Toy(Vllm):
+    name = "toy"
+    imports = ("json",)
+    import_folders = ()
+
+
+def test_servers_with_plugins_of_their_own_are_forks_of_one_process(tmp_path: Path) -> None:
+    sites = [tmp_path / name for name in ("first", "second")]
+    told = []
+    for site in sites:
+        site.mkdir()
+        (site / "told.py").write_text(f"import sys\nprint(*[path for path in sys.path if {str(tmp_path)!r} in path])")
+        variables = {**environment(site), "PYTHONPATH": str(site)}
+        forks, log = Toy().forks(variables), site / "log"
+        told.append(forks)
+        process = forks.start([sys.executable, "-m", "told"], variables, log)
+        wait_until(lambda process=process: process.poll() is not None, "the process ends")  # type: ignore[misc]
+        assert log.read_text() == f"{site}\n"  # no plugin of another server is there
+    assert told[0] is told[1]
+    told[0].close()

@@ -30,13 +30,9 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(one_layer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """Compiled for this test, whatever an earlier run has left in vLLM's cache."""
     cache = str(tmp_path_factory.mktemp("cache"))
-    with Child(
-        make,
-        one_layer,
-        environment=environment(
-            one_layer, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CACHE_ROOT=cache, TORCHINDUCTOR_CACHE_DIR=cache
-        ),
-    ) as child:
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "0"}
+    caches = {"VLLM_CACHE_ROOT": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
+    with Child(make, one_layer, environment=environment(one_layer, **variables, **caches)) as child:
         yield child
 
 

@@ -376,8 +376,8 @@ def test_a_bad_option_ends_with_a_message(model_folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_the_flag_accepts(python: Any) -> None:
-    output = python("""
+def test_what_the_flag_accepts(forked_python: Any) -> None:
+    output = forked_python("""
         import json
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.plugins import load_general_plugins

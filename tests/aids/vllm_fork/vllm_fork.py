@@ -16,3 +16,15 @@ def register() -> None:
         gc.freeze()  # a fork's collections need not look at, and copy, what its parent has imported
 
     system_utils._maybe_force_spawn = fork
+    _compile_nothing()
+
+
+def _compile_nothing() -> None:
+    """Without compiled models vLLM still compiles some functions, for seconds in each process.
+
+    PyTorch has read the variable before the fork.
+    """
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        import torch
+
+        torch.compiler.set_stance("force_eager")
