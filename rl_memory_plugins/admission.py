@@ -30,7 +30,7 @@ def refusal(engine: EngineStatus) -> EngineAsleepError | None:
     if asleep:
         return _refuse("asleep", f"{', '.join(asleep)} asleep: wake_up() first", tags=asleep)
     if engine.content is Content.STALE:
-        return _refuse("stale", "its weights were discarded: update them first")
+        return _refuse("stale", "its weights are stale: send a complete update first")
     if engine.content is Content.FAILED:
         return _refuse("failed", "a weight update broke off: send a complete update first")
     if engine.paused:

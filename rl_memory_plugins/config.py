@@ -52,6 +52,10 @@ def _checked_hosts(networks: str) -> str:
 def _with_wakes(turn_s: float | None, given: ValidationInfo) -> float | None:
     if turn_s is not None and given.data.get("wake_on_request_s") is None:
         raise ValueError("needs wake_on_request_s: nothing would wake the engine for its next turn")
+    if turn_s is not None and given.data.get("start_stale"):
+        raise ValueError(
+            "not with start_stale: an engine that waits for an update would keep the GPUs in turns of others"
+        )
     return turn_s
 
 
@@ -114,6 +118,10 @@ class RLMemoryConfig(BaseSettings):
     update_hosts: Annotated[str, AfterValidator(_checked_hosts)] = ""
     """Hosts besides the engine's own that a weight update may come from over TCP: addresses, and networks in CIDR
     notation, with spaces between them."""
+
+    start_stale: bool = False
+    """Start with weights that answer nothing: their content is `stale`, and the engine admits no requests before a
+    complete update or load. For servers that a supervisor starts again while others serve newer weights."""
 
     drain_timeout_s: Seconds = 600.0
     """How long a transition waits for running requests. Then it fails, and admission opens again."""

@@ -84,6 +84,8 @@ class Controller:
         self._state = PublishedState(ranks, engine, board, status, self._under_way)
         self.adapters = Adapters(ranks, engine, self._state, self._decided, update_timeout_s)
         self.refresh()
+        if self.status.content is Content.STALE:
+            self.capabilities.require_updatable("start_stale")
 
     # -- entry points -------------------------------------------------------------------------------------------
 

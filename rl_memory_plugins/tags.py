@@ -54,7 +54,7 @@ class Content(StrEnum):
     """The state of the weights' content. Only `VALID` content may answer requests."""
 
     VALID = "valid"
-    STALE = "stale"  # discarded since the last complete update
+    STALE = "stale"  # discarded, or withheld from the start on, since when no update was complete
     UPDATING = "updating"  # an update has written its first byte
     FAILED = "failed"  # an update broke off, or the engine's own call overwrote the weights
 

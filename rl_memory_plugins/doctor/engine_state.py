@@ -25,7 +25,8 @@ _OLD = "the engine's version of the package does not tell (before `GET /installa
 #: What to do for each reason of a refusal.
 REMEDIES = {
     "asleep": "call wake_up(), or wait for the end of the transition that is under way",
-    "stale": "send a complete update, or `rl-memory load PATH`: the last sleep discarded the weights",
+    "stale": "send a complete update, or `rl-memory load PATH`: the last sleep discarded the weights, or the "
+    "engine was started with start_stale",
     "failed": "send a complete update, or `rl-memory load PATH`: the last one broke off, or a call wrote the weights",
     "paused": "call wake_up()",
     "updating": "wait for the trainer; after timeout_s of silence the update fails. An engine's own update in several "

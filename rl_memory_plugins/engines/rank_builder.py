@@ -188,6 +188,8 @@ def build_agent(
     manager.memory_of = names.memory
     manager.find_unfilled = lambda: (target.unfilled() - {*filled()}) | {*(() if dummy(model()) else unfilled())}
     agent = RankAgent(manager, receiver, names, calls=calls, **own)
+    if config.start_stale:
+        manager.withhold()
     manager.warm_up()
     receiver.warm_up()
     return agent

@@ -87,6 +87,7 @@ class WeightsContent:
         self._whole_is_old = False  # an engine's own load into valid weights may have written them since
         self._unfilled_changed = False  # since the weights were valid, as their bytes show
         self._lost = False  # the latest wake has restored bytes of others
+        self._withheld: int | None = None  # the epoch of weights that hold their values and must not answer
         self._prepared_sleep: PreparedSleep | None = None
         self._prepared_wake: dict[str, Reservation] | None = None
 
@@ -170,11 +171,12 @@ class WeightsContent:
         return bool(self._unfilled)
 
     def _note_whole(self) -> None:
-        """Note that the unfilled parameters hold their values, if the content is valid.
+        """Note that the unfilled parameters hold their values, if the content is valid or withheld.
 
         Call this before a write or after a whole one, never after a write that broke off.
         """
-        if not self._unfilled or self.content is not Content.VALID:
+        withheld = self.content is Content.STALE and self.epoch == self._withheld
+        if not self._unfilled or not (self.content is Content.VALID or withheld):
             return
         blocks = self._unfilled_blocks()
         fingerprint = None
@@ -280,6 +282,10 @@ class WeightsContent:
     def _require_no_transition(self) -> None:
         if self._in_transition():
             raise StateConflictError("another transition is already prepared on this rank", rank=self.rank)
+
+    def withhold(self) -> None:
+        """Make the first weights `stale` before they answer anything. They keep their bytes."""
+        self.content, self._withheld = Content.STALE, self.epoch
 
     def begin_writing(self, draft: DraftShare = DraftShare.NONE) -> None:
         """Called before an update writes its first byte. The content is `updating` until `finish_writing`.

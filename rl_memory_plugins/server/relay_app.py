@@ -20,7 +20,8 @@ def build_relay_app(relay: Relay, auth: ControlAuth) -> FastAPI:
 
     async def memory(request: Request) -> dict[str, Any]:
         ranks = [{"device": device} for device in relay.devices()]
-        return {**await asyncio.to_thread(relay.weights_state), "engines": [{"ranks": ranks}]}
+        whole = await asyncio.to_thread(relay.weights_state)
+        return {**whole, "engines": [{"ranks": ranks}], "behind": await asyncio.to_thread(relay.states)}
 
     async def update(request: Request) -> dict[str, Any]:
         given = await read_body(request)

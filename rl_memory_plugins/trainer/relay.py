@@ -29,10 +29,10 @@ from rl_memory_plugins.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
-from rl_memory_plugins.tags import Content, Tag
+from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
 from rl_memory_plugins.timing import LONGEST_S
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
-from rl_memory_plugins.trainer.outcomes import on_each, record_of, state_of
+from rl_memory_plugins.trainer.outcomes import STATE_S, on_each, record_of, state_of
 from rl_memory_plugins.trainer.participants import CLOSE_S, closed
 from rl_memory_plugins.trainer.update import push_from_all, require_options
 from rl_memory_plugins.weights import wire
@@ -52,7 +52,9 @@ CONTENTS = [Content.VALID, Content.STALE, Content.UPDATING, Content.FAILED]
 class Relay:
     """The engines of one host as one engine, with the calls that a trainer makes. Runs on that host.
 
-    An engine that an update has not reached is closed, and stays closed until an update reaches it.
+    An engine that an update has not reached is closed, and stays closed until an update reaches it. Engines that admit
+    requests are paused before an update and opened behind it: if this process dies meanwhile, nobody else would close
+    those that the update does not reach. A relay that starts counts paused engines among them.
 
     Args:
         engines: The engines; see `RolloutHandoff`.
@@ -71,7 +73,7 @@ class Relay:
         self._hosts = hosts or UpdateHosts()
         self._options = options
         self._device = f"relay:{secrets.token_hex(4)}"
-        self._behind: set[int] = set()  # the engines that the last update has not reached
+        self._behind: set[int] | None = None  # the engines that the last update has not reached; see `_left_behind`
         self._updating = threading.Lock()
 
     def devices(self) -> list[str]:
@@ -86,15 +88,34 @@ class Relay:
         Raises:
             RLMemoryError: all engines have failed.
         """
+        self._left_behind()
         given = {} if keep is None else {"keep": keep}
         everywhere = range(len(self._engines))
         return self._each(everywhere, lambda engine: engine.sleep(level=level, tags=tags, mode=mode, **given))
 
     def wake_up(self, tags: Any = None) -> dict[str, Any]:
-        """`EngineClient.wake_up` of all engines, as `sleep`. Leaves out those that are behind, if it opens engines."""
+        """`EngineClient.wake_up` of all engines, as `sleep`. If it opens engines, those that are behind fail."""
         opens = tags is None or Tag.KV_CACHE.value in tags
-        places = [place for place in range(len(self._engines)) if not (opens and place in self._behind)]
-        return self._each(places, lambda engine: engine.wake_up(tags))
+        behind = self._left_behind() if opens else set()
+        missed = StateConflictError("the last update has not reached the engine, which stays closed until one does")
+        places = [place for place in range(len(self._engines)) if place not in behind]
+        if not places:
+            raise missed
+        answer = self._each(places, lambda engine: engine.wake_up(tags))
+        answer["failed"] += [{"engine": place, "error": record_of(missed)} for place in sorted(behind)]
+        return answer
+
+    def _left_behind(self) -> set[int]:
+        """The engines that no `wake_up` opens. A relay before this one may have died with them paused."""
+        if self._behind is None:
+            states = enumerate(self.states())
+            self._behind = {place for place, state in states if state is not None and state["reason"] == "paused"}
+        return self._behind
+
+    def states(self) -> list[dict[str, Any] | None]:
+        """`EngineClient.weights_state` of each engine; `None` for one that does not tell."""
+        found = on_each(self._engines, state_of, STATE_S)
+        return [state if isinstance(state, dict) else None for state in found]
 
     def _each(self, places: Sequence[int], call: Callable[[EngineHandle], Any]) -> dict[str, Any]:
         answers = on_each([self._engines[place] for place in places], call, LONGEST_S)
@@ -152,27 +173,48 @@ class Relay:
         finally:
             self._updating.release()
 
+    def _pause(self, mode: str, timeout_s: float) -> list[int]:
+        """Close the engines that admit requests. Returns the places of those that may be paused now."""
+        admitting = [place for place, state in enumerate(self.states()) if state is not None and state["admitting"]]
+        engines = [self._engines[place] for place in admitting]
+        answers = on_each(engines, lambda engine: engine.sleep(level=Level.PAUSE.value, mode=mode), timeout_s)
+        # A conflict is with another caller's transition. After other errors the engine may have carried the call out.
+        return [place for place, one in zip(admitting, answers, strict=True) if not isinstance(one, StateConflictError)]
+
+    def _resume(self, places: Sequence[int], timeout_s: float) -> dict[int, RLMemoryError]:
+        """Undo `_pause`. Returns the errors by place."""
+        answers = on_each([self._engines[place] for place in places], lambda engine: engine.wake_up(), timeout_s)
+        return {place: one for place, one in zip(places, answers, strict=True) if isinstance(one, RLMemoryError)}
+
     def _pass_on(self, incoming: Incoming, body: dict[str, Any]) -> dict[str, Any]:
+        mode = body.get("mode") or PauseMode.KEEP.value
+        behind = self._left_behind()
+        paused: list[int] = []
         try:
             incoming.open()
+            paused += self._pause(mode, incoming.trainer_s / 4)
             report = push_from_all(
                 self._engines,
                 incoming,
                 partial=incoming.manifest.partial,
                 weight_version=body.get("weight_version"),
-                mode=body.get("mode") or "keep",
+                mode=mode,
                 base_version=body.get("base_version"),
                 # While the trainer waits for one message, an engine may fall silent, and another one after it.
                 timeout_s=incoming.trainer_s / 2,
                 on_failure="continue",
                 **self._options,
             )
-        except RLMemoryError as error:
-            self._behind |= {one["engine"] for one in error.details.get("engines", ()) if one["error"] is not None}
+        except Exception as error:
+            details = error.details if isinstance(error, RLMemoryError) else {}
+            behind |= {one["engine"] for one in details.get("engines", ()) if one["error"] is not None}
+            self._resume(paused, incoming.trainer_s / 4)
             raise
         failed = report["failed"]
         self._behind = {failure.engine for failure in failed}
         states = on_each([self._engines[failure.engine] for failure in failed], closed, CLOSE_S + 1)
+        reached = [place for place in paused if place not in self._behind]
+        unopened = self._resume(reached, incoming.trainer_s / 4)
         incoming.done(report)
         return {
             "engines": msgspec.to_builtins(report["engines"], enc_hook=str),
@@ -183,7 +225,8 @@ class Relay:
                     "state": state if isinstance(state, dict) else failure.state,
                 }
                 for failure, state in zip(failed, states, strict=True)
-            ],
+            ]
+            + [{"engine": place, "error": record_of(error), "state": None} for place, error in unopened.items()],
         }
 
 

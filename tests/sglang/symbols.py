@@ -32,6 +32,7 @@ SYMBOLS: Symbols = {
     f"{ENGINE}:run_data_parallel_controller_process": (),
     "sglang.srt.entrypoints.http_server:app": (),
     "sglang.srt.entrypoints.http_server:get_global_state": (),
+    "sglang.srt.entrypoints.http_server:_wait_and_warmup": ("server_args", "execute_warmup_func"),
     # the tokenizer's process
     f"{TOKENIZER}.init_request_dispatcher": ("self",),
     f"{TOKENIZER}.generate_request": CALL,

@@ -30,7 +30,7 @@ def found(forked_python: Callable[..., str]) -> dict[str, Any]:
             model_path=FOLDER, dtype="float32", device="cpu", attention_backend="torch_native",
             sampling_backend="pytorch", grammar_backend="none", disable_overlap_schedule=True,
             skip_tokenizer_init=True, max_total_tokens=4096, log_level="warning",
-            rl_memory={"poison": True},
+            rl_memory={"poison": True, "start_stale": True},
         )
         first_weights, other_weights = new_model(FOLDER, 1), new_model(FOLDER, 2)
         SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -67,6 +67,8 @@ def found(forked_python: Callable[..., str]) -> dict[str, Any]:
             post = lambda body: engine.update_weights_from_ipc(**body)
             return push_weights(post, weights, weight_version=version)
 
+        found["at the start"] = error_of(tokens)
+        engine.update_weights_from_checkpoint(FOLDER, weight_version="default")
         first = tokens()
         found["asleep before"] = [engine.is_sleeping(), asleep()]
 
@@ -214,9 +216,14 @@ def test_sleep_releases_and_refuses_in_every_way(found: dict[str, Any]) -> None:
         assert error[1]["reason"] == "asleep", way
 
 
+def test_an_engine_that_starts_stale_answers_after_the_first_update(found: dict[str, Any]) -> None:
+    assert found["at the start"][0] == "EngineAsleepError"
+    assert found["at the start"][1]["reason"] == "stale"
+
+
 def test_the_timeline_has_the_calls_of_the_engine(found: dict[str, Any]) -> None:
-    assert found["timeline"][:2] == [["sleep", "default"], ["wake_up", "default"]]
-    assert found["timeline"][2:] == [["update_weights", "other"], ["update_weights", "first"]]
+    assert found["timeline"][:3] == [["update_weights", "default"], ["sleep", "default"], ["wake_up", "default"]]
+    assert found["timeline"][3:] == [["update_weights", "other"], ["update_weights", "first"]]
 
 
 def test_discarded_weights_are_refused_until_they_are_sent(found: dict[str, Any]) -> None:

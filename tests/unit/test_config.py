@@ -120,6 +120,8 @@ def test_to_dict_is_small_json_that_comes_back(options):
         ("drain_timeout_s=inf", "drain_timeout_s"),
         ("update_timeout_s=1e300", "update_timeout_s"),
         ("drain_timeout_s=nan", "drain_timeout_s"),
+        ("take_turns_s=5", "take_turns_s"),
+        ("take_turns_s=5,wake_on_request_s=60,start_stale=true", "take_turns_s"),
         ("poisson=true", "poisson"),
         ({"allocator": ["vmm"]}, "allocator"),
         ({"": 1}, ""),

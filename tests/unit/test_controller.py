@@ -730,6 +730,13 @@ def test_what_keeps_such_weights_is_allowed(fixed_world: World, sleep: commands.
     assert fixed_world.controller.refusal() is None
 
 
+def test_an_engine_that_no_update_could_open_does_not_start_stale(fixed_world: World) -> None:
+    fixed_world.ranks[0].manager.withhold()
+    ranks = LocalRanks([rank.agent for rank in fixed_world.ranks])
+    with pytest.raises(UnsupportedError, match="start_stale is refused.* layer 3 is packed"):
+        Controller(ranks, fixed_world.engine, None, update_timeout_s=1.0)
+
+
 def test_an_update_of_such_weights_is_refused_before_requests_are_touched(fixed_world: World) -> None:
     with pytest.raises(UnsupportedError, match="layer 3 is packed"):
         fixed_world.run(commands.UpdateWeights(endpoints={"*": "/nowhere"}, token="t"))

@@ -355,12 +355,24 @@ async def make_async(folder: Path) -> Any:
 
     from rl_memory_plugins.vllm import AsyncEngineArgs
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_options(folder), rl_memory={"drain_timeout_s": 60}))
+    options = {"drain_timeout_s": 60, "start_stale": True}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_options(folder), rl_memory=options))
+
+
+async def open_for_the_first_time(engine: Any, folder: Path) -> None:
+    """It has started stale, and is refused without an earlier call that would have asked for its state."""
+    with pytest.raises(EngineAsleepError) as caught:
+        await asyncio.wait_for(ask(engine), AT_ONCE_S)
+    assert caught.value.details["reason"] == "stale"
+    await engine.wake_up()
+    assert (await engine.memory_status())[0].content == "stale"
+    await engine.update_weights_from_checkpoint(str(folder))
 
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path) -> Iterator[Child]:
     with Child(make_async, model_folder, environment=environment(model_folder)) as child:
+        child(open_for_the_first_time, model_folder)
         yield child
 
 

@@ -127,6 +127,11 @@ class SglangApi(AsyncioApi):
         finally:
             self._native_calls -= 1
 
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether the engine has started closed, and no call has asked for its status yet."""
+        return self.options is not None and self.options.start_stale and not self.status_now()
+
     def is_busy(self) -> bool:
         """Whether the schedulers may answer nothing now, although they live."""
         return self._native_calls > 0 or any(engine.busy for engine in self.status_now())
@@ -328,6 +333,8 @@ def _update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]
 @on_enabled(_engine_api)
 def _gated(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse calls that run the model while the engine is closed."""
+    if api.may_be_stale:
+        engine.loop.run_until_complete(api.run(api.status()))
     refuse_if_closed(api.status_now())
     with _typed_refusals(api):
         return original(engine, *args, **kwargs)
@@ -335,6 +342,8 @@ def _gated(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any
 
 @on_enabled(_engine_api)
 async def _gated_async(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    if api.may_be_stale:
+        await api.run(api.status())
     refuse_if_closed(api.status_now(), held=api.is_held())
     with _typed_refusals(api):
         outputs = await original(engine, *args, **kwargs)

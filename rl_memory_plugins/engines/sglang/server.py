@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_memory_plugins.engines.sglang.client import SglangApi, api_of
 from rl_memory_plugins.engines.sglang.generation import GENERATION
+from rl_memory_plugins.engines.sglang.options import config_of
 from rl_memory_plugins.engines.sglang.remote_instance import guard_info
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.server.late import attach_late
@@ -21,6 +22,7 @@ HTTP = "sglang.srt.entrypoints.http_server"
 def install(hooks: Hooks) -> None:
     hooks.require(f"{HTTP}:app")
     hooks.require(f"{HTTP}:get_global_state")
+    hooks.wrap(f"{HTTP}:_wait_and_warmup", _without_warm_up)
     attach_late(hooks, _attach, serves_enabled=lambda app: _api_of(app) is not None)
 
 
@@ -30,6 +32,27 @@ def _api_of(app: Any) -> SglangApi | None:
 
     state = http_server.get_global_state() if app is http_server.app else None
     return None if state is None else api_of(state.tokenizer_manager)
+
+
+def _without_warm_up(original: Callable[..., None]) -> Callable[..., None]:
+    """Send no warm-up request to an engine that starts stale: it would be refused, and SGLang would end the server."""
+
+    def wait_and_warmup(server_args: Any, *args: Any, **kwargs: Any) -> None:
+        config = config_of(server_args)
+        if config is not None and config.start_stale:
+            kwargs["execute_warmup_func"] = _is_up
+        original(server_args, *args, **kwargs)
+
+    return wait_and_warmup
+
+
+def _is_up(server_args: Any) -> bool:
+    """What SGLang's own warm-up does at its end."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+    return True
 
 
 def _attach(app: Any) -> None:

@@ -3,7 +3,7 @@
 export const REASONS = {
   starting: "The server is starting.",
   asleep: "Wake it up.",
-  stale: "The weights were discarded. Update them.",
+  stale: "The weights are stale. Send a complete update.",
   updating: "The weights are being updated.",
   failed: "An update of the weights broke off. Send a complete one.",
   paused: "The engine is paused. Wake it up.",
@@ -11,7 +11,7 @@ export const REASONS = {
 
 export const CONTENTS = {
   valid: "may answer requests",
-  stale: "discarded since the last complete update",
+  stale: "discarded or withheld; a complete update makes them valid",
   updating: "an update has written its first byte",
   failed: "an update broke off",
 };

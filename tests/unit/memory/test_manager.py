@@ -170,6 +170,31 @@ def test_level_2_always_keeps_what_no_load_fills(rank):
     assert found == ["found"]
 
 
+@pytest.mark.parametrize("level", [Level.PAUSE, Level.PRESERVE, Level.DISCARD])
+def test_withheld_weights_are_stale_over_sleeps_until_a_complete_update(rank, level):
+    found, before = unfilled(rank), halves(rank)
+    rank.manager.withhold()
+    for _ in range(2):
+        assert rank.manager.content is Content.STALE
+        sleep(rank, level, keep=["*"])  # weights that must not answer cannot be kept
+        wake(rank)
+    assert rank.manager.content is Content.STALE
+    assert halves(rank)[0] == before[0]  # no load would bring it back
+    assert rank.manager.learn_unfilled() == (level is not Level.DISCARD)
+    assert rank.manager.kept == {"model.frozen"}
+    assert found == ["found"]
+    update(rank)
+    assert rank.manager.content is Content.VALID
+
+
+def test_withheld_weights_that_were_written_do_not_count_as_those_of_the_start(rank):
+    rank.manager.withhold()
+    rank.manager.note_foreign_load(complete=False)
+    unfilled(rank)
+    rank.manager.learn_unfilled()
+    assert rank.manager.kept == frozenset()
+
+
 @pytest.mark.parametrize("level", [Level.PAUSE, Level.PRESERVE])
 def test_only_a_sleep_that_discards_weights_asks_what_no_load_fills(rank, level):
     found = unfilled(rank)

@@ -53,6 +53,7 @@ def test_a_handoff_through_a_relay():
         [answer] = report.update["engines"]
         assert answer["status"] == "updated" and answer["failed"] == [] and len(answer["engines"]) == 3
         assert engine.weights_state()["weight_version"] == "7"
+        assert engine.memory()["behind"] == [one.weights_state() for one in engines]
 
         engines[1].fail["post_update"] = StateConflictError("busy")
         [answer] = handoff.sync("8").update["engines"]

@@ -1,5 +1,7 @@
 """Updates that a relay passes on to the engines of its host."""
 
+import threading
+
 import pytest
 import torch
 from silent_engine import SilentEngine
@@ -7,10 +9,12 @@ from test_push_from_all import assert_loaded, fail_once
 from toy_engine import ToyEngine
 from toys import Tracked, checkpoint
 
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import (
     EngineFaultError,
     InvalidRequestError,
     ManifestError,
+    NoAnswerError,
     PermissionDeniedError,
     RLMemoryError,
     StateConflictError,
@@ -186,6 +190,146 @@ def test_a_relay_that_dies_is_one_failure_for_the_trainer(monkeypatch):
     report = push_from_all([one, well], checkpoint(4), on_failure="continue", **OPTIONS)
     assert [(failure.engine, str(failure.error)) for failure in report["failed"]] == [(0, "the relay died")]
     assert_loaded([well], checkpoint(4))
+
+
+class Died(BaseException):
+    """The end of the relay's process: nothing handles it."""
+
+
+class Mortal:
+    """The relay for the trainer: once it has died, no call gets an answer."""
+
+    def __init__(self, relay):
+        self._relay = relay
+        self._dead = False
+
+    def __getattr__(self, name):
+        method = getattr(self._relay, name)
+
+        def call(*args, **given):
+            if not self._dead:
+                try:
+                    return method(*args, **given)
+                except Died:
+                    self._dead = True
+            raise NoAnswerError("no answer")
+
+        return call
+
+
+def dies(monkeypatch, phase):
+    """Have a relay die in a phase of the next update."""
+
+    def die(*_, **__):
+        raise Died
+
+    take = relay.Incoming.tensors
+
+    def tensors(self):
+        for number, item in enumerate(take(self)):
+            if (phase == "accepted" and number == 0) or (phase == "bucket" and number == 3):
+                raise Died
+            yield item
+        if phase == "committed":
+            raise Died
+
+    monkeypatch.setattr(relay.Incoming, "tensors", tensors)
+    if phase == "offered":
+        monkeypatch.setattr(relay, "push_from_all", die)
+    if phase == "updated":
+        monkeypatch.setattr(Relay, "_resume", die)
+
+
+PHASES = {
+    "offered": Content.VALID,
+    "accepted": Content.VALID,
+    "bucket": Content.FAILED,
+    "committed": Content.FAILED,
+    "updated": Content.VALID,
+}
+
+
+@pytest.mark.parametrize("on_failure", ["abort", "continue"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_engine_behind_a_relay_that_dies_is_open_and_the_next_update_opens_them(monkeypatch, phase, on_failure):
+    engines, one = host(2)
+    well, tensors = ToyEngine(1, first_device=9), checkpoint(4)
+    push_from_all([one, well], checkpoint(1), weight_version="1", on_failure=on_failure, **OPTIONS)
+    assert all(engine.open for engine in [*engines, well])
+    dies(monkeypatch, phase)
+    update = lambda: push_from_all([Mortal(one), well], tensors, weight_version="2", on_failure=on_failure, **OPTIONS)  # noqa: E731
+    if on_failure == "continue":
+        [failure] = update()["failed"]
+        assert (failure.engine, failure.behind, failure.state) == (0, None, None)
+        assert well.open and well.version == "2"
+    else:
+        with pytest.raises(RLMemoryError) as caught:
+            update()
+        [failed, other] = caught.value.details["engines"]
+        assert failed["error"] is not None and failed["state"] is None
+        assert other["state"] is None or other["state"]["content"] in ("valid", "failed")
+    wait_until(lambda: not any(one.name == "rl-memory-update-weights" for one in threading.enumerate()), "all noticed")
+    assert not any(engine.open for engine in engines)
+    contents = {rank.manager.content for engine in engines for rank in engine.ranks}
+    assert contents == {PHASES[phase]}
+    assert {engine.version for engine in engines} == {"2" if phase == "updated" else "1"}
+
+    monkeypatch.undo()
+    again = Relay(engines, bucket_bytes=512)
+    if phase in ("offered", "accepted"):  # their former weights are whole, and others have newer ones
+        with pytest.raises(StateConflictError, match="has not reached"):
+            again.wake_up()
+    assert not any(engine.open for engine in engines)
+    push_from_all([again, well], tensors, weight_version="3", on_failure=on_failure, **OPTIONS)
+    again.wake_up()
+    assert all(engine.open and engine.version == "3" for engine in engines)
+    assert_loaded(engines, tensors)
+
+
+def test_engines_that_a_caller_has_paused_stay_paused_over_an_update():
+    engines, one = host(2)
+    one.sleep(0)
+    push_from_all(one, checkpoint(1), **OPTIONS)
+    assert not any(engine.open for engine in engines)
+    assert_loaded(engines, checkpoint(1))
+    one.wake_up()
+    assert all(engine.open for engine in engines)
+
+
+@pytest.mark.parametrize("mode", ["keep", "freeze"])
+def test_engines_are_paused_in_the_mode_of_the_update_and_opened_behind_it(mode):
+    engines, one = host(1)
+    push_from_all(one, checkpoint(1), weight_version="1", mode=mode, **OPTIONS)
+    assert engines[0].log == [("sleep", 0, mode), ("post_update", "1"), ("wake_up", None)]
+
+
+def test_an_update_that_no_engine_takes_leaves_those_open_that_were():
+    engines, one = host(2)
+    for engine in engines:
+        engine.fail["post_update"] = StateConflictError("busy")
+    with pytest.raises(StateConflictError, match="busy"):
+        push_from_all(one, checkpoint(1), **OPTIONS)
+    assert all(engine.open for engine in engines)
+
+
+def test_an_engine_that_cannot_be_opened_behind_an_update_is_named():
+    engines, one = host(2)
+    engines[1].fail["wake_up"] = EngineFaultError("cannot")
+    [failure] = push_from_all(one, checkpoint(1), on_failure="continue", **OPTIONS)["failed"]
+    assert (failure.engine, failure.behind, str(failure.error)) == (0, 1, "cannot")
+    assert [engine.open for engine in engines] == [True, False]
+    one.wake_up()
+    assert all(engine.open for engine in engines)
+
+
+def test_a_wake_names_the_engines_that_it_leaves_out():
+    engines, one = host(2)
+    engines[0].fail["post_update"] = StateConflictError("busy")
+    push_from_all(one, checkpoint(1), **OPTIONS)
+    one.sleep(1)
+    [failure] = one.wake_up()["failed"]
+    assert failure["engine"] == 0 and "has not reached" in failure["error"]["message"]
+    assert [engine.open for engine in engines] == [False, True]
 
 
 def test_a_partial_update_through_a_relay_changes_one_version():

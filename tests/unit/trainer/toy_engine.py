@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from toys import Rank, ToyModel
 
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights.adapters import AdapterLoader
 
 OPTION_S = 60.0  # `update_timeout_s`, for bodies that name no time
@@ -29,6 +30,7 @@ class ToyEngine:
         self.log = [] if log is None else log
         self.fail = {}
         self.awake = {"weights", "kv_cache"}
+        self.paused = False
         self.valid = True
         self.refusing = None
         self.version = None
@@ -36,16 +38,20 @@ class ToyEngine:
 
     @property
     def open(self):
-        return self.valid and self.awake == {"weights", "kv_cache"}
+        return self.valid and not self.paused and self.awake == {"weights", "kv_cache"}
 
     def sleep(self, level=1, tags=None, mode="abort", **keep):
         self._call("sleep", level, mode, *keep.values())
+        if level == 0:
+            self.paused = True
+            return
         self.awake -= set(tags or ("weights", "kv_cache"))
         self.valid = self.valid and level < 2
 
     def wake_up(self, tags=None):
         self._call("wake_up", tags)
         self.awake |= set(tags or ("weights", "kv_cache"))
+        self.paused = self.paused and self.awake != {"weights", "kv_cache"}
 
     def devices(self):
         return [rank.manager.device.name for rank in self.ranks]
@@ -53,7 +59,12 @@ class ToyEngine:
     def weights_state(self):
         contents = {rank.manager.content.value for rank in self.ranks}
         content = "valid" if contents == {"valid"} else "failed"
-        return {"content": content, "weight_version": self.version, "admitting": self.open, "reason": None}
+        return {"content": content, "weight_version": self.version, "admitting": self.open, "reason": self._reason()}
+
+    def _reason(self):
+        if self.open:
+            return None
+        return "asleep" if self.awake != {"weights", "kv_cache"} else "paused" if self.valid else "failed"
 
     def post_update(self, body):
         self._call("post_update", body["weight_version"])
@@ -61,7 +72,7 @@ class ToyEngine:
             raise StateConflictError("the weights have another version")
         if "weights" not in self.awake:
             raise StateConflictError("the weights are asleep")
-        self.valid = False
+        former, self.valid = self.valid, False
 
         def receive(rank):
             report, error = None, None
@@ -77,6 +88,7 @@ class ToyEngine:
         for rank in self.ranks:
             rank.manager.finish_writing(not errors)
         if errors:
+            self.valid = former and all(rank.manager.content is Content.VALID for rank in self.ranks)
             raise errors[0]
         self.valid = True
         self.version = body["weight_version"]
