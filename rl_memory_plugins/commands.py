@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from rl_memory_plugins.errors import as_rl_memory_error
+from rl_memory_plugins.errors import EngineFaultError, as_rl_memory_error
 from rl_memory_plugins.records import Reply
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, PauseMode, Tag
 
@@ -128,8 +128,19 @@ AnyCommand = Transition | Drain | Decide | CancelDrain | Resume | Checksums | He
 
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(AnyCommand).decode
-encode_reply = msgspec.msgpack.Encoder(enc_hook=str).encode  # an error's details may hold anything
+_encode_reply = msgspec.msgpack.Encoder(enc_hook=str).encode  # an error's details may hold anything
 decode_reply = msgspec.msgpack.Decoder(Reply[Any]).decode
+
+
+def encode_reply(reply: Reply[Any]) -> bytes:
+    """Never raises: somebody waits for the reply. An error that cannot be encoded loses its details."""
+    try:
+        return _encode_reply(reply)
+    except Exception as error:  # e.g. the name of a file is no valid text
+        if reply.error is None:
+            return _encode_reply(error_reply(reply.rank, EngineFaultError(f"the result cannot be sent: {error!a}")))
+        message = reply.error["message"].encode(errors="replace").decode()
+        return _encode_reply(Reply(rank=reply.rank, error={**reply.error, "message": message, "details": {}}))
 
 
 def error_reply(rank: int, error: BaseException) -> Reply[Any]:

@@ -9,6 +9,9 @@ from rl_memory_plugins.coordination import RankGroup, raise_failures
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.tags import Level, Tag
 
+#: The most characters of a glob. Names have hundreds, and `fnmatch` takes minutes for a glob of a megabyte.
+LONGEST_GLOB = 1024
+
 
 def parse_keep(keep: Iterable[object] | str | None) -> tuple[str, ...] | None:
     """Check the globs of a caller. A string is split at its commas.
@@ -16,7 +19,7 @@ def parse_keep(keep: Iterable[object] | str | None) -> tuple[str, ...] | None:
     Returns: `None` if the caller gives none: then the default of the engine holds. An empty list keeps nothing.
 
     Raises:
-        InvalidRequestError: not a list of texts, or an empty or invalid text among them.
+        InvalidRequestError: not a list of texts, or an empty, invalid or endless text among them.
     """
     if keep is None:
         return None
@@ -32,6 +35,8 @@ def parse_keep(keep: Iterable[object] | str | None) -> tuple[str, ...] | None:
             glob.encode()
         except UnicodeEncodeError as error:
             raise _invalid(f"keep: {error}", repr(glob)) from None
+        if len(glob) > LONGEST_GLOB:
+            raise _invalid(f"keep: a glob has more than {LONGEST_GLOB} characters", glob[:LONGEST_GLOB])
         globs.append(glob.strip())
     return tuple(dict.fromkeys(globs))
 

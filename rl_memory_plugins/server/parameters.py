@@ -57,13 +57,19 @@ async def read_body(request: Request) -> dict[str, Any]:
     """The JSON object in the body of the request; empty if there is no body.
 
     Raises:
-        InvalidRequestError: the body is no JSON object, or exceeds `MAX_BODY_BYTES`; the rest of it is not read.
+        InvalidRequestError: the body is no JSON object, or exceeds `MAX_BODY_BYTES`; the rest of it is not read. Or the
+            client has gone away: nobody reads the error, and no log shall take it for a fault of the engine.
     """
+    from starlette.requests import ClientDisconnect
+
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", max_bytes=MAX_BODY_BYTES)
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", max_bytes=MAX_BODY_BYTES)
+    except ClientDisconnect:
+        raise InvalidRequestError("the client went away before the end of the body") from None
     if not body.strip():
         return {}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,7 +41,11 @@ class AnswerOf(Response):
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(msgspec.to_builtins(content, str_keys=True, enc_hook=str))
+    plain = msgspec.to_builtins(content, str_keys=True, enc_hook=str)
+    try:
+        body = msgspec.json.encode(plain)
+    except UnicodeEncodeError:  # the name of a file is no valid text
+        body = json.dumps(plain, ensure_ascii=False).encode(errors="replace")
     return Response(body, status, headers, media_type="application/json")
 
 

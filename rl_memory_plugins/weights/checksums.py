@@ -39,7 +39,8 @@ def region_checksum(view: torch.Tensor, size: Sequence[int], stride: Sequence[in
         view: The elements, of shape `size`.
         size, stride, offset: The position of the elements in the whole tensor, in elements of its row-major form.
     """
-    bits = view.detach().reshape(tuple(size)) if view.dim() == 0 else view.detach()
+    bits = view.detach().resolve_neg()
+    bits = bits.reshape(tuple(size)) if bits.dim() == 0 else bits
     if bits.numel() == 0:
         return 0
     return int(_sum(bits.view(_BITS[bits.element_size()]), tuple(stride), offset).item()) & _MASK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_memory_plugins.memory.allocator import Block
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 DRAFT = "draft."
 #: The most names that an error lists as near to a glob.
 NEAREST = 5
+#: The most globs for which an error lists near names.
+SOUGHT = 20
 
 
 def parameter_blocks(model: torch.nn.Module) -> Iterator[Block]:
@@ -68,7 +70,7 @@ class NamedWeights:
         if not globs and not unfilled:
             return {}
         parameters = dict(self._model().named_parameters(remove_duplicate=False))
-        matching = {name for glob in globs for name in fnmatch.filter(parameters, glob)} | unfilled
+        matching = {name for glob in globs for name in _matching(parameters, glob)} | unfilled
         return self.memory(matching)
 
     def memory(self, names: Iterable[str]) -> dict[str, Block]:
@@ -78,18 +80,29 @@ class NamedWeights:
         return {name: _storage(one) for name, one in self._model().named_parameters() if id(one) in tied}
 
     def unmatched(self, globs: Sequence[str]) -> dict[str, list[str]]:
-        """The globs that match no name, each with the nearest names; `*` in these stands for the number of a layer."""
-        names = self._names()
-        missed = [glob for glob in globs if glob != f"{DRAFT}*" and not fnmatch.filter(names, glob)]
+        """The globs that match no name, each with the nearest names; `*` in these stands for the number of a layer.
+
+        Only the first `SOUGHT` have any: the engine stands still meanwhile.
+        """
+        names = dict.fromkeys(self._names())
+        missed = [glob for glob in globs if glob != f"{DRAFT}*" and not _matching(names, glob)]
         if not missed:
             return {}
         short = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
-        return {glob: difflib.get_close_matches(glob, short, NEAREST, cutoff=0.3) for glob in missed}
+        sought = {glob: difflib.get_close_matches(glob, short, NEAREST, cutoff=0.3) for glob in missed[:SOUGHT]}
+        return {glob: sought.get(glob, []) for glob in missed}
 
     def _names(self) -> list[str]:
         model, draft = self._model(), self._draft()
         names = _all_names(model)
         return names if draft is None else [*names, *(DRAFT + name for name in _all_names(draft))]
+
+
+def _matching(names: Collection[str], glob: str) -> list[str]:
+    """The names that a glob matches. A name itself takes no search: callers list thousands of experts."""
+    if not re.search(r"[*?[]", glob):
+        return [glob] if glob in names else []
+    return fnmatch.filter(names, glob)
 
 
 def _all_names(model: torch.nn.Module) -> list[str]:

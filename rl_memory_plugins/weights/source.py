@@ -205,4 +205,4 @@ def next_tensor(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -
             f"{spec.dtype} {list(spec.shape)}",
             name=spec.name,
         )
-    return tensor
+    return tensor.resolve_neg() if tensor.is_neg() else tensor  # a lazy negation is not in the bytes

@@ -73,6 +73,7 @@ def found(forked_python: Callable[..., str]) -> dict[str, Any]:
         found["asleep before"] = [engine.is_sleeping(), asleep()]
 
         # -- sleep, wake, refusal
+        begun = engine.generate(input_ids=[5], sampling_params=SAMPLING, stream=True)
         report = engine.sleep(2)
         found["asleep"] = [engine.is_sleeping(), asleep(), sorted({change.tag for change in report.changes})]
 
@@ -83,6 +84,7 @@ def found(forked_python: Callable[..., str]) -> dict[str, Any]:
         ways = {
             "generate": lambda: tokens(),
             "stream": lambda: list(engine.generate(input_ids=[5], sampling_params=SAMPLING, stream=True)),
+            "stream of before": lambda: list(begun),
             "async_generate": lambda: engine.loop.run_until_complete(
                 engine.async_generate(input_ids=[5], sampling_params=SAMPLING)),
             "async stream": lambda: engine.loop.run_until_complete(stream()),

@@ -156,3 +156,19 @@ def test_a_rank_that_cannot_reach_the_trainer_is_named_before_those_that_saw_it_
     with pytest.raises(WeightUpdateError, match="cannot connect") as caught:
         call_or_undo(ranks, "receive_weights", lambda: None)
     assert (caught.value.details["rank"], caught.value.details["failed_ranks"]) == (1, [0, 1])
+
+
+@pytest.mark.parametrize("detail", ["\udcff", 1 << 70, {"\udcff": 1}], ids=["text", "number", "key"])
+def test_a_failure_that_cannot_be_encoded_still_answers(detail):
+    """The name of a file need not be valid text. A rank that raised would break the engine's RPC."""
+    rank = FakeRank(0)
+
+    def fail(**_):
+        raise DeviceMemoryError("no memory for \udcff", path=detail)
+
+    rank.agent._methods["prepare_sleep"] = fail
+    (reply,) = LocalRanks([rank.agent]).call("prepare_sleep")
+    assert reply.error == {"error": "DeviceMemoryError", "message": "no memory for ?", "details": {}}
+    rank.agent._methods["prepare_sleep"] = lambda **_: detail
+    (reply,) = LocalRanks([rank.agent]).call("prepare_sleep")
+    assert reply.error["error"] == "EngineFaultError"

@@ -295,7 +295,7 @@ def test_globs_of_weights_to_keep(given: object, globs: object) -> None:
     assert operations.sleep(2, keep=given).keep == globs
 
 
-@pytest.mark.parametrize("given", ["", ["norm", ""], [1], 5, {"norm": True}, ["\ud800"]])
+@pytest.mark.parametrize("given", ["", ["norm", ""], [1], 5, {"norm": True}, ["\ud800"], ["*a" * 600]])
 def test_what_is_no_glob_is_refused(given: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         operations.sleep(2, keep=given)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_memory_plugins import commands, operations
-from rl_memory_plugins.admission import first_refusal
+from rl_memory_plugins.admission import RETRY_AFTER_SECONDS, first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi
@@ -17,7 +17,7 @@ from rl_memory_plugins.engines.enabled import engine_method, on_enabled, state_o
 from rl_memory_plugins.engines.sglang import served_adapters
 from rl_memory_plugins.engines.sglang.native_calls import FROM_DISK, WRITES, native_level
 from rl_memory_plugins.engines.sglang.options import config_of
-from rl_memory_plugins.engines.sglang.scheduler import has_attention_dp
+from rl_memory_plugins.engines.sglang.scheduler import finish_reason_of, has_attention_dp
 from rl_memory_plugins.errors import EngineAsleepError, EngineFaultError, StateConflictError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.operations import Operation, Transition
@@ -200,7 +200,7 @@ def _answering_while_paused(
         if _is_health_check(obj.rid):
             return _ask_schedulers(api)
         refusal = first_refusal(api.status_now(), held=True)
-        return _held(api, original(tokenizer, obj, *args, **kwargs)) if refusal is None else _refuse(refusal)
+        return _held(api, original(tokenizer, obj, *args, **kwargs)) if refusal is None else _refuse(obj, refusal)
     return original(tokenizer, obj, *args, **kwargs)
 
 
@@ -224,13 +224,18 @@ async def _held(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator[An
         raise
 
 
-async def _refuse(refusal: EngineAsleepError) -> AsyncIterator[Any]:
-    """Raise, in place of a request's outputs, the exception that SGLang raises when a scheduler refuses a request."""
+async def _refuse(obj: Any, refusal: EngineAsleepError) -> AsyncIterator[Any]:
+    """Refuse a request as SGLang does if a scheduler refuses it: by an exception, or by the only output of a stream.
+
+    The server has sent the head of a stream's answer, and an exception would break the connection.
+    """
     from fastapi import HTTPException
 
     report_refusal(refusal)
-    raise HTTPException(status_code=refusal.status, detail=refusal.message)
-    yield  # makes this function a generator
+    if not getattr(obj, "stream", False):
+        raise HTTPException(status_code=refusal.status, detail=refusal.message)
+    meta_info = {"id": obj.rid, "finish_reason": finish_reason_of(refusal), "completion_tokens": 0}
+    yield {"text": "", "output_ids": [], "meta_info": meta_info}
 
 
 async def _ask_schedulers(api: SglangApi) -> AsyncIterator[Any]:
@@ -337,7 +342,15 @@ def _gated(api: SglangApi, original: Callable[..., Any], engine: Any, *args: Any
         engine.loop.run_until_complete(api.run(api.status()))
     refuse_if_closed(api.status_now())
     with _typed_refusals(api):
-        return original(engine, *args, **kwargs)
+        outputs = original(engine, *args, **kwargs)
+    return _checked_here(api, outputs) if isinstance(outputs, Iterator) else outputs
+
+
+def _checked_here(api: SglangApi, outputs: Iterator[Any]) -> Iterator[Any]:
+    with _typed_refusals(api):
+        for output in outputs:
+            _require_answer(api, output)
+            yield output
 
 
 @on_enabled(_engine_api)
@@ -353,7 +366,17 @@ async def _gated_async(api: SglangApi, original: Callable[..., Any], engine: Any
 async def _checked(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
     with _typed_refusals(api):
         async for output in outputs:
+            _require_answer(api, output)
             yield output
+
+
+def _require_answer(api: SglangApi, output: Any) -> None:
+    """Raise the refusal of a stream. SGLang begins a stream with its iteration, when the engine may have closed since
+    the call, and makes the refusal of a scheduler an output like the others."""
+    reason = output["meta_info"].get("finish_reason") if isinstance(output, dict) and "meta_info" in output else None
+    if isinstance(reason, dict) and reason.get("err_type") == EngineAsleepError.__name__:
+        refusal = first_refusal(api.status_now())
+        raise refusal or EngineAsleepError(reason["message"], reason="paused", retry_after_s=RETRY_AFTER_SECONDS)
 
 
 @contextmanager

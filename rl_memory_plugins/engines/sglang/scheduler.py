@@ -171,16 +171,16 @@ class SglangScheduler:
             release = getattr(item, "release_transport_proxies", None)
             if release is not None:  # the sender lends this memory until each rank has released it
                 release()
-        reason = {
-            "type": "abort",
-            "status_code": refusal.status,
-            "message": refusal.message,
-            "err_type": refusal.code,
-        }
+        reason = finish_reason_of(refusal)
         self._answer(AbortReq(rid=request.rid, finished_reason=reason, abort_message=refusal.message), request)
 
     def _answer(self, output: Any, request: Any) -> None:
         self._scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+
+
+def finish_reason_of(refusal: RLMemoryError) -> dict[str, Any]:
+    """Why SGLang has ended a request that was refused."""
+    return {"type": "abort", "status_code": refusal.status, "message": refusal.message, "err_type": refusal.code}
 
 
 def capabilities_of(server_args: Any) -> Capabilities:

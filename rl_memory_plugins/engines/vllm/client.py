@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -124,6 +125,7 @@ class SyncApi(VllmApi):
 
     def __init__(self, engine: Any, config: RLMemoryConfig) -> None:
         super().__init__(engine)
+        self._one_thread = threading.RLock()  # a core in this process obeys in the thread of its caller
 
     def run(self, operation: Operation) -> Any:
         self.notice_loads()
@@ -135,8 +137,13 @@ class SyncApi(VllmApi):
         Args:
             weight_version: The version of these weights, if the caller names one.
         """
-        if self._core_here is not None:
-            notice_loads(self._core_here, weight_version)
+        core = self._core_here
+        if core is None or not self._one_thread.acquire(blocking=False):  # another thread's call looks at its end
+            return
+        try:
+            notice_loads(core, weight_version)
+        finally:
+            self._one_thread.release()
 
     @property
     def _core_here(self) -> Any:
@@ -145,8 +152,10 @@ class SyncApi(VllmApi):
 
     def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         payload = commands.encode_command(command)
-        if self._core_here is not None:
-            return [decode_reply(self._core_here.rl_memory_call(payload))]
+        core = self._core_here
+        if core is not None:
+            with self._one_thread:
+                return [decode_reply(core.rl_memory_call(payload))]
         return [decode_reply(self._engine.engine_core.call_utility("rl_memory_call", payload))]
 
 

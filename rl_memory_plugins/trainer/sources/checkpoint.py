@@ -25,7 +25,8 @@ class CheckpointSource:
         dtype, rename: See `Outgoing`.
 
     Raises:
-        InvalidRequestError: a file is missing; later, when its turn comes, a file is no whole safetensors file.
+        InvalidRequestError: a file is missing, or the index cannot be read; later, when its turn comes, a file is no
+            whole safetensors file.
     """
 
     only_reads = True  # see `weights.source.ReadingSource`
@@ -74,10 +75,13 @@ def _opened(path: Path) -> Any:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    files = safetensors_files(path)
-    missing = [str(file) for file in files if not file.is_file()]
+    try:
+        if path.is_file():
+            return [path]
+        files = safetensors_files(path)
+        missing = [str(file) for file in files if not file.is_file()]
+    except Exception as error:  # of the file system, or of an index that holds anything
+        raise InvalidRequestError(f"the safetensors files at {path} cannot be listed: {error!r}") from None
     if missing or not files:
         raise InvalidRequestError(f"safetensors files are missing at {path}", missing=missing)
     return files

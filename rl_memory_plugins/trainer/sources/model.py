@@ -141,12 +141,14 @@ class ModelSource:
         return self._as_held
 
     def resident(self) -> list[torch.Tensor] | None:
-        """See `weights.source.ResidentSource`. `None` if a tensor is gathered, cast, or made on access."""
+        """See `weights.source.ResidentSource`. `None` if a tensor is gathered, cast, negated, or made on access."""
         if not self._holds_tensors:
             return None
         named, form = list(self._named()), self._saved_form()
         outgoing = self._outgoing if form is None else OfParameters(self._outgoing, form)
-        if any(hasattr(t, "full_tensor") or outgoing.sent_as(name, t.dtype) != t.dtype for name, t in named):
+        if any(
+            hasattr(t, "full_tensor") or t.is_neg() or outgoing.sent_as(name, t.dtype) != t.dtype for name, t in named
+        ):
             return None
         held = {name: host_view(tensor.detach() if tensor.requires_grad else tensor) for name, tensor in named}
         return list(held.values()) if form is None else form.resident(held)

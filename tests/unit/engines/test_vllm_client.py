@@ -1,16 +1,19 @@
 """What vLLM's client makes of a request that the engine refused after it was admitted; no vLLM is needed."""
 
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from fake_control import rank_status
 
+from rl_memory_plugins.commands import Hello, encode_reply
 from rl_memory_plugins.engines.vllm import client
-from rl_memory_plugins.engines.vllm.client import _checked_stream, _ending_when_aborted
+from rl_memory_plugins.engines.vllm.client import SyncApi, _checked_stream, _ending_when_aborted
 from rl_memory_plugins.engines.vllm.core import REFUSED
 from rl_memory_plugins.errors import EngineAsleepError
-from rl_memory_plugins.records import EngineStatus
+from rl_memory_plugins.records import EngineStatus, Reply
 from rl_memory_plugins.tags import TagState
 
 FACE = SimpleNamespace(status_now=lambda: [EngineStatus([rank_status()])])
@@ -114,3 +117,24 @@ def test_a_session_that_the_engine_has_ended_is_over():
 
     assert asyncio.run(ask()) == pieces[:3]
     assert [one.finished for one in pieces] == [False, False, True, False]
+
+
+def test_threads_take_turns_at_a_core_in_their_process():
+    """Such a core obeys in the thread of its caller, and two transitions at once would mix up the weights."""
+    inside, most = [], []
+
+    def obey(payload):
+        inside.append(payload)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return encode_reply(Reply(rank=0, result={}))
+
+    class Engine:
+        engine_core = SimpleNamespace(engine_core=SimpleNamespace(rl_memory_call=obey))
+
+    engine = Engine()
+    api = SyncApi(engine, None)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: api._call(Hello()), range(8)))
+    assert most == [1] * 8

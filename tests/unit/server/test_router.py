@@ -382,6 +382,25 @@ def test_the_largest_body_is_read_and_a_larger_one_is_not(app, client, control, 
     assert control.calls == []
 
 
+@pytest.mark.parametrize("route", POSTS)
+def test_a_client_that_goes_away_in_its_body_is_no_fault_of_the_server(app, control, caplog, route):
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    address = ("127.0.0.1", 1)
+    scope = {"type": "http", "method": "POST", "path": route, "query_string": b"", "headers": [], "client": address}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 422
+    assert control.calls == []
+    assert not caplog.records
+
+
 ERRORS = [
     (errors.RLMemoryError, 500),
     (errors.InvalidRequestError, 422),
@@ -438,6 +457,12 @@ def test_unexpected_exceptions_are_typed_too(client, control, caplog):
 def test_details_that_are_not_json_do_not_break_the_answer(client, control):
     control.failure = errors.EngineFaultError("odd", shape={1, 2}, path=object, by_rank={0: "x"})
     assert error_of(client.post("/sleep"), 500)["details"]["by_rank"] == {"0": "x"}
+
+
+def test_a_file_whose_name_is_no_text_does_not_break_the_answer(client, tmp_path):
+    (tmp_path / "\udcff.safetensors").mkdir()
+    error = error_of(client.post(CHECKPOINT, json={"path": str(tmp_path)}), 422)
+    assert error["details"]["missing"] == [f"{tmp_path}/?.safetensors"]
 
 
 @pytest.mark.parametrize("route, name", [("/sleep", "sleep"), ("/wake_up", "wake_up")])

@@ -1,12 +1,15 @@
 """Files that the engine's own process sends to its ranks."""
 
+import errno
+import socket
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from toy_engine import ToyEngine
 from toys import checkpoint
 
-from rl_memory_plugins.errors import InvalidRequestError, ManifestError, StateConflictError
+from rl_memory_plugins.errors import InvalidRequestError, ManifestError, StateConflictError, WeightUpdateError
 from rl_memory_plugins.trainer.file_sender import FileSender
 
 
@@ -62,10 +65,30 @@ def test_a_file_whose_end_is_missing_is_named(tmp_path):
         update(ToyEngine(), file)
 
 
-@pytest.mark.parametrize("path", [None, "", 5, ["/models"], b"\xff", "/nonexistent", "nul\0"])
+@pytest.mark.parametrize(
+    "index", ["", "{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5, "b": "c"}}', "[" * 9999]
+)
+def test_an_index_that_is_none_is_named(tmp_path, index):
+    folder = write(tmp_path / "model", 3)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InvalidRequestError, match="cannot be listed"):
+        update(ToyEngine(), folder)
+
+
+@pytest.mark.parametrize("path", [None, "", 5, ["/models"], b"\xff", "/nonexistent", "nul\0", "x" * 5000])
 def test_no_path(path):
     with pytest.raises(InvalidRequestError):
         FileSender(path, ["cpu:0"])
+
+
+def test_a_process_that_can_open_no_more_files_says_so(tmp_path, monkeypatch):
+    def none_left(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    folder = write(tmp_path / "model", 3)
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    with pytest.raises(WeightUpdateError, match="Too many open files"):
+        FileSender(folder, ["cpu:0"])
 
 
 @pytest.mark.parametrize("options", [{"partial": "yes"}, {"partial": 1}, {"timeout_s": -1}, {"timeout_s": 1e9}])

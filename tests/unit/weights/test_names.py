@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
+
 import torch
 
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.weights.names import NamedWeights, parameter_blocks
+from rl_memory_plugins.weights.names import SOUGHT, NamedWeights, parameter_blocks
 
 
 class Shared(torch.nn.Module):
@@ -70,3 +73,18 @@ def test_a_glob_that_matches_nothing_comes_with_the_nearest_names() -> None:
     assert set(unmatched) == {"layers.0.weigt", "LAYERS.0.weight", "draft.layers.*"}
     assert unmatched["layers.0.weigt"][0] == "layers.*.weight"
     assert NamedWeights(Tied).unmatched(["draft.*"]) == {}  # as in vLLM: an engine without a draft has none to keep
+
+
+def test_thousands_of_names_take_no_search_each(monkeypatch) -> None:
+    """A caller who names all experts, by the checkpoint's names by mistake: the engine stands still for the answer."""
+    model, searches = Tied(), []
+    names = NamedWeights(lambda: model)
+    search = difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args, **kw: searches.append(args) or search(*args, **kw))
+    monkeypatch.setattr(fnmatch, "filter", lambda *args: searches.append(args) or [])
+    wrong = [f"layers.{number}.weigt" for number in range(5000)]
+    unmatched = names.unmatched(["lm_head.weight", *wrong])
+    assert list(unmatched) == wrong
+    assert unmatched[wrong[0]][0] == "layers.*.weight" and unmatched[wrong[-1]] == []
+    assert set(names.chosen(["layers.0.weight", *wrong])) == {"layers.0.weight"}
+    assert len(searches) == SOUGHT

@@ -27,6 +27,7 @@ from rl_memory_plugins.memory.weights_content import KeptWeights
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource, push_weights
 from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import TensorSource
@@ -48,6 +49,18 @@ def test_two_ranks_get_what_the_loader_would_give_them(bucket_bytes):
         assert report["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
     # per model: one trace, one load for each update's opaque tensors; the second update traced nothing
     assert [rank.model.loads for rank in ranks] == [3, 3]
+
+
+@pytest.mark.parametrize("bucket_bytes", [32, 1 << 20], ids=["in parts", "one bucket"])
+def test_a_tensor_that_is_negated_without_a_copy_is_sent_as_it_reads(bucket_bytes):
+    """As the imaginary part of a conjugate: its memory holds the opposite values."""
+    tensors = checkpoint(1)
+    negated = tensors | {name: torch._neg_view(-tensor) for name, tensor in tensors.items()}
+    assert negated["q.weight"].is_neg() and ModelSource(negated).resident() is None
+    rank = Rank()
+    update([rank], negated, bucket_bytes=bucket_bytes)
+    rank.model.assert_unchanged(loaded(tensors))
+    assert tensor_checksum(negated["q.weight"]) == tensor_checksum(tensors["q.weight"])
 
 
 def test_without_opaque_tensors_the_loader_only_traces():
