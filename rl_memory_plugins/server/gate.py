@@ -147,17 +147,24 @@ class AdmissionGate:
         adapters: list[str] = []
         _adapters.set(adapters)
         started = False
+        head: Message | None = None  # of an answer without a byte so far: a server sends a stream's head in advance
 
         async def send_unless_refused(message: Message) -> None:
-            nonlocal started
+            nonlocal started, head
             if late and not started:
                 return  # the refusal takes the place of this answer
-            started = True
             if message["type"] == "http.response.start":
+                head = message
+                return
+            if head is not None:
+                if not message.get("body") and message.get("more_body"):
+                    return
                 used = [(ADAPTER_VERSION, _quoted(version)) for version in set(adapters)]
                 own = used if len(used) == 1 else []  # the requests of a batch may use several
-                headers = [*message.get("headers", ()), *admitted, *self._answered_version(), *own]
-                message = {**message, "headers": headers}
+                headers = [*head.get("headers", ()), *admitted, *self._answered_version(), *own]
+                started = True
+                await send({**head, "headers": headers})
+                head = None
             await send(message)
 
         try:

@@ -31,7 +31,7 @@ class FileSender:
 
     Raises:
         InvalidRequestError: `path` is no path, a file is missing, or an argument is out of range.
-        WeightUpdateError: this process cannot open the sockets.
+        WeightUpdateError: this process can open no more files.
     """
 
     def __init__(
@@ -43,10 +43,7 @@ class FileSender:
         self._partial = partial
         self._failure: Exception | None = None
         silence_s = timeout_s if isinstance(timeout_s, int | float) else DEFAULT_TIMEOUT_S
-        try:
-            self._sender = WeightSender(receivers, timeout_s=silence_s)
-        except OSError as error:  # this process cannot open more files
-            raise WeightUpdateError(f"cannot send the files: {error}", reason="source") from None
+        self._sender = WeightSender(receivers, timeout_s=silence_s)
         self.endpoints = self._sender.endpoints
         self.token = self._sender.token
         self._thread = threading.Thread(target=self._send, name="rl-memory-send-files", daemon=True)

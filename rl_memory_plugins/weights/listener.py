@@ -29,6 +29,7 @@ class Listener:
 
     Raises:
         InvalidRequestError: a socket cannot be opened; see `Doors`.
+        WeightUpdateError: this process can open no more files.
     """
 
     def __init__(
@@ -50,8 +51,12 @@ class Listener:
         self._cancelled: RLMemoryError | None = None
         self._numbers: set[int] | None = None  # of ranks that may connect besides
         self._doors = Doors(self._count + 128, directory=directory, advertise=advertise, local=local, tls=tls)
-        self._greeter = Greeter(self._doors.prepare)
-        self._cancel_sender, self._cancel_receiver = socket.socketpair()
+        try:
+            self._greeter = Greeter(self._doors.prepare)
+            self._cancel_sender, self._cancel_receiver = socket.socketpair()
+        except OSError as error:  # this process can open no more files
+            self._doors.close()
+            raise WeightUpdateError(f"cannot open the sockets of an update: {error}", reason="source") from None
         self.places = places = self._doors.places
         self.endpoints: Endpoints = dict.fromkeys(
             ["*"] if self._missing is None else self._missing, places[0] if len(places) == 1 else places

@@ -16,6 +16,9 @@ ALIGNMENT = 256
 MIN_PART = 1 << 20
 """The smallest part of a tensor, in bytes, that fills the rest of a bucket."""
 
+MOST_BYTES = 1 << 50
+"""The largest tensor, in bytes. Buckets of a larger one could not be counted."""
+
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -116,6 +119,8 @@ class Manifest(msgspec.Struct, frozen=True):
                 found.append(Mismatch("dtype", spec.name, f"dtype {spec.dtype!r} cannot be sent"))
             if min(spec.shape, default=0) < 0:
                 found.append(Mismatch("shape", spec.name, f"shape {list(spec.shape)} has a negative extent"))
+            elif spec.dtype in ITEMSIZE and spec.nbytes > MOST_BYTES:
+                found.append(Mismatch("shape", spec.name, f"shape {list(spec.shape)} is larger than any memory"))
         return found
 
     def buckets(self, *, split: bool = True) -> list[list[BucketEntry]]:

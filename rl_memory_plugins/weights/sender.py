@@ -81,6 +81,7 @@ class WeightSender:
     Raises:
         InvalidRequestError: an argument is out of range, `transport` is unknown, a socket cannot be opened in
             `directory` or at an address of `advertise`, or `tls` is unusable.
+        WeightUpdateError: this process can open no more files.
     """
 
     def __init__(

@@ -287,6 +287,34 @@ def test_a_refusal_is_told_once(kind):
     assert [error.details["reason"] for error in told] == ["asleep"]
 
 
+def test_a_stream_that_is_refused_before_its_first_byte_is_the_same_503(client):
+    @client.app.post("/generate")
+    async def generate():
+        async def tokens():
+            await asyncio.sleep(0)  # the server has sent the head
+            yield ""
+            report_refusal(EngineAsleepError("closed meanwhile", reason="updating", retry_after_s=1))
+            yield "data: an error of the engine's own server"
+
+        return StreamingResponse(tokens())
+
+    response = client.post("/generate")
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert response.json()["error"]["details"]["reason"] == "updating"
+
+
+def test_an_answer_without_a_byte_has_its_head():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    gate = AdmissionGate(app, lambda: [AWAKE], lambda scope: True)
+    assert [message["type"] for message in call(gate, {"type": "http"})] == [
+        "http.response.start",
+        "http.response.body",
+    ]
+
+
 def test_a_late_refusal_is_told_once_and_an_answer_never():
     told = []
 

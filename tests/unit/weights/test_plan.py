@@ -80,6 +80,12 @@ def test_duplicates_and_unknown_dtypes_are_listed():
     assert mismatches(error) == {("duplicate", "a"), ("dtype", "b")}
 
 
+@pytest.mark.parametrize("shape", [(1 << 80,), (1 << 40, 1 << 40), (-1, 1 << 60)])
+def test_a_shape_that_no_memory_holds_is_a_mismatch(shape):
+    manifest = Manifest([TensorSpec("a", "bfloat16", shape), TensorSpec("b", "bfloat16", (0, 1 << 60))])
+    assert [(found.kind, found.name) for found in manifest.mismatches()] == [("shape", "a")]
+
+
 def test_a_partial_manifest_may_leave_parameters_out():
     tensors = {"q.weight": checkpoint()["q.weight"]}
     model = ToyModel()
