@@ -17,6 +17,8 @@ MIB = 1 << 20
 CACHE_MIB = 512
 """What torch's cache holds at most during a sleep, in records from before it was emptied (commit 0d919c4)."""
 OLD_COMMIT = "7c6ed08"
+UNGROUPED_COMMIT = "a68f60b"
+"""Of a record in which a quantised source rounded its tensors one by one."""
 
 #: The runs that a page shows: the arguments of `rl-memory plan` behind the model.
 SHOWN = {
@@ -176,11 +178,11 @@ def _updates(results: Path, planned: Planned) -> Iterator[Compared]:
         options = {"gpu": _gpu(record), "engine": record["engine"], "trainer": "plain", "precision": "bf16"}
         made = planned(SHAPES[name], fp8=fp8, fraction=0.5, **options)
         buckets = made.trainer.buckets / MIB
-        fitted = fp8 and record["engine"] == "vllm"
-        yield Compared(path.stem, "plugin", "GPU, trainer's buckets", record["median"], buckets, fitted)
+        if not (fp8 and record["commit"] == UNGROUPED_COMMIT):
+            yield Compared(path.stem, "plugin", "GPU, trainer's buckets", record["median"], buckets, fitted=fp8)
         engine = found["plugin"]["peak_extra_mib_engine_staged"]["median"]
         if engine > 1:
-            yield Compared(path.stem, "plugin", "GPU, engine's update", engine, made.engine.update / MIB, fitted)
+            yield Compared(path.stem, "plugin", "GPU, engine's update", engine, made.engine.update / MIB, fitted=fp8)
 
 
 def _wire(results: Path, planned: Planned) -> Iterator[Compared]:

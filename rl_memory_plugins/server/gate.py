@@ -146,13 +146,21 @@ class AdmissionGate:
         _refusals.set(late)
         adapters: list[str] = []
         _adapters.set(adapters)
-        started = False
+        started = refused = False
         head: Message | None = None  # of an answer without a byte so far: a server sends a stream's head in advance
+
+        async def refuse_late() -> None:
+            nonlocal refused
+            refused = True
+            self._on_refusal(late[0])
+            await error_response(late[0])(scope, receive, send)
 
         async def send_unless_refused(message: Message) -> None:
             nonlocal started, head
-            if late and not started:
-                return  # the refusal takes the place of this answer
+            if late and not started:  # the refusal takes the place of this answer
+                if not refused:  # at once: the server may do other work before it returns
+                    await refuse_late()
+                return
             if message["type"] == "http.response.start":
                 head = message
                 return
@@ -172,9 +180,8 @@ class AdmissionGate:
         except Exception:
             if not late or started:
                 raise
-        if late and not started:
-            self._on_refusal(late[0])
-            await error_response(late[0])(scope, receive, send)
+        if late and not started and not refused:
+            await refuse_late()
 
     def _answered_version(self) -> list[tuple[bytes, bytes]]:
         """The header, or none if the status cannot be read any more: the answer is complete without it."""

@@ -303,6 +303,29 @@ def test_a_stream_that_is_refused_before_its_first_byte_is_the_same_503(client):
     assert response.json()["error"]["details"]["reason"] == "updating"
 
 
+def test_a_late_refusal_does_not_wait_for_the_servers_other_work():
+    sent_before_the_work = []
+
+    async def app(scope, receive, send):
+        report_refusal(EngineAsleepError("closed meanwhile", reason="updating"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"an error of the server", "more_body": True})
+        sent_before_the_work[:] = sent
+        await send({"type": "http.response.body", "body": b"more"})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    told = []
+    gate = AdmissionGate(app, lambda: [AWAKE], lambda scope: True, on_refusal=told.append)
+    asyncio.run(gate({"type": "http"}, None, send))
+    start, body = sent_before_the_work
+    assert start["status"] == 503 and b"EngineAsleepError" in body["body"]
+    assert sent == sent_before_the_work and len(told) == 1
+
+
 def test_an_answer_without_a_byte_has_its_head():
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})
