@@ -63,7 +63,8 @@ app = typer.Typer(
         "rl-memory sleep --help",
         "Exit codes: 0 done; 1 an error, with its type and a message on stderr (with --json its record), or a check of "
         "doctor that failed; 2 bad usage; 3 a plan that does not fit.",
-        "Set RL_MEMORY_URL and RL_MEMORY_API_KEY in place of --url and --api-key, which `ps` shows to others.",
+        "Set RL_MEMORY_URL and RL_MEMORY_API_KEY in place of --url and --api-key, which `ps` shows to others; but "
+        "doctor asks no server unless --url names it.",
     ),
 )
 serve = typer.Typer(
@@ -309,7 +310,7 @@ def load(
     _control("POST", url, "/update_weights_from_checkpoint", api_key, as_json, _print_update, body, math.inf)
 
 
-@app.command()
+@app.command(epilog=_examples("rl-memory checksums", "rl-memory checksums --url http://10.0.0.5:8000 --json"))
 def checksums(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
     """Print checksums of the weights as they are, as JSON: two engines with equal ones have equal weights."""
     _control("GET", url, "/weights/checksums", api_key, as_json, lambda answer: Console().print_json(data=answer))

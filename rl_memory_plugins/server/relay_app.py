@@ -19,9 +19,7 @@ def build_relay_app(relay: Relay, auth: ControlAuth) -> FastAPI:
     """An app whose routes lead to a relay. A call that has begun runs to its end, even if its client goes away."""
 
     async def memory(request: Request) -> dict[str, Any]:
-        ranks = [{"device": device} for device in relay.devices()]
-        whole = await asyncio.to_thread(relay.weights_state)
-        return {**whole, "engines": [{"ranks": ranks}], "behind": await asyncio.to_thread(relay.states)}
+        return await asyncio.to_thread(relay.memory)
 
     async def update(request: Request) -> dict[str, Any]:
         given = await read_body(request)

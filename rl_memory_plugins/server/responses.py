@@ -45,7 +45,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     try:
         body = msgspec.json.encode(plain)
     except UnicodeEncodeError:  # the name of a file is no valid text
-        body = json.dumps(plain, ensure_ascii=False).encode(errors="replace")
+        body = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
     return Response(body, status, headers, media_type="application/json")
 
 

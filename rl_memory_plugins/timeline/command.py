@@ -17,7 +17,7 @@ from rl_memory_plugins.extras import needs
 from rl_memory_plugins.timeline.history import History, read_handoffs, timeline_in
 from rl_memory_plugins.timeline.page import html_page
 from rl_memory_plugins.timeline.perfetto import perfetto_trace
-from rl_memory_plugins.timeline.records import Timeline
+from rl_memory_plugins.timeline.records import Event, Timeline
 
 with needs("cli"):
     import typer
@@ -95,13 +95,19 @@ def extended(former: Timeline, ask: Callable[[int], Mapping[str, Any]]) -> Timel
     answer = timeline_in(ask(former.next))
     if answer.timeline != former.timeline:
         return timeline_in(ask(0))
-    by_first = {event.first_seq: event for event in former.events}
+    by_first = {_first(event): event for event in former.events}
     for event in answer.events:
-        by_first.pop(event.first_seq, None)  # it stands for those calls too
-        by_first[event.first_seq] = event
+        by_first.pop(_first(event), None)  # it stands for those calls too
+        by_first[_first(event)] = event
     events = [*by_first.values()]
-    dropped = former.dropped + answer.dropped + max(len(events) - KEPT, 0)
-    return msgspec.structs.replace(answer, events=events[-KEPT:], dropped=dropped)
+    gone = [former.dropped, *(event.seq for event in events[:-KEPT])]
+    if answer.dropped:
+        gone.append(former.next + answer.dropped)
+    return msgspec.structs.replace(answer, events=events[-KEPT:], dropped=max(gone))
+
+
+def _first(event: Event) -> int:
+    return event.first_seq or event.seq  # a server before this field joins no calls
 
 
 def _write(file: Path, content: str) -> None:

@@ -31,7 +31,7 @@ def html_page(history: History) -> str:
     parts = [_HEAD, "<h1>Memory over time</h1>"]
     for name, timeline in history.engines.items():
         if timeline.dropped:
-            parts.append(f"<p>{escape(name)}: {timeline.dropped} earlier calls are no longer kept.</p>")
+            parts.append(f"<p>{escape(name)}: not all of the first {timeline.dropped} calls are kept.</p>")
     for device, picture in pictures(history).items():
         parts.append(f"<h2>{escape(device)}</h2><figure>{picture}</figure>")
     parts += ["<h2>Transitions</h2>", *_table(_COLUMNS, _rows(history))]

@@ -32,6 +32,7 @@ STEPS = {
     "drain": "#969696",
     "wait": "#bdbdbd",
     "synchronize": "#737373",
+    "receive": "#525252",
     "connect": "#9ecae1",
     "validate": "#4292c6",
     "reserve": "#9ecae1",

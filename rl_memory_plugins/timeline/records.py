@@ -97,7 +97,7 @@ class Timeline(msgspec.Struct, frozen=True):
     clock: Clock
     events: list[Event]  # by rising `seq`
     next: int  # the `since` of the next question: the number of the latest event
-    dropped: int  # numbers after `since` of events that the timeline holds no longer
+    dropped: int  # calls after `since` up to the last one whose event is gone; a kept event may stand for some of them
     present: Present | None  # `None` before the server knows its engines
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 
 from rl_memory_plugins import errors
-from rl_memory_plugins.timeline.records import Event
+from rl_memory_plugins.timeline.records import Event, RankMemory
 
 REFUSALS = frozenset(
     name
     for name, error in vars(errors).items()
     if isinstance(error, type) and issubclass(error, errors.RLMemoryError) and error.status in (409, 422, 507)
 )
-"""The types of errors after which everything is as before."""
+"""The types of errors that leave memory and weights as they were. A sleep may have ended running requests by then."""
 
 _SAME = ("operation", "level", "tags", "mode", "idle", "error", "weight_version", "content")
 
@@ -23,9 +24,12 @@ def joined(former: Event, event: Event) -> Event | None:
     """One event for both, with the memory before the first call and after the last; `None` if they are not equal.
 
     Their messages may differ in numbers, such as the bytes that are free; that of the last call stays. No transition
-    must have completed between them.
+    must have completed between them. One that failed, or bypassed the server, may have moved memory: then they met
+    different states.
     """
-    if event.error not in REFUSALS or not (_changed_nothing(former) and _changed_nothing(event)):
+    if event.error not in REFUSALS:
+        return None
+    if not _tags(former.before) == _tags(former.after) == _tags(event.before) == _tags(event.after):
         return None
     if any(getattr(former, name) != getattr(event, name) for name in _SAME) or _words(former) != _words(event):
         return None
@@ -41,8 +45,8 @@ def joined(former: Event, event: Event) -> Event | None:
     )
 
 
-def _changed_nothing(event: Event) -> bool:
-    return [memory.tags for memory in event.before] == [memory.tags for memory in event.after]
+def _tags(memories: Iterable[RankMemory]) -> list[dict[str, int]]:
+    return [memory.tags for memory in memories]
 
 
 def _words(event: Event) -> str:

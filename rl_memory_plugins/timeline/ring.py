@@ -1,8 +1,8 @@
 """The latest events of a timeline, in a file that all server processes of an engine may share.
 
 The file begins with a header: the name of the timeline, the number of the latest event, the number of the latest event
-that was dropped, and the end of the events. Each event is a line of JSON. Writers and readers hold a
-lock for a read or a write, and never during a transition.
+that was dropped, and the end of the events. Each event is a line of JSON. Writers and readers hold a lock for a read or
+a write, and never during a transition.
 """
 
 from __future__ import annotations

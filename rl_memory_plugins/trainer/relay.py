@@ -114,8 +114,10 @@ class Relay:
 
     def states(self) -> list[dict[str, Any] | None]:
         """`EngineClient.weights_state` of each engine; `None` for one that does not tell."""
-        found = on_each(self._engines, state_of, STATE_S)
-        return [state if isinstance(state, dict) else None for state in found]
+        return [state if isinstance(state, dict) else None for state in self._asked()]
+
+    def _asked(self) -> list[dict[str, Any] | RLMemoryError | None]:
+        return on_each(self._engines, state_of, STATE_S)
 
     def _each(self, places: Sequence[int], call: Callable[[EngineHandle], Any]) -> dict[str, Any]:
         answers = on_each([self._engines[place] for place in places], call, LONGEST_S)
@@ -130,7 +132,18 @@ class Relay:
         Raises:
             RLMemoryError: no engine answers.
         """
-        found = on_each(self._engines, state_of, DEFAULT_TIMEOUT_S)
+        memory = self.memory()
+        return {name: memory[name] for name in ("content", "weight_version", "admitting", "reason")}
+
+    def memory(self) -> dict[str, Any]:
+        """`weights_state`; `engines`, the relay itself as one engine; and `behind`, the `states` of its engines.
+
+        Each engine is asked once, so that one which hangs is waited for once, and the answer agrees with itself.
+
+        Raises:
+            RLMemoryError: no engine answers.
+        """
+        found = self._asked()
         states = [state for state in found if isinstance(state, dict)]
         if not states:
             raise next((one for one in found if isinstance(one, RLMemoryError)), UnsupportedError("no engine tells"))
@@ -139,6 +152,8 @@ class Relay:
             "weight_version": ", ".join(sorted({str(state["weight_version"]) for state in states})),
             "admitting": any(state["admitting"] for state in states),
             "reason": next((state["reason"] for state in states if not state["admitting"]), None),
+            "engines": [{"ranks": [{"device": device} for device in self.devices()]}],
+            "behind": [state if isinstance(state, dict) else None for state in found],
         }
 
     def post_update(self, body: dict[str, Any]) -> dict[str, Any]:

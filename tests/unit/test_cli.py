@@ -343,7 +343,7 @@ def test_every_command_says_what_it_does_and_most_show_how():
     for words, command in commands():
         assert command.help and command.help.rstrip().endswith(".")
         assert all(option.help for option in options_of(command).values() if hasattr(option, "help")), words
-        if words[0] != "version" and words[-1] not in ("vllm", "sglang", cli.FILE, "checksums"):
+        if words[0] != "version" and words[-1] not in ("vllm", "sglang", cli.FILE):
             assert command.epilog and "rl-memory " in command.epilog, words
 
 
@@ -373,6 +373,8 @@ def test_options_have_one_name_and_one_meaning_in_all_commands():
         assert {"--url", "--api-key", "--json"} <= set(options), name
         assert options["--api-key"].envvar == "RL_MEMORY_API_KEY"
         assert options["--url"].envvar == "RL_MEMORY_URL" or name == "doctor"  # which asks no server unless it is told
+    [variables] = [line for line in cli.app.info.epilog.split("\n\n") if "RL_MEMORY_URL" in line]
+    assert "doctor" in variables, "the help names the exception"
 
 
 def test_a_server_that_hangs_keeps_no_status_waiting(monkeypatch):

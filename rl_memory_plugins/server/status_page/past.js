@@ -13,7 +13,7 @@ export class Past {
   devices = new History();
   hosts = new History();
   transitions = []; // the latest first
-  dropped = 0; // calls that the engine's timeline did not hold any more
+  dropped = 0; // calls up to the last one whose event the engine's timeline did not hold any more
   versions = []; // {version, at}, the latest first; `at` is null for one that was there before all that is known
   now = 0;
   #next = new Map(); // by the name of a timeline: a server that starts again, or another one of the engine, has its own

@@ -74,7 +74,7 @@ export function showLeft(memory) {
 
 export function showTransitions(past) {
   const none = past.transitions.length ? "" : "None has ended since the server started.";
-  part("no-transitions").textContent = past.dropped ? `${past.dropped} earlier ones are not kept.` : none;
+  part("no-transitions").textContent = past.dropped ? `Not all of ${past.dropped} earlier calls are kept.` : none;
   part("transitions").parentNode.hidden = !past.transitions.length;
   const data = past.transitions.map((event) => [event.timeline, event.seq]);
   show(part("transitions"), data, () => table(

@@ -94,9 +94,10 @@ def test_the_files_of_the_page_are_good(tmp_path: Path) -> None:
         written(tmp_path, example)
 
 
-def test_the_probe_of_the_page_finds_admission_in_the_answer() -> None:
+@pytest.mark.parametrize("version", ["default", "\udcff"], ids=["text", "no text"])
+def test_the_probe_of_the_page_finds_admission_in_the_answer(version: str) -> None:
     [pattern] = re.findall(r"\| grep -q '(.*)'", (DOCS / "several-models.md").read_text())
     answers = [
-        bytes(json_response(Memory(opened, None, False, "default", Content.VALID, [])).body) for opened in (True, False)
+        bytes(json_response(Memory(opened, None, False, version, Content.VALID, [])).body) for opened in (True, False)
     ]
     assert [pattern.encode() in answer for answer in answers] == [True, False]

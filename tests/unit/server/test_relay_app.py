@@ -17,7 +17,7 @@ from test_relay import OPTIONS, host  # noqa: E402
 from toys import checkpoint, loaded  # noqa: E402
 
 from rl_memory_plugins.client import ROUTES, EngineClient  # noqa: E402
-from rl_memory_plugins.errors import AuthenticationError, StateConflictError, WeightUpdateError  # noqa: E402
+from rl_memory_plugins.errors import AuthenticationError, RLMemoryError, StateConflictError, WeightUpdateError  # noqa: E402
 from rl_memory_plugins.server.auth import ControlAuth  # noqa: E402
 from rl_memory_plugins.server.relay_app import build_relay_app  # noqa: E402
 from rl_memory_plugins.trainer import RolloutHandoff  # noqa: E402
@@ -59,6 +59,34 @@ def test_a_handoff_through_a_relay():
         [answer] = handoff.sync("8").update["engines"]
         assert [(one["engine"], one["error"]["message"]) for one in answer["failed"]] == [(1, "busy")]
         assert [one.open for one in engines] == [True, False, True]
+
+
+def test_the_state_of_a_relay_agrees_with_those_of_its_engines():
+    engines, relay = host(2)
+    asked = []
+
+    def state(engine):
+        asked.append(engine)
+        return {"content": "valid" if len(asked) <= 2 else "stale", "weight_version": "1", "admitting": True}
+
+    for one in engines:
+        one.weights_state = lambda one=one: {**state(one), "reason": None}
+    with serving(relay) as url:
+        memory = EngineClient(url).memory()
+    assert len(asked) == 2, "each engine is asked once"
+    assert memory["content"] == "valid" and [one["content"] for one in memory["behind"]] == ["valid", "valid"]
+
+
+def test_an_engine_behind_a_relay_that_does_not_tell_is_named():
+    engines, relay = host(2)
+    engines[0].weights_state = lambda: 1 / 0
+    with serving(relay) as url:
+        memory = EngineClient(url).memory()
+        assert memory["behind"] == [None, engines[1].weights_state()]
+        assert memory["engines"] == [{"ranks": [{"device": device} for device in relay.devices()]}]
+        engines[1].weights_state = lambda: 1 / 0
+        with pytest.raises(RLMemoryError, match="division"):
+            EngineClient(url).memory()
 
 
 def test_errors_are_typed():

@@ -12,8 +12,10 @@ from histories import BASE_NS, EXAMPLE, event, handoff, history
 
 from rl_memory_plugins.timeline.history import History, stretches_of
 from rl_memory_plugins.timeline.page import html_page
+from rl_memory_plugins.timeline.picture import STEPS as COLOURS
 from rl_memory_plugins.timeline.picture import Curve, curves_of, pictures, utc
 from rl_memory_plugins.timeline.records import RankMemory, Step
+from rl_memory_plugins.transition import STEPS
 
 #: Attributes and texts by which a page loads something.
 LOADS = {"src", "href", "xlink:href", "action", "data", "poster", "srcset", "background"}
@@ -53,6 +55,12 @@ def test_the_page_has_a_picture_of_each_device_and_a_row_for_each_transition() -
     assert "55.1 GiB → 0 B" in text
 
 
+def test_calls_up_to_the_last_one_that_is_gone_are_not_all_kept() -> None:
+    text = html_page(History({"a": msgspec.structs.replace(EXAMPLE, dropped=40)}))
+    assert "a: not all of the first 40 calls are kept" in text
+    assert "are kept" not in html_page(history())
+
+
 def test_names_cannot_bring_elements_into_the_page() -> None:
     bad = "<script>alert(1)</script>"
     timeline = msgspec.structs.replace(
@@ -80,6 +88,12 @@ def test_steps_reach_from_the_first_rank_to_the_last_and_name_the_slowest() -> N
     assert (stretch.start_ns - BASE_NS, stretch.duration_ns, stretch.longest.rank) == (100, 800, 1)
     [picture] = pictures(History({"a": msgspec.structs.replace(EXAMPLE, events=[taken])})).values()
     assert "load of update_weights: 0.000 s to 0.000 s, longest in engine 0 rank 1" in picture
+
+
+@pytest.mark.parametrize("operation", STEPS)
+def test_each_step_of_an_operation_has_a_colour_of_its_own(operation: str) -> None:
+    steps = [step for step in STEPS[operation] if step != "total"]
+    assert len({COLOURS[step] for step in steps}) == len(steps)
 
 
 def test_a_curve_holds_its_value_until_the_next_point() -> None:

@@ -124,6 +124,20 @@ def test_a_transition_that_completes_parts_refusals() -> None:
     assert [(one.seq, one.count) for one in events(ring, 0)] == [(5, 5), (6, 1), (11, 5)]
 
 
+@pytest.mark.parametrize("seen", [True, False], ids=["a transition that failed", "one that bypassed the server"])
+def test_memory_that_has_moved_parts_refusals(seen: bool) -> None:
+    awake, asleep = EXAMPLE.events[0].before, EXAMPLE.events[0].after
+    assert awake[0].tags != asleep[0].tags
+    ring = EventRing()
+    refused(ring, 2, operation="update_weights", before=awake, after=awake)
+    if seen:
+        refused(ring, error="EngineFaultError", before=awake, after=asleep)
+    refused(ring, 3, operation="update_weights", before=asleep, after=asleep)
+    kept = [one for one in events(ring, 0) if one.operation == "update_weights"]
+    assert [one.count for one in kept] == [2, 3]
+    assert all(one.before == one.after for one in kept), "no refused call shows memory that another one has moved"
+
+
 def test_a_flood_drops_no_transition(tmp_path: Path) -> None:
     file = tmp_path / "ring"
     ring = EventRing(str(file), kept_bytes=128 << 10)
@@ -142,6 +156,16 @@ def test_a_full_ring_goes_on_with_a_flood(tmp_path: Path) -> None:
         refused(ring, 3, tags=["t" * (number % 7)])
         assert numbers(ring)[-1] == 3 * number + 3 and file.stat().st_size <= 2048
     assert sum(one.count for one in events(ring, 0)) < 120
+
+
+def test_a_kept_event_may_stand_for_calls_before_the_last_one_that_is_gone(tmp_path: Path) -> None:
+    ring = EventRing(str(tmp_path / "ring"), kept_bytes=4096)
+    while not (dropped := ring.after(0)[2]):
+        refused(ring, tags=[str(ring.after(0)[1])])
+        refused(ring, operation="wake_up")
+    wakes = events(ring, 0)[-1]
+    assert (wakes.operation, wakes.first_seq, wakes.count) == ("wake_up", 2, wakes.seq // 2)
+    assert wakes.first_seq < dropped < wakes.seq
 
 
 @pytest.mark.parametrize("writes", range(5))

@@ -186,6 +186,51 @@ def test_a_call_that_is_refused_again_takes_the_place_of_the_former(servers: dic
     assert known.dropped == 0
 
 
+def test_events_of_a_server_that_tells_no_first_number_stay_apart(servers: dict[str, FakeControl]) -> None:
+    control = next(iter(servers.values()))
+
+    def ask(since: int) -> Any:
+        answer = msgspec.to_builtins(control.recorder.timeline(since, control.status_now()))
+        for event in answer["events"]:
+            del event["first_seq"]
+        return answer
+
+    act(control)
+    known = timeline_in(ask(0))
+    for _ in range(2):
+        act(control)
+        known = command.extended(known, ask)
+    assert [event.seq for event in known.events] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_live_view_counts_the_calls_up_to_the_last_one_that_is_gone(
+    servers: dict[str, FakeControl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "KEPT", 2)
+    control = next(iter(servers.values()))
+
+    def ask(since: int) -> Any:
+        return msgspec.to_builtins(control.recorder.timeline(since, control.status_now()))
+
+    def forgetful(since: int) -> Any:
+        """As the server answers once it has dropped the events 6 and 7."""
+        answer = ask(since)
+        return {**answer, "events": answer["events"][2:], "dropped": 2}
+
+    known = timeline_in(ask(0))
+    control.failure = StateConflictError("busy")
+    for _ in range(3):
+        serving(control).post("/sleep", headers={"authorization": "Bearer key"})
+    control.failure = None
+    act(control)
+    known = command.extended(known, ask)
+    assert ([event.seq for event in known.events], known.dropped) == ([4, 5], 3)
+    act(control)
+    act(control)
+    known = command.extended(known, forgetful)
+    assert ([event.seq for event in known.events], known.dropped) == ([8, 9], 7)
+
+
 def test_a_server_that_started_again_begins_anew(servers: dict[str, FakeControl]) -> None:
     first, second = servers.values()
     act(first)
