@@ -96,7 +96,7 @@ def plan_trainer(model: Model, options: Options) -> TrainerPlan:
 
 
 def _quantised_bytes(model: Model) -> int:
-    """Values of one byte each. A group ends with the tensor that fills it, measured as three quarters of the largest."""
+    """Values of one byte each. A group ends with the tensor that fills it: three quarters of the largest, measured."""
     group = QUANTISED_GROUP + model.largest_matrix * 3 // 4
     return min(QUANTISED_GROUPS * group, model.matrices)
 
