@@ -9,6 +9,8 @@ from rl_memory_plugins.records import EngineStatus
 from rl_memory_plugins.tags import Content, Tag
 
 RETRY_AFTER_SECONDS = 1
+#: How the message of each refusal begins.
+NOT_ADMITTED = "the engine does not admit requests: "
 _UPDATING = "updating"
 #: The reasons of `refusal`. A server that has not finished starting has another one: `starting`.
 REASONS = ("asleep", "stale", _UPDATING, "failed", "paused")
@@ -79,6 +81,4 @@ def require_version(engine: EngineStatus, base_version: str | None) -> None:
 
 
 def _refuse(reason: str, why: str, **details: object) -> EngineAsleepError:
-    return EngineAsleepError(
-        f"the engine does not admit requests: {why}", reason=reason, retry_after_s=RETRY_AFTER_SECONDS, **details
-    )
+    return EngineAsleepError(NOT_ADMITTED + why, reason=reason, retry_after_s=RETRY_AFTER_SECONDS, **details)

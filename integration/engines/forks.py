@@ -79,6 +79,11 @@ class Forked:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def kill_group(self) -> None:
+        """Kill the process, and what it has started and left in its process group."""
+        with contextlib.suppress(ProcessLookupError):  # the group is empty, or the process has not made it yet
+            os.killpg(self.pid, signal.SIGKILL)
+
 
 def main() -> NoReturn:
     answers = os.fdopen(os.dup(1), "w")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration.engines.base import Server
+from integration.engines.base import Server, events_of
 from integration.waiting import AT_ONCE_S
 from tests.conformance.conftest import PROMPT, STALL_S, Weights
 from tests.conformance.trainers import broken_update
@@ -100,13 +100,18 @@ def test_health_during_an_update_whose_trainer_says_nothing(server: Server, weig
 def test_a_burst_around_a_sleep_neither_hangs_nor_lies(server: Server, first_tokens: list[int]) -> None:
     """Requests that race with the sleep are answered fully, cut short, or refused; never with other tokens."""
 
-    def ask(_: int) -> None:
-        response = server.post(PROMPT)
+    def ask(number: int) -> None:
+        stream = bool(number % 2)
+        response = server.post(PROMPT, stream=stream)
         if response.status_code == 200:
-            tokens = server.kind.tokens(response.json())
+            events = events_of(response.text) if stream else []
+            tokens = server.kind.streamed_tokens(events) if stream else server.kind.tokens(response.json())
             assert tokens == first_tokens[: len(tokens)]
+            assert "EngineAsleepError" not in response.text, "a refusal is no answer"
         else:
             assert response.status_code == 503, response.text
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == "EngineAsleepError", response.text
 
     with ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(ask, number) for number in range(48)]

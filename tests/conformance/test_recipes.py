@@ -107,9 +107,11 @@ def is_ready(probe: dict[str, Any], server: Server, environment: dict[str, str])
     return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=AT_ONCE_S).returncode == 0
 
 
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="apt-get install curl: the probe calls it")
+
+
+@needs_curl
 def test_the_probes_of_an_engine_in_each_state(server: Server, weights: Weights, environment: dict[str, str]) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("apt-get install curl: the probe calls it")
     engine, _ = blocks("In Kubernetes")
     states = {}
 
@@ -135,13 +137,15 @@ def test_the_probes_of_an_engine_in_each_state(server: Server, weights: Weights,
     }
 
 
+@needs_curl
 def test_the_probe_of_a_server_that_is_not_there(server: Server, environment: dict[str, str]) -> None:
     reservation, port = reserve_port()
     command = [
         word.replace(":8000", f":{port}") for word in blocks("In Kubernetes")[0]["readinessProbe"]["exec"]["command"]
     ]
     with reservation:
-        assert subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode != 0
+        probe = subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, timeout=AT_ONCE_S)
+    assert probe.returncode != 0
 
 
 def test_the_probes_of_several_models_ask_what_the_port_has() -> None:

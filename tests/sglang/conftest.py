@@ -115,7 +115,10 @@ def forked_python(model_folder: Path) -> Callable[..., str]:
         process = kind.forks(environment).start(
             [sys.executable, "-m", name], {**environment, "PYTHONPATH": os.pathsep.join(path)}, output
         )
-        wait_until(lambda: process.poll() is not None, "the script ends", 600)
+        try:
+            wait_until(lambda: process.poll() is not None, "the script ends", 600)
+        finally:
+            process.kill_group()  # what the script has started, if it fails or hangs
         said = output.read_text()
         assert process.returncode == 0, said[-2000:] + errors.read_text()[-4000:]
         return said

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Semaphore
+from typing import Any
 
-import httpx
 import pytest
 
-from integration.engines.base import Server
+from integration.engines.base import Server, events_of
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.sglang.test_weight_kinds import OTHER_SEED, PROMPT, ROUTING, SEED, start
 from tests.weight_kinds import checkpoint, renew, write_moe
 
 REQUESTS = 4  # two to a rank
 LONG = 150
+WHILE_UPDATED = 300  # tokens: as many as a busy machine makes before an update begins, and some
 
 #: Beside the routing, what SGLang's CPU backend lacks for the batch of a rank that has no request.
 PLUGIN = (
@@ -49,15 +50,33 @@ def first(server: Server) -> list[list[int]]:
 
 
 @contextmanager
-def asked(server: Server, tokens: int) -> Iterator[list[Future[httpx.Response]]]:
+def asked(server: Server, tokens: int) -> Iterator[list[Future[dict[str, Any]]]]:
+    """Answers that have begun when the body of `with` begins. SGLang counts what runs on one rank only."""
+    begun = Semaphore(0)
+
+    def ask(prompt: list[int]) -> dict[str, Any]:
+        body = server.kind.request(prompt, tokens, stream=True)
+        answer: dict[str, Any] = {}
+        with server.http.stream("POST", server.kind.generation_route, json=body) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                for event in events_of(line):
+                    if not answer:
+                        begun.release()
+                    answer = event  # it has all tokens so far
+        return answer
+
     prompts = [[token + number for token in PROMPT] for number in range(REQUESTS)]
     with ThreadPoolExecutor(REQUESTS) as pool:
-        yield [pool.submit(server.post, prompt, tokens) for prompt in prompts]
+        answers = [pool.submit(ask, prompt) for prompt in prompts]
+        for _ in prompts:
+            assert begun.acquire(timeout=60)
+        yield answers
 
 
 def answers(server: Server) -> list[list[int]]:
-    with asked(server, 8) as responses:
-        return [server.kind.tokens(response.result().json()) for response in responses]
+    with asked(server, 8) as asking:
+        return [server.kind.tokens(answer.result(60)) for answer in asking]
 
 
 def test_all_ranks_are_one_engine_that_sleeps_and_wakes(server: Server, first: list[list[int]]) -> None:
@@ -72,16 +91,13 @@ def test_all_ranks_are_one_engine_that_sleeps_and_wakes(server: Server, first: l
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep", "freeze"])
 def test_sleeping_while_both_ranks_have_requests(server: Server, first: list[list[int]], mode: str) -> None:
-    with asked(server, LONG) as responses:
-        time.sleep(1)  # SGLang counts what runs on one rank only
-        assert not any(response.done() for response in responses)
+    with asked(server, LONG) as asking:
         server.control.sleep(1, ["weights"] if mode == "freeze" else None, mode=mode)
         if mode in ("keep", "freeze"):
-            assert not any(response.done() for response in responses)
+            assert not any(answer.done() for answer in asking)
         server.control.wake_up()
-        ended = [response.result(60) for response in responses]
-    assert {response.status_code for response in ended} == {200}
-    whole = [len(server.kind.tokens(response.json())) == LONG for response in ended]
+        ended = [answer.result(60) for answer in asking]
+    whole = [len(server.kind.tokens(answer)) == LONG for answer in ended]
     assert not any(whole) if mode == "abort" else all(whole)
     assert answers(server) == first
 
@@ -89,12 +105,12 @@ def test_sleeping_while_both_ranks_have_requests(server: Server, first: list[lis
 def test_frozen_requests_of_both_ranks_go_on_under_new_weights(
     server: Server, folders: list[Path], first: list[list[int]]
 ) -> None:
-    with asked(server, LONG) as responses:
-        time.sleep(1)
-        server.control.update_weights(checkpoint(folders[1]), mode="freeze")
-        assert not any(response.done() for response in responses)
-        ended = [response.result(60).json() for response in responses]
-    assert {len(server.kind.tokens(answer)) for answer in ended} == {LONG}
+    weights = checkpoint(folders[1])
+    with asked(server, WHILE_UPDATED) as asking:
+        server.control.update_weights(weights, mode="freeze")
+        assert not any(answer.done() for answer in asking)
+        ended = [answer.result(60) for answer in asking]
+    assert {len(server.kind.tokens(answer)) for answer in ended} == {WHILE_UPDATED}
     assert {server.kind.recomputations(server.http, answer) for answer in ended} == {0}
     other = answers(server)
     renew(server, folders[1])

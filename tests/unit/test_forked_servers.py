@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from integration.engines.forks import Forked, Forks
@@ -28,6 +29,8 @@ SERVER = """
     print(sys.argv[1:], *variables, __name__, flush=True)
     if sys.argv[1] == "again":
         os.execvpe(sys.executable, [sys.executable, "-m", "server", "once"], {**os.environ, "OWN": "2"})
+    if sys.argv[1] == "leave":
+        print(os.spawnl(os.P_NOWAIT, "/bin/sleep", "sleep", "600"), flush=True)
     while sys.argv[1] == "stay":
         time.sleep(0.01)
     sys.exit(3)
@@ -81,6 +84,16 @@ def test_a_signal_ends_one_alone(forks: Forks, tmp_path: Path) -> None:
     stays.send_signal(signal.SIGKILL)
     wait_until(lambda: stays.poll() is not None, "the process ends")
     stays.send_signal(signal.SIGTERM)  # nobody is there
+
+
+def test_what_an_ended_process_has_left_in_its_group_is_killed(forks: Forks, tmp_path: Path) -> None:
+    process, log = start(forks, tmp_path, "leaves", "leave")
+    wait_until(lambda: process.poll() is not None, "the process ends")
+    left = psutil.Process(int(log.read_text().splitlines()[-1]))
+    assert left.is_running()
+    process.kill_group()
+    wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE, "nothing is left")
+    process.kill_group()  # nobody is there
 
 
 class Toy(Vllm):

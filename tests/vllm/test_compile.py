@@ -48,10 +48,18 @@ def compilation_mode(llm: Any) -> int:
     return int(llm.llm_engine.vllm_config.compilation_config.mode)
 
 
+def compiled_graphs(_: Any) -> int:
+    """How many graphs torch.compile has made in the engine's process; none where a variable has disabled it."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def test_compiled_code_sees_an_update(llm: Child, one_layer: Path) -> None:
     first, other = (greedy(new_model(one_layer, seed)) for seed in (SEED, OTHER_SEED))
     assert first != other
     assert llm(compilation_mode) > 0
+    assert llm(compiled_graphs) > 0
     assert llm(generate) == first
     assert llm(cycle, one_layer, OTHER_SEED) == other
     assert llm(cycle, one_layer, SEED) == first

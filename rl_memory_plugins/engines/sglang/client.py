@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from http import HTTPStatus
 from typing import Any
 
 from rl_memory_plugins import commands, operations
-from rl_memory_plugins.admission import RETRY_AFTER_SECONDS, first_refusal
+from rl_memory_plugins.admission import NOT_ADMITTED, RETRY_AFTER_SECONDS, first_refusal
 from rl_memory_plugins.commands import AnyCommand, decode_reply
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi
@@ -39,7 +40,7 @@ LOOK_S = 1.0  # between two looks for a dead scheduler, while a call waits for i
 
 def install(hooks: Hooks) -> None:
     hooks.wrap(f"{TOKENIZER}.init_request_dispatcher", _add_api)
-    hooks.wrap(f"{TOKENIZER}.generate_request", _answering_while_paused)
+    hooks.wrap(f"{TOKENIZER}.generate_request", _reporting_refusals)
     if hasattr(hooks.require(TOKENIZER), RESOLVE):
         hooks.wrap(f"{TOKENIZER}.{RESOLVE}", _with_present_adapters)
     hooks.wrap(f"{TOKENIZER}.release_memory_occupation", _native_release)
@@ -186,10 +187,12 @@ def _add_api(config: RLMemoryConfig, original: Callable[..., Any], tokenizer: An
 
 
 @on_enabled()
-def _answering_while_paused(
+def _reporting_refusals(
     api: SglangApi, original: Callable[..., Any], tokenizer: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Answer health checks of a paused engine, and refuse requests of an engine that is paused and closed.
+    """Report refusals of the schedulers to the gate, and answer requests that SGLang would hold back in vain.
+
+    These are health checks of a paused engine, and requests to an engine that is paused and closed.
 
     SGLang holds back all requests while paused, health checks too, and then calls itself unhealthy. A request to a
     closed engine would wait for a wake and for the end of the pause. While the weights are only being updated, requests
@@ -200,8 +203,9 @@ def _answering_while_paused(
         if _is_health_check(obj.rid):
             return _ask_schedulers(api)
         refusal = first_refusal(api.status_now(), held=True)
-        return _held(api, original(tokenizer, obj, *args, **kwargs)) if refusal is None else _refuse(obj, refusal)
-    return original(tokenizer, obj, *args, **kwargs)
+        if refusal is not None:
+            return _refuse(obj, refusal)
+    return _reported(api, original(tokenizer, obj, *args, **kwargs))
 
 
 @on_enabled()
@@ -212,11 +216,15 @@ async def _with_present_adapters(api: SglangApi, original: Callable[..., Any], t
     served_adapters.report_version(obj, api.status_now())
 
 
-async def _held(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The outputs of a request that waits behind the pause. The engine may be closed when the pause ends."""
+async def _reported(api: SglangApi, outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+    """The outputs of a request. If a scheduler refuses it, because the engine has closed since, the gate knows."""
     try:
-        async for output in outputs:
-            yield output
+        async with aclosing(outputs):  # a caller that goes away ends the request now
+            async for output in outputs:
+                refusal = _refusal_in(api, output)
+                if refusal is not None:
+                    report_refusal(refusal)
+                yield output
     except Exception as error:
         refusal = _late_refusal(api, error)
         if refusal is not None:
@@ -372,11 +380,33 @@ async def _checked(api: SglangApi, outputs: AsyncIterator[Any]) -> AsyncIterator
 
 def _require_answer(api: SglangApi, output: Any) -> None:
     """Raise the refusal of a stream. SGLang begins a stream with its iteration, when the engine may have closed since
-    the call, and makes the refusal of a scheduler an output like the others."""
-    reason = output["meta_info"].get("finish_reason") if isinstance(output, dict) and "meta_info" in output else None
-    if isinstance(reason, dict) and reason.get("err_type") == EngineAsleepError.__name__:
-        refusal = first_refusal(api.status_now())
-        raise refusal or EngineAsleepError(reason["message"], reason="paused", retry_after_s=RETRY_AFTER_SECONDS)
+    the call."""
+    refusal = _refusal_in(api, output)
+    if refusal is not None:
+        raise refusal
+
+
+def _refusal_in(api: SglangApi, output: Any) -> EngineAsleepError | None:
+    """The refusal of a scheduler, which SGLang makes an output of a stream like the others; `None` in other outputs.
+
+    Args:
+        output: Of one request, or of a batch. SGLang then knows the reason as an error, too.
+    """
+    if not isinstance(output, dict):
+        found = (_refusal_in(api, one) for one in output) if isinstance(output, list) else ()
+        return next(filter(None, found), None)
+    reason = output["meta_info"].get("finish_reason") if "meta_info" in output else None
+    if not isinstance(reason, dict) or reason.get("err_type") != EngineAsleepError.__name__:
+        return None
+    reason["status_code"] = HTTPStatus(reason["status_code"])
+    return _refusal_now(api, reason["message"])
+
+
+def _refusal_now(api: SglangApi, message: str) -> EngineAsleepError:
+    """The refusal as the engine is now; one with the message of a scheduler if it has opened again since."""
+    return first_refusal(api.status_now()) or EngineAsleepError(
+        message, reason="paused", retry_after_s=RETRY_AFTER_SECONDS
+    )
 
 
 @contextmanager
@@ -393,5 +423,7 @@ def _typed_refusals(api: SglangApi) -> Iterator[None]:
 
 def _late_refusal(api: SglangApi, error: Exception) -> EngineAsleepError | None:
     """The refusal that SGLang reports as this error; `None` for other errors."""
-    is_refusal = getattr(error, "status_code", None) == EngineAsleepError.status
-    return first_refusal(api.status_now()) if is_refusal else None
+    if getattr(error, "status_code", None) != EngineAsleepError.status:
+        return None
+    message = str(getattr(error, "detail", ""))
+    return _refusal_now(api, message) if message.startswith(NOT_ADMITTED) else first_refusal(api.status_now())

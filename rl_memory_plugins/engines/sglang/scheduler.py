@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from http import HTTPStatus
 from typing import Any
 
 from rl_memory_plugins.board import StatusBoard
@@ -179,8 +180,13 @@ class SglangScheduler:
 
 
 def finish_reason_of(refusal: RLMemoryError) -> dict[str, Any]:
-    """Why SGLang has ended a request that was refused."""
-    return {"type": "abort", "status_code": refusal.status, "message": refusal.message, "err_type": refusal.code}
+    """Why SGLang has ended a request that was refused.
+
+    The status is an `HTTPStatus`, as SGLang tells an error by it. Where SGLang's processes speak msgpack, it arrives as
+    an integer.
+    """
+    status = HTTPStatus(refusal.status)
+    return {"type": "abort", "status_code": status, "message": refusal.message, "err_type": refusal.code}
 
 
 def capabilities_of(server_args: Any) -> Capabilities:

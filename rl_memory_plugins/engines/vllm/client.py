@@ -18,7 +18,14 @@ from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engine_api import AsyncioApi, EngineApi
 from rl_memory_plugins.engines.enabled import Make, engine_method, on_enabled
 from rl_memory_plugins.engines.vllm import metrics
-from rl_memory_plugins.engines.vllm.core import REFUSED, notice_loads, refuse_resume, with_graphs, without_scheduling
+from rl_memory_plugins.engines.vllm.core import (
+    REFUSED,
+    is_busy,
+    notice_loads,
+    refuse_resume,
+    with_graphs,
+    without_scheduling,
+)
 from rl_memory_plugins.engines.vllm.options import config_of
 from rl_memory_plugins.engines.vllm.served_adapters import request_for, with_present_versions
 from rl_memory_plugins.errors import EngineAsleepError, RLMemoryError
@@ -32,6 +39,8 @@ SYNC = "vllm.v1.engine.llm_engine:LLMEngine"
 ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 CORES = "vllm.v1.engine.core_client:MPClient"
+
+_LOOK_S = 0.01  # between two looks at what another thread does
 
 #: By the name of a method: the operation of the engine API that runs in its place, or that an added method runs.
 REPLACED = {"sleep": "native_sleep", "wake_up": "native_wake_up"}
@@ -138,8 +147,11 @@ class SyncApi(VllmApi):
             weight_version: The version of these weights, if the caller names one.
         """
         core = self._core_here
-        if core is None or not self._one_thread.acquire(blocking=False):  # another thread's call looks at its end
+        if core is None:
             return
+        while not self._one_thread.acquire(timeout=_LOOK_S):  # another thread calls, perhaps only to read
+            if is_busy(core):  # its operation looks at its end, and may wait for requests that this thread runs
+                return
         try:
             notice_loads(core, weight_version)
         finally:

@@ -117,6 +117,12 @@ def _call(self: Any, payload: bytes) -> Any:
     return reply.result() if reply.done() else reply
 
 
+def is_busy(core: Any) -> bool:
+    """Whether an operation of the core's controller is under way."""
+    controller = state_of(core)
+    return controller is not None and bool(controller.status.busy)
+
+
 def notice_loads(core: Any, weight_version: str | None = None) -> None:
     """Notice weights that were loaded in the core's process without a call of the engine, as by `model.load_weights`.
 

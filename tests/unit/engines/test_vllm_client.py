@@ -1,14 +1,15 @@
 """What vLLM's client makes of a request that the engine refused after it was admitted; no vLLM is needed."""
 
 import asyncio
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
 from fake_control import rank_status
 
-from rl_memory_plugins.commands import Hello, encode_reply
+from rl_memory_plugins.commands import Checksums, Hello, encode_reply
 from rl_memory_plugins.engines.vllm import client
 from rl_memory_plugins.engines.vllm.client import SyncApi, _checked_stream, _ending_when_aborted
 from rl_memory_plugins.engines.vllm.core import REFUSED
@@ -138,3 +139,33 @@ def test_threads_take_turns_at_a_core_in_their_process():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: api._call(Hello()), range(8)))
     assert most == [1] * 8
+
+
+@pytest.mark.parametrize("busy", ["", "sleep"])
+def test_a_thread_notices_loads_while_another_reads(monkeypatch, busy):
+    """A read does not look for loads at its end, as an operation does. An operation may wait for this thread."""
+    begun, go_on, looked = threading.Event(), threading.Event(), []
+
+    def obey(payload):
+        begun.set()
+        assert go_on.wait(60)
+        return encode_reply(Reply(rank=0, result={}))
+
+    class Engine:
+        status = SimpleNamespace(busy=busy)
+        engine_core = SimpleNamespace(
+            engine_core=SimpleNamespace(rl_memory_call=obey, rl_memory=SimpleNamespace(status=status))
+        )
+
+    monkeypatch.setattr(client, "notice_loads", lambda core, version: looked.append(go_on.is_set()))
+    engine = Engine()
+    api = SyncApi(engine, None)
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(api._call, Checksums())
+        assert begun.wait(60)
+        noticing = pool.submit(api.notice_loads)
+        has_returned = bool(wait([noticing], 60 if busy else 0.1).done)
+        go_on.set()
+        noticing.result(60)
+        reading.result(60)
+    assert (has_returned, looked) == ((True, []) if busy else (False, [True]))
