@@ -171,10 +171,14 @@ class LeftOut:
         raise self._error
 
 
-def closed(engine: EngineHandle) -> dict[str, Any] | None:
+def closed(engine: EngineHandle, patience_s: float | None = None) -> dict[str, Any] | None:
     """Make an engine that was left out admit nothing. Returns its state; `None` if it does not tell.
 
     A handle with a method `leave` does that itself. Of others admission is paused, which a `wake_up` without tags ends.
+    An engine that is asleep and refuses the pause for that long is left as it is: another call may open it later.
+
+    Args:
+        patience_s: How long it asks an engine that refuses, in seconds; `CLOSE_S` by default.
 
     Raises:
         StateConflictError: the engine admits requests, and does not let itself be closed.
@@ -183,7 +187,7 @@ def closed(engine: EngineHandle) -> dict[str, Any] | None:
     if leave is not None:
         leave()
         return state_of(engine)
-    deadline = Deadline(CLOSE_S)
+    deadline = Deadline(CLOSE_S if patience_s is None else patience_s)
     while True:
         refusal: RLMemoryError | None = None
         try:
@@ -193,10 +197,13 @@ def closed(engine: EngineHandle) -> dict[str, Any] | None:
         state = state_of(engine)
         if refusal is None or state is None:
             return state
-        # An update that breaks off before its first byte ends with the former weights, and opens the engine again.
-        if not state["admitting"] and state["reason"] != "updating":
+        # An update that breaks off before its first byte ends with the former weights, and opens the engine again. So
+        # does a call that waits for running requests until its time is over; it is `asleep` meanwhile.
+        if not state["admitting"] and state["reason"] not in ("updating", "asleep"):
             return state
         if deadline.remaining() <= ASK_AGAIN_S:
+            if state["reason"] == "asleep":  # rather than hold up the others for a call that hangs
+                return state
             raise StateConflictError(
                 f"an engine that was left out admits requests under former weights, and cannot be closed: {refusal}",
                 state=state,

@@ -54,7 +54,11 @@ class Relay:
 
     An engine that an update has not reached is closed, and stays closed until an update reaches it. Engines that admit
     requests are paused before an update and opened behind it: if this process dies meanwhile, nobody else would close
-    those that the update does not reach. A relay that starts counts paused engines among them.
+    those that the update does not reach. What a relay has closed it opens, if not behind this update, then behind the
+    next that reaches the engine; what a caller has closed through the relay is the caller's to open.
+
+    For a relay that starts, these engines have missed an update: those that are paused; those that are closed, if
+    engines have different versions; and those that have not told their state yet.
 
     Args:
         engines: The engines; see `RolloutHandoff`.
@@ -73,7 +77,10 @@ class Relay:
         self._hosts = hosts or UpdateHosts()
         self._options = options
         self._device = f"relay:{secrets.token_hex(4)}"
-        self._behind: set[int] | None = None  # the engines that the last update has not reached; see `_left_behind`
+        everywhere = range(len(self._engines))
+        self._untold = set(everywhere)  # have not told how a relay before this one has left them
+        self._behind = set(everywhere)  # have missed an update that others have got; see `_left_behind`
+        self._to_open = set(everywhere)  # were closed by a relay, and not yet opened again
         self._updating = threading.Lock()
 
     def devices(self) -> list[str]:
@@ -91,26 +98,57 @@ class Relay:
         self._left_behind()
         given = {} if keep is None else {"keep": keep}
         everywhere = range(len(self._engines))
-        return self._each(everywhere, lambda engine: engine.sleep(level=level, tags=tags, mode=mode, **given))
+        return self._each(
+            everywhere, lambda place: self._engines[place].sleep(level=level, tags=tags, mode=mode, **given)
+        )
 
     def wake_up(self, tags: Any = None) -> dict[str, Any]:
-        """`EngineClient.wake_up` of all engines, as `sleep`. If it opens engines, those that are behind fail."""
+        """`EngineClient.wake_up` of all engines, as `sleep`. It opens none that is behind.
+
+        Those that are behind fail if `tags` has the KV cache, or is `None`. Other tags of theirs wake up.
+        """
         opens = tags is None or Tag.KV_CACHE.value in tags
-        behind = self._left_behind() if opens else set()
+        behind = sorted(self._left_behind())
+        states = on_each([self._engines[place] for place in behind], kept_closed, CLOSE_S + 1)
         missed = StateConflictError("the last update has not reached the engine, which stays closed until one does")
-        places = [place for place in range(len(self._engines)) if place not in behind]
-        if not places:
-            raise missed
-        answer = self._each(places, lambda engine: engine.wake_up(tags))
-        answer["failed"] += [{"engine": place, "error": record_of(missed)} for place in sorted(behind)]
+        left_out: dict[int, RLMemoryError | None] = {}
+        for place, state in zip(behind, states, strict=True):
+            if opens:
+                left_out[place] = missed
+            elif isinstance(state, RLMemoryError):  # it may be paused
+                left_out[place] = state
+            elif state is not None and state["reason"] in ("paused", "updating"):
+                # Nothing is asleep, and any wake ends the pause.
+                left_out[place] = None
+        places = [place for place in range(len(self._engines)) if place not in left_out]
+        errors = {place: error for place, error in left_out.items() if error is not None}
+        if errors and not places:
+            raise next(iter(errors.values()))
+
+        def wake(place: int) -> None:
+            self._engines[place].wake_up(tags)
+            if place in behind:  # open now, if these tags were all that slept
+                kept_closed(self._engines[place])
+
+        answer = self._each(places, wake)
+        self._to_open.update(behind)  # the caller wants them open
+        answer["failed"] += [{"engine": place, "error": record_of(error)} for place, error in errors.items()]
         return answer
 
     def _left_behind(self) -> set[int]:
-        """The engines that no `wake_up` opens. A relay before this one may have died with them paused."""
-        if self._behind is None:
-            states = enumerate(self.states())
-            self._behind = {place for place, state in states if state is not None and state["reason"] == "paused"}
-        return self._behind
+        """The engines that no `wake_up` opens. A relay before this one may have died with engines that are behind."""
+        if self._untold:
+            found = self._asked()
+            versions = {state["weight_version"] for state in found if isinstance(state, dict)}
+            for place in sorted(self._untold):
+                state = found[place]
+                if isinstance(state, RLMemoryError) or (state is not None and state["reason"] == "updating"):
+                    continue
+                self._untold.discard(place)
+                if state is None or state["admitting"] or (state["reason"] != "paused" and len(versions) < 2):
+                    self._behind.discard(place)
+                    self._to_open.discard(place)
+        return set(self._behind)
 
     def states(self) -> list[dict[str, Any] | None]:
         """`EngineClient.weights_state` of each engine; `None` for one that does not tell."""
@@ -119,11 +157,13 @@ class Relay:
     def _asked(self) -> list[dict[str, Any] | RLMemoryError | None]:
         return on_each(self._engines, state_of, STATE_S)
 
-    def _each(self, places: Sequence[int], call: Callable[[EngineHandle], Any]) -> dict[str, Any]:
-        answers = on_each([self._engines[place] for place in places], call, LONGEST_S)
+    def _each(self, places: Sequence[int], call: Callable[[int], Any]) -> dict[str, Any]:
+        """Have a caller's call made at these places. Those that obey are the caller's to open."""
+        answers = on_each(places, call, LONGEST_S)
         errors = {place: one for place, one in zip(places, answers, strict=True) if isinstance(one, RLMemoryError)}
         if errors and len(errors) == len(places):
             raise next(iter(errors.values()))
+        self._to_open.difference_update(set(places) - errors.keys())
         return {"failed": [{"engine": place, "error": record_of(error)} for place, error in errors.items()]}
 
     def weights_state(self) -> dict[str, Any]:
@@ -188,26 +228,32 @@ class Relay:
         finally:
             self._updating.release()
 
-    def _pause(self, mode: str, timeout_s: float) -> list[int]:
-        """Close the engines that admit requests. Returns the places of those that may be paused now."""
-        admitting = [place for place, state in enumerate(self.states()) if state is not None and state["admitting"]]
+    def _pause(self, mode: str, timeout_s: float) -> set[int]:
+        """Close the engines that admit requests. Returns the places of those that may have been open."""
+        states = list(enumerate(self.states()))
+        admitting = [place for place, state in states if state is not None and state["admitting"]]
         engines = [self._engines[place] for place in admitting]
         answers = on_each(engines, lambda engine: engine.sleep(level=Level.PAUSE.value, mode=mode), timeout_s)
         # A conflict is with another caller's transition. After other errors the engine may have carried the call out.
-        return [place for place, one in zip(admitting, answers, strict=True) if not isinstance(one, StateConflictError)]
+        self._to_open |= {
+            place for place, one in zip(admitting, answers, strict=True) if not isinstance(one, StateConflictError)
+        }
+        return {place for place, state in states if state is None or state["admitting"]}
 
-    def _resume(self, places: Sequence[int], timeout_s: float) -> dict[int, RLMemoryError]:
-        """Undo `_pause`. Returns the errors by place."""
-        answers = on_each([self._engines[place] for place in places], lambda engine: engine.wake_up(), timeout_s)
+    def _resume(self, behind: set[int], timeout_s: float) -> dict[int, RLMemoryError]:
+        """Open what a relay has closed, but for `behind`. Returns the errors by place; the next update tries again."""
+        places = sorted(self._to_open - behind)
+        answers = on_each([self._engines[place] for place in places], resumed, timeout_s)
+        self._to_open -= {place for place, one in zip(places, answers, strict=True) if one is True}
         return {place: one for place, one in zip(places, answers, strict=True) if isinstance(one, RLMemoryError)}
 
     def _pass_on(self, incoming: Incoming, body: dict[str, Any]) -> dict[str, Any]:
         mode = body.get("mode") or PauseMode.KEEP.value
         behind = self._left_behind()
-        paused: list[int] = []
+        were_open: set[int] = set()
         try:
             incoming.open()
-            paused += self._pause(mode, incoming.trainer_s / 4)
+            were_open = self._pause(mode, incoming.trainer_s / 4)
             report = push_from_all(
                 self._engines,
                 incoming,
@@ -222,14 +268,19 @@ class Relay:
             )
         except Exception as error:
             details = error.details if isinstance(error, RLMemoryError) else {}
-            behind |= {one["engine"] for one in details.get("engines", ()) if one["error"] is not None}
-            self._resume(paused, incoming.trainer_s / 4)
+            missed = {one["engine"] for one in details.get("engines", ()) if one["error"] is not None}
+            # No engine has the new weights: the update leaves those open that were, and a `wake_up` may open them.
+            self._behind |= missed - self._to_open - were_open
+            self._resume(behind, incoming.trainer_s / 4)
             raise
         failed = report["failed"]
         self._behind = {failure.engine for failure in failed}
-        states = on_each([self._engines[failure.engine] for failure in failed], closed, CLOSE_S + 1)
-        reached = [place for place in paused if place not in self._behind]
-        unopened = self._resume(reached, incoming.trainer_s / 4)
+        self._untold.clear()
+        self._to_open |= self._behind & were_open
+        close_s = min(CLOSE_S, incoming.trainer_s / 8)
+        left_out = [self._engines[failure.engine] for failure in failed]
+        states = on_each(left_out, lambda engine: closed(engine, close_s), close_s + 1)
+        unopened = self._resume(self._behind, incoming.trainer_s / 4)
         incoming.done(report)
         return {
             "engines": msgspec.to_builtins(report["engines"], enc_hook=str),
@@ -243,6 +294,23 @@ class Relay:
             ]
             + [{"engine": place, "error": record_of(error), "state": None} for place, error in unopened.items()],
         }
+
+
+def resumed(engine: EngineHandle) -> bool:
+    """Open a paused engine, unless tags of it are asleep or its weights are not valid. Returns whether it is open."""
+    state = state_of(engine)
+    if state is None:
+        return False
+    if state["reason"] == "paused":
+        engine.wake_up()
+        return True
+    return bool(state["admitting"])
+
+
+def kept_closed(engine: EngineHandle) -> dict[str, Any] | None:
+    """Close an engine that has missed an update, if a call that ended late has opened it. Returns as `closed`."""
+    state = state_of(engine)
+    return closed(engine) if state is not None and state["admitting"] else state
 
 
 class Incoming:

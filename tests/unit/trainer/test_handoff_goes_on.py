@@ -107,14 +107,15 @@ def test_the_others_stay_closed_beside_an_engine_that_cannot_be_closed(monkeypat
     assert_updated(setup, 0, 1)
 
 
-def test_an_update_that_breaks_off_late_does_not_open_an_engine_behind_the_handoffs_back():
-    """While its update runs, an engine refuses to sleep; when the update breaks off, it opens as it was."""
+@pytest.mark.parametrize("reason", ["updating", "asleep"])
+def test_a_call_that_breaks_off_late_does_not_open_an_engine_behind_the_handoffs_back(reason):
+    """While an update runs, or a sleep waits for requests, the engine refuses to sleep. It opens when that ends."""
     engine = ToyEngine()
-    answers = [("updating", False), ("updating", False), (None, True)]
+    answers = [(reason, False), (reason, False), (None, True)]
 
     def sleep(level=1, tags=None, mode="abort"):
         if answers:
-            raise StateConflictError("an update runs")
+            raise StateConflictError("another call runs")
         engine.awake.clear()
 
     engine.sleep = sleep
@@ -123,6 +124,17 @@ def test_an_update_that_breaks_off_late_does_not_open_an_engine_behind_the_hando
     )
     participants.closed(engine)
     assert not answers and not engine.open
+
+
+def test_a_call_that_hangs_at_an_engine_that_was_left_out_does_not_hold_up_the_others():
+    engine = ToyEngine()
+    engine.sleep(1)
+
+    def refuse(**_):
+        raise StateConflictError("another call runs")
+
+    engine.sleep = refuse
+    assert participants.closed(engine, 0.3)["reason"] == "asleep"
 
 
 def test_an_engine_that_fails_in_its_last_wake_has_the_new_weights():

@@ -318,7 +318,184 @@ def test_an_engine_that_cannot_be_opened_behind_an_update_is_named():
     [failure] = push_from_all(one, checkpoint(1), on_failure="continue", **OPTIONS)["failed"]
     assert (failure.engine, failure.behind, str(failure.error)) == (0, 1, "cannot")
     assert [engine.open for engine in engines] == [True, False]
+    assert push_from_all(one, checkpoint(2), on_failure="continue", **OPTIONS)["failed"] == []
+    assert all(engine.open for engine in engines)
+
+
+class Waiting(ToyEngine):
+    """Its pauses wait for a request that `ends`. Meanwhile it refuses all other calls."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.ends = threading.Event()
+        self.ends.set()
+        self.busy = False
+
+    def sleep(self, level=1, tags=None, mode="abort", **keep):
+        self._require_free()
+        self.busy = True
+        self.ends.wait(120)
+        self.busy = False
+        super().sleep(level, tags, mode, **keep)
+
+    def wake_up(self, tags=None):
+        self._require_free()
+        super().wake_up(tags)
+
+    def post_update(self, body):
+        self._require_free()
+        return super().post_update(body)
+
+    def weights_state(self):
+        return super().weights_state() | ({"admitting": False, "reason": "asleep"} if self.busy else {})
+
+    def _require_free(self):
+        if self.busy:
+            raise StateConflictError("another transition is under way")
+
+
+@pytest.mark.parametrize(("others", "wakes"), [(0, False), (0, True), (1, False)])
+def test_an_engine_whose_pause_ends_too_late_is_opened_behind_the_next_update(others, wakes):
+    late = Waiting(1)
+    engines = [late, *(ToyEngine(1, first_device=1 + number) for number in range(others))]
+    one, options = Relay(engines, bucket_bytes=512), {**OPTIONS, "timeout_s": 12.0, "mode": "wait"}
+    push_from_all(one, checkpoint(1), weight_version="1", **options)
+    late.ends.clear()
+    if others:
+        [failure] = push_from_all(one, checkpoint(2), weight_version="2", on_failure="continue", **options)["failed"]
+        assert failure.behind == 0 and "under way" in str(failure.error)
+    else:
+        with pytest.raises(StateConflictError, match="under way"):
+            push_from_all(one, checkpoint(2), weight_version="2", **options)
+    assert late.busy
+    late.ends.set()
+    wait_until(lambda: late.paused, "its pause has ended")
+    assert not late.open and late.version == "1"
+    if wakes:  # no engine has newer weights
+        one.wake_up()
+        assert late.open
+    report = push_from_all(one, checkpoint(3), weight_version="3", on_failure="continue", **options)
+    assert report["failed"] == [] and all(engine.open and engine.version == "3" for engine in engines)
+    assert_loaded(engines, checkpoint(3))
+
+
+def test_updates_that_no_engine_takes_leave_those_open_that_were_each_time():
+    engines, one = host(2)
+    for _ in range(2):
+        for engine in engines:
+            engine.fail["post_update"] = StateConflictError("busy")
+        with pytest.raises(StateConflictError, match="busy"):
+            push_from_all(one, checkpoint(1), **OPTIONS)
+        assert all(engine.open for engine in engines)
+
+
+def test_a_pause_of_the_callers_outlasts_updates_that_an_engine_misses():
+    engines, one = host(2)
+    one.sleep(0)
+    engines[1].fail["post_update"] = StateConflictError("busy")
+    push_from_all(one, checkpoint(1), **OPTIONS)
+    push_from_all(one, checkpoint(2), **OPTIONS)
+    assert not any(engine.open for engine in engines)
     one.wake_up()
+    assert all(engine.open for engine in engines)
+    assert_loaded(engines, checkpoint(2))
+
+
+def behind(level=None):
+    """A host with an engine that an update has not reached; after a sleep of this level of all engines."""
+    engines, one = host(2)
+    push_from_all(one, checkpoint(1), weight_version="1", **OPTIONS)
+    engines[1].fail["post_update"] = StateConflictError("busy")
+    push_from_all(one, checkpoint(2), weight_version="2", **OPTIONS)
+    if level is not None:
+        one.sleep(level)
+    assert [engine.version for engine in engines] == ["2", "1"] and not engines[1].open
+    return engines, one
+
+
+def test_a_wake_that_a_pause_left_out_is_made_up_for_behind_the_next_update():
+    engines, one = behind(level=0)
+    assert [failure["engine"] for failure in one.wake_up()["failed"]] == [1]
+    push_from_all(one, checkpoint(3), **OPTIONS)
+    assert all(engine.open for engine in engines)
+
+
+@pytest.mark.parametrize("slept", [None, ["weights"]])
+def test_no_wake_opens_an_engine_that_is_behind(slept):
+    engines, one = behind()
+    if slept:
+        one.sleep(1, slept)
+    assert one.wake_up(["weights"]) == {"failed": []}
+    assert [engine.open for engine in engines] == [True, False]
+    push_from_all(one, checkpoint(3), **OPTIONS)
+    assert all(engine.open for engine in engines)
+
+
+def test_an_engine_that_is_behind_and_asleep_gets_its_weights_awake_for_the_next_update():
+    engines, one = behind(level=1)
+    assert one.wake_up(["weights"]) == {"failed": []}
+    push_from_all(one, checkpoint(3), **OPTIONS)
+    assert not any(engine.open for engine in engines)
+    one.wake_up()
+    assert all(engine.open for engine in engines)
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"]])
+def test_an_engine_that_opens_late_under_former_weights_is_closed_at_the_next_call(tags):
+    engines, one = behind()
+    engines[1].paused = False  # what kept it from being paused has ended
+    assert engines[1].open
+    one.wake_up(tags)
+    assert [engine.open for engine in engines] == [True, False]
+    engines[1].paused = False
+    for engine in engines:
+        engine.fail["post_update"] = StateConflictError("busy")
+    with pytest.raises(StateConflictError, match="busy"):
+        push_from_all(one, checkpoint(3), **OPTIONS)
+    assert [engine.open for engine in engines] == [True, False]
+    push_from_all(one, checkpoint(3), **OPTIONS)
+    assert all(engine.open for engine in engines)
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"]])
+@pytest.mark.parametrize("first", ["silent", "updating"])
+def test_a_new_relay_opens_no_engine_that_tells_its_state_late(first, tags):
+    engines, _ = behind()
+    tell, times = engines[1].weights_state, [1, 2]
+
+    def late():
+        if not times:
+            return tell()
+        times.pop()
+        if first == "silent":
+            raise NoAnswerError("no answer")
+        return tell() | {"reason": "updating"}
+
+    engines[1].weights_state = late
+    again = Relay(engines, bucket_bytes=512)
+    for _ in range(2):
+        again.wake_up(tags)
+        assert [engine.open for engine in engines] == [True, False]
+    push_from_all(again, checkpoint(3), **OPTIONS)
+    assert all(engine.open for engine in engines)
+
+
+def test_a_new_relay_opens_no_engine_that_has_missed_an_update_and_sleeps():
+    engines, _ = behind(level=1)
+    again = Relay(engines, bucket_bytes=512)
+    with pytest.raises(StateConflictError, match="has not reached"):  # which version is the newer one?
+        again.wake_up()
+    again.wake_up(["weights"])
+    push_from_all(again, checkpoint(3), **OPTIONS)
+    again.wake_up()
+    assert all(engine.open for engine in engines)
+
+
+def test_a_new_relay_wakes_engines_that_sleep_with_the_same_weights():
+    engines, one = host(2)
+    push_from_all(one, checkpoint(1), weight_version="1", **OPTIONS)
+    one.sleep(1)
+    assert Relay(engines).wake_up() == {"failed": []}
     assert all(engine.open for engine in engines)
 
 
