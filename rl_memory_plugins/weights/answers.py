@@ -69,7 +69,13 @@ def of_senders(findings: Sequence[Findings]) -> Findings:
 
 
 class Senders(Protocol):
-    """The senders of one update. This one is a sender without others."""
+    """The senders of one update. This one is a sender without others.
+
+    Attributes:
+        may_divide: Whether `divide` may return a division.
+    """
+
+    may_divide: bool = False
 
     def settle(self, findings: Findings | None) -> Findings:
         """The findings of all senders, none of which has mismatches. No sender begins before all agree.

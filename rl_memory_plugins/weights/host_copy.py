@@ -32,12 +32,7 @@ class HostCopier:
             WeightUpdateError: a tensor has no memory: it is offloaded, a DTensor, or another tensor subclass.
         """
         for tensor in (destination, source):
-            # The address of a storage without memory is 0, and that of its tensor is the offset in the storage.
-            if tensor.nbytes and tensor.data_ptr() <= tensor.storage_offset() * tensor.element_size():
-                raise WeightUpdateError(
-                    f"a {type(tensor).__name__} of {tensor.dtype} {list(tensor.shape)} has no memory to copy: "
-                    "it is offloaded, sharded, or another tensor subclass"
-                )
+            require_memory(tensor)
         self._pending.append((destination, source))
 
     def run(self) -> None:
@@ -53,6 +48,19 @@ class HostCopier:
     def close(self) -> None:
         self._pending.clear()
         self._pool.shutdown()
+
+
+def require_memory(tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        WeightUpdateError: a tensor has no memory: it is offloaded, a DTensor, or another tensor subclass.
+    """
+    # The address of a storage without memory is 0, and that of its tensor is the offset in the storage.
+    if tensor.nbytes and tensor.data_ptr() <= tensor.storage_offset() * tensor.element_size():
+        raise WeightUpdateError(
+            f"a {type(tensor).__name__} of {tensor.dtype} {list(tensor.shape)} has no memory to copy: "
+            "it is offloaded, sharded, or another tensor subclass"
+        )
 
 
 def _copy_ranges(ranges: Sequence[tuple[int, int, int]]) -> None:

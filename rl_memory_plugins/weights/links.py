@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
-from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers.streamed import memory_of
+from rl_memory_plugins.weights.communicators import joining
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from rl_memory_plugins.weights.connected_rank import ConnectedRank
     from rl_memory_plugins.weights.listener import Listener
+
+
+LONGEST_FAREWELL_S = 10.0
+
+
+def give_up(ranks: Sequence[ConnectedRank], error: RLMemoryError, timeout_s: float) -> None:
+    """End a failed update. Returns when no rank uses memory of this process, or has had the time to let go of it."""
+    for rank in ranks:
+        rank.connection.fail(error)
+    for rank in ranks:
+        joining.leave(rank)  # before its buffer is freed, which waits for a transfer on the GPU
+    # CUDA does not define what happens to memory that is freed while another process has it open. A rank closes it, and
+    # then its connection.
+    deadline = wire.Deadline(min(timeout_s, LONGEST_FAREWELL_S))
+    reading = [rank for rank in ranks if rank.candidate_transports and rank.candidate_transports[0].startswith("cuda")]
+    for rank in reading:
+        rank.connection.finish()
+    for rank in reading:
+        with contextlib.suppress(WeightUpdateError):
+            rank.connection.await_end(deadline.remaining())
 
 
 def send_bytes(rank: ConnectedRank, data: torch.Tensor, timeout_s: float) -> None:

@@ -277,5 +277,5 @@ class Parts:
                     f"{list(shape)}",
                     name=spec.name,
                 )
-            self._held = index, held
+            self._held = index, held.resolve_neg()  # a lazy negation is not in the bytes
         return self._held[1]

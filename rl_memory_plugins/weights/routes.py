@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -44,7 +45,7 @@ the calls for the next one, and the GPUs pack that one and load the former. Smal
 done: 15 GB take 71 ms with 256 MiB and 54 with 512, of 41 for the bytes alone."""
 
 NCCL_PART_BUCKET_BYTES = 128 << 20
-"""The same where several processes send their parts of each bucket: a rank has a slot for each of them."""
+"""The same where several processes may send their parts of each bucket: a rank has a slot for each of them."""
 
 DIRECT_BUCKET_BYTES = 1 << 30
 """The bucket size without staging. Such a bucket uses no memory: it is only the unit of announcement."""
@@ -57,6 +58,9 @@ MIN_STAGED_BUCKET_BYTES = 32 << 20
 
 MIN_MEAN_ALLOCATION = 16 << 20
 """With fewer mean bytes per allocation, staging takes less time than opening and closing all allocations."""
+
+
+OnGpu = TypeVar("OnGpu", CudaStaging, NcclStaging)
 
 
 class Route:
@@ -105,6 +109,7 @@ class Routes:
         resident: The tensors, if all of them exist before the update.
         stable: Whether tensors do not change while they are packed.
         group_bytes: See `source.GroupingSource`.
+        may_divide: Whether several processes may send their parts of each bucket.
 
     Attributes:
         own_device: The GPU on which this process stages what NCCL sends, or the CPU.
@@ -120,13 +125,16 @@ class Routes:
         resident: Sequence[torch.Tensor] | None,
         stable: bool,
         group_bytes: int = 0,
+        may_divide: bool = False,
     ) -> None:
-        self._manifest = manifest
+        self._whole = manifest
+        self._manifest = manifest  # with smaller buckets where memory is short
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
         self._stable = stable
         self._group_bytes = group_bytes
+        self._may_divide = may_divide
         gpus = cuda_ipc.local_gpus(initialise=transport in ("cuda_ipc", "nccl"))
         self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
         self._own_gpu = self._source_gpu or _current_gpu(gpus)
@@ -188,11 +196,10 @@ class Routes:
             mean = 0 if self._keep_mapped or self._transport == transport else MIN_MEAN_ALLOCATION
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if transport == "cuda_ipc":
-            return self._staging(device, stable)
+            most = self._whole.bucket_bytes if self._own_gpu in (None, device) else PEER_BUCKET_BYTES
+            return self._staging(functools.partial(CudaStaging, device, stable=stable), device, most)
         if transport == "nccl":
-            assert self._own_gpu is not None
-            smaller = _with_buckets(self._manifest, NCCL_BUCKET_BYTES)
-            return NcclStaging(self._own_gpu, slot_bytes or smaller.slot_bytes(), smaller.slots, stable=stable)
+            return self._nccl_staging(slot_bytes)
         if transport in ("tcp", "gloo"):
             smaller = _with_buckets(self._manifest, STREAMED_BUCKET_BYTES)
             nbytes = slot_bytes or smaller.slot_bytes()
@@ -211,25 +218,36 @@ class Routes:
             raise UnsupportedError("NCCL does not join two processes on one GPU")
         over_nccl.require(rank.nccl)
 
-    def _staging(self, device: str, stable: bool) -> CudaStaging:
+    def _nccl_staging(self, slot_bytes: int) -> NcclStaging:
+        assert self._own_gpu is not None
+        make = functools.partial(NcclStaging, self._own_gpu, stable=self._stable)
+        if self._may_divide and not slot_bytes:  # the other processes fill this one's slots too, and know their size
+            slot_bytes = _with_buckets(self._whole, NCCL_PART_BUCKET_BYTES).slot_bytes()
+        if slot_bytes:
+            return _allocate(make, slot_bytes, self._whole.slots)
+        return self._staging(make, self._own_gpu, NCCL_BUCKET_BYTES)
+
+    def _staging(self, make: Callable[[int, int], OnGpu], device: str, most: int) -> OnGpu:
         """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
 
         A source that creates tensors one at a time also needs memory for the largest tensor and its inputs, and a
         stable one for its next tensors while two groups wait for their copies. One that makes groups itself makes the
         next while the former is sent. Without that memory the source would fail after the engine has written the first
         bytes.
+
+        Args:
+            make: Allocates slots on `device`, from their size and number.
+            most: The largest bucket, in bytes.
         """
         needed = 0
         if self._resident is None:
             sizes = [spec.nbytes for spec in self._manifest.tensors]
             needed = 2 * max(sizes, default=0) + min(2 * self._group_bytes, sum(sizes))
-            needed += 3 * staged.GROUP_BYTES if stable else 0
-        cut = _with_buckets(self._manifest, _staged_bucket_bytes(self._manifest))
-        if self._own_gpu not in (None, device):
-            cut = _with_buckets(cut, PEER_BUCKET_BYTES)
+            needed += 3 * staged.GROUP_BYTES if self._stable else 0
+        cut = _with_buckets(self._manifest, min(_staged_bucket_bytes(self._manifest), most))
         while True:
             try:
-                staging = _allocate_staging(device, cut, stable)
+                staging = _allocate(make, cut.slot_bytes(), cut.slots)
             except OutOfMemoryError:
                 smaller = _with_half_buckets(cut)
                 if smaller is None:
@@ -264,7 +282,8 @@ class Routes:
         if transports <= {"cuda_direct", "cuda_ipc"}:
             return self._manifest.buckets()
         if transports <= {"cuda_direct", "cuda_ipc", "nccl"}:
-            return _with_buckets(self._manifest, NCCL_BUCKET_BYTES).buckets()
+            most = NCCL_PART_BUCKET_BYTES if self._may_divide else NCCL_BUCKET_BYTES
+            return _with_buckets(self._manifest, most).buckets()
         nbytes = STREAMED_BUCKET_BYTES if transports & {"tcp", "gloo"} else HOST_BUCKET_BYTES
         return _with_buckets(self._manifest, nbytes).buckets()
 
@@ -292,10 +311,15 @@ class Routes:
                     route = self._routes[transport, f"{device} {number}"] = Route(transport, buffer)
                 route.ranks, route.cut = ranks, cut
 
-    def sent_buckets(self, transports: Collection[str]) -> list[list[BucketEntry]]:
-        """The buckets of an update to which several processes contribute, the same on all of them."""
+    def divide(self, transports: Collection[str]) -> list[list[BucketEntry]]:
+        """Give up the buffers for whole tensors: several processes contribute to this update, see `part_buffer`.
+
+        Returns: its buckets, the same on all processes.
+        """
+        for route in self._routes.values():
+            route.buffer.close()
         nbytes = NCCL_PART_BUCKET_BYTES if set(transports) == {"nccl"} else STREAMED_BUCKET_BYTES
-        return _with_buckets(self._manifest, nbytes).buckets()
+        return _with_buckets(self._whole, nbytes).buckets()
 
     def part_buffer(self, transport: str, slot_bytes: int) -> StreamedStaging | NcclStaging:
         """A buffer for what this process contributes to an update.
@@ -308,9 +332,9 @@ class Routes:
         if transport == "nccl":
             if self._own_gpu is None:
                 raise UnsupportedError("this process uses no GPU")
-            buffer = NcclStaging(self._own_gpu, slot_bytes, self._manifest.slots)
+            buffer = _allocate(functools.partial(NcclStaging, self._own_gpu), slot_bytes, self._whole.slots)
         else:
-            buffer = StreamedStaging(slot_bytes, self._manifest.slots, kind=transport)
+            buffer = StreamedStaging(slot_bytes, self._whole.slots, kind=transport)
         self._parts.setdefault(transport, []).append(buffer)
         return buffer
 
@@ -388,13 +412,12 @@ def _with_half_buckets(manifest: Manifest) -> Manifest | None:
     return smaller
 
 
-def _allocate_staging(device: str, manifest: Manifest, stable: bool) -> CudaStaging:
-    slot_bytes, slots = manifest.slot_bytes(), manifest.slots
+def _allocate(make: Callable[[int, int], OnGpu], slot_bytes: int, slots: int) -> OnGpu:
     try:
-        return CudaStaging(device, slot_bytes, slots, stable=stable)
+        return make(slot_bytes, slots)
     except OutOfMemoryError:
         torch.cuda.empty_cache()  # torch may hold the memory in this process's cache
-        return CudaStaging(device, slot_bytes, slots, stable=stable)
+        return make(slot_bytes, slots)
 
 
 def _staged_bucket_bytes(manifest: Manifest) -> int:

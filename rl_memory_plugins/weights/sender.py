@@ -20,7 +20,7 @@ from rl_memory_plugins.weights.communicators.kept import OF_TRAINER
 from rl_memory_plugins.weights.connected_rank import ConnectedRank
 from rl_memory_plugins.weights.division import Need
 from rl_memory_plugins.weights.doors import Advertise
-from rl_memory_plugins.weights.links import await_slot, send_bytes
+from rl_memory_plugins.weights.links import await_slot, give_up, send_bytes
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, manifest_error
 from rl_memory_plugins.weights.overrides import as_sharded
@@ -180,6 +180,7 @@ class WeightSender:
                 resident=resident,
                 stable=resident is not None or (isinstance(source, StableSource) and source.stable),
                 group_bytes=source.group_bytes if isinstance(source, GroupingSource) else 0,
+                may_divide=self._senders.may_divide,
             )
             answers, buckets, slices = self._offer(manifest, routes)
             unused = self._require_accepted(answers)
@@ -216,10 +217,7 @@ class WeightSender:
             return report
         except BaseException as error:
             known = wire.as_update_error(error)
-            for rank in self._listener.ranks:
-                rank.connection.fail(known)
-            for rank in self._listener.ranks:
-                joining.leave(rank)  # before its buffer is freed, which waits for a transfer on the GPU
+            give_up(self._listener.ranks, known, self._timeout_s)
             if routes is not None:
                 with contextlib.suppress(Exception):  # the first error is the cause
                     routes.close()
@@ -290,7 +288,7 @@ class WeightSender:
         division = self._senders.divide(manifest, source, needs, self._listener.places)
         if division is None:
             return None
-        buckets = routes.sent_buckets({need.transport for need in division.needs})
+        buckets = routes.divide({need.transport for need in division.needs})
         return Parts(division, manifest, buckets, source, self._listener, routes, self._timeout_s, self._seconds)
 
     def _link(self, parts: Parts) -> None:

@@ -21,6 +21,7 @@ from rl_memory_plugins.weights.buffers import AttachedBuffer, DirectAttached, St
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached, communicated
 from rl_memory_plugins.weights.communicators import over_nccl
 from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
+from rl_memory_plugins.weights.communicators.polled import await_done
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
 from rl_memory_plugins.weights.entries import next_spec, tensor_of
 from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
@@ -236,8 +237,9 @@ class Session:
                 )
             if isinstance(buffer, CommunicatedAttached):
                 # Not with what may wait for the whole GPU: the engine's own loader, the beginning of the first write,
-                # and where memory is short the allocations of a check.
+                # and where memory is short the allocations of a check and of a tensor that comes together.
                 look_ahead = not (plan.opaque or self.check_finite) and self._total_bytes > 0
+                look_ahead = look_ahead and not _assembles(bucket, manifest, plan)
                 with timed(self.seconds, "receive"):
                     following = buffer.receive(connection, bucket, self.timeout_s, look_ahead=look_ahead)
                 connection.send(wire.Ack(bucket.slot), self.timeout_s)  # now: the trainer packs while this rank loads
@@ -259,7 +261,7 @@ class Session:
                 else:
                     yield from self._load(bucket, buffer, manifest, plan, replays)
                 if isinstance(following, wire.Bucket):
-                    self._synchronize_loads()
+                    self._await_loads(connection)
                 elif buffer.reused:
                     self.manager.device.synchronize()
             if not isinstance(buffer, CommunicatedAttached):
@@ -273,10 +275,20 @@ class Session:
             )
         self._committed = True
 
-    def _synchronize_loads(self) -> None:
+    def _await_loads(self, connection: wire.Connection) -> None:
         """Wait for what this thread has loaded, and not for the whole GPU: on it the next bucket may be arriving."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._device.type != "cuda":
+            return
+        loaded = torch.cuda.current_stream(self._device).record_event()
+        try:  # with a deadline: a load may wait for that bucket after all
+            await_done(loaded.query, wire.Deadline(self.timeout_s), connection)
+        except TimeoutError:
+            raise connection.stalled("did not send the bytes of the next bucket", self.timeout_s) from None
+        except ConnectionError as error:
+            problem = str(error)
+        else:
+            return
+        connection.raise_cause(f"sent no whole bucket: {problem}")
 
     def _divide(self, message: wire.Divide, connection: wire.Connection, offered: Manifest) -> Assembly:
         """Connect to the other processes of the trainer that send their shards."""
@@ -373,6 +385,18 @@ class Session:
             return None
         whole, self._assembled = self._assembled, None
         return whole
+
+
+def _assembles(bucket: wire.Bucket, manifest: Manifest, plan: LoadPlan) -> bool:
+    """Whether a bucket has rows of a tensor that only loads whole."""
+
+    def assembles(entry: BucketEntry) -> bool:
+        if not 0 <= entry.index < len(manifest.tensors):  # is refused when it is loaded
+            return False
+        spec = manifest.tensors[entry.index]
+        return entry.nbytes != spec.nbytes and plan.row_writes(spec.name, torch.empty(0), 0, 0, 0) is None
+
+    return any(assembles(entry) for entry in bucket.entries)
 
 
 def _is_plain(destination: torch.Tensor, source: Any) -> bool:

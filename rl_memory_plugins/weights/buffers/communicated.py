@@ -31,10 +31,10 @@ def communicated(
 
     Args:
         device: The name of this rank's device.
-        slots: How many there are: 1 if nothing is received ahead.
+        slots: How many there are: 1 if nothing is received ahead. Where memory is short on the GPU, one must do.
 
     Raises:
-        UnsupportedError: the two ends cannot be joined, or the GPU has no memory for the slots.
+        UnsupportedError: the two ends cannot be joined, or the GPU has no memory for a slot.
         HostMemoryError: there is no memory for the slots.
         RLMemoryError: the trainer has given up, or is gone.
     """
@@ -85,11 +85,20 @@ class CommunicatedAttached:
         self._slots: list[ReceivedSlot] = []  # the first has the bucket that was received last
         try:
             for _ in range(slots):
-                slot = ReceivedSlot(self._slot_bytes + SEAL_BYTES, device if communicator.transport == "nccl" else None)
-                self._slots.append(slot)
+                self._slots.append(self._new_slot(device if communicator.transport == "nccl" else None))
         except DeviceMemoryError as error:
+            if not self._slots:
+                raise UnsupportedError(str(error)) from None
+        except BaseException:
             self._free(0)
-            raise UnsupportedError(str(error)) from None
+            raise
+
+    def _new_slot(self, device: str | None) -> ReceivedSlot:
+        try:
+            return ReceivedSlot(self._slot_bytes + SEAL_BYTES, device)
+        except DeviceMemoryError:
+            torch.cuda.empty_cache()  # torch may hold the memory in this process's cache
+            return ReceivedSlot(self._slot_bytes + SEAL_BYTES, device)
 
     def one_slot(self) -> None:
         """Give up all slots but one, before anything is received."""
@@ -101,8 +110,8 @@ class CommunicatedAttached:
         """Receive the bytes of a bucket, after its message. Those of the bucket before are no longer used.
 
         Args:
-            look_ahead: Read the next message meanwhile, and begin to receive its bucket. Nothing may then wait for the
-                whole GPU before that bucket has arrived: such a wait has no deadline.
+            look_ahead: Read the next message meanwhile, and begin to receive its bucket, if there is a slot for it.
+                Nothing may then wait for the whole GPU before that bucket has arrived: such a wait has no deadline.
 
         Returns: the next message, if it has been read.
 
@@ -115,7 +124,7 @@ class CommunicatedAttached:
 
         def read_next() -> None:
             nonlocal following
-            if look_ahead and following is None and connection.has_message():
+            if look_ahead and following is None and len(self._slots) > 1 and connection.has_message():
                 following = connection.receive(Bucket, Commit, timeout_s=timeout_s)
                 if isinstance(following, Bucket):
                     self._begin(connection, following, timeout_s)

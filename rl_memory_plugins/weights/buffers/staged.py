@@ -18,7 +18,7 @@ from rl_memory_plugins.weights.buffers.streamed import seal_of, sealed
 from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.communicators import SEAL_BYTES
 from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
-from rl_memory_plugins.weights.host_copy import HostCopier
+from rl_memory_plugins.weights.host_copy import HostCopier, require_memory
 from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import can_group_copy
 
@@ -109,6 +109,7 @@ class _CudaSlots:
         peer = self._peers[device]
         if peer is None:
             return False
+        require_memory(tensor)
         if entry.nbytes:
             stream = self._streams.current(device)
             peer.copy(memory.data_ptr() + entry.offset, tensor.data_ptr(), entry.nbytes, stream.cuda_stream)
@@ -207,8 +208,11 @@ class NcclStaging(_CudaSlots):
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
         super().__init__(device, slot_bytes + ALIGNMENT, slots, stable=stable)  # with room for a seal
         self._slot_bytes = slot_bytes
-        # page-locked, so that a seal is copied without a wait; one for each slot, which is still read
-        self._seals = torch.empty((slots, SEAL_BYTES), dtype=torch.uint8, pin_memory=self._slots[0].is_cuda)
+        try:  # page-locked, so that a seal is copied without a wait; one for each slot, which is still read
+            self._seals = torch.empty((slots, SEAL_BYTES), dtype=torch.uint8, pin_memory=self._slots[0].is_cuda)
+        except BaseException:
+            self.close()
+            raise
 
     def publish(self) -> Sequence[Any]:
         """Begin the copies. The stream that is current is behind all of them."""

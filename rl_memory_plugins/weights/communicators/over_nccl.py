@@ -5,21 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.weights.communicators.polled import await_done
 from rl_memory_plugins.weights.wire import Connection, Deadline
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400
-_POLL_S = 20e-6
-"""The first pause between two questions. Each is longer than the last, up to 1 ms: a bucket travels for less."""
-
 _ALIKE = {"NCCL_CUMEM_ENABLE": "1", "NCCL_P2P_DISABLE": "0", "NCCL_SHM_DISABLE": "0", "NCCL_NET": ""}
 """The variables that decide by which way two ends exchange memory, and their defaults. SGLang sets the first."""
 
@@ -137,7 +134,7 @@ class NcclCommunicator:
                     ctypes.c_int(end),
                     ctypes.byref(config),
                 )
-                self._await(self._is_ready, Deadline(timeout_s), connection)
+                await_done(self._is_ready, Deadline(timeout_s), connection)
         except OSError as error:
             self.close()
             if connection.is_ended():
@@ -158,10 +155,10 @@ class NcclCommunicator:
     ) -> None:
         deadline = Deadline(timeout_s)
         with torch.cuda.device(self._device):
-            self._await(self._is_ready, deadline, connection)  # a thread of NCCL's gives the stream its work
+            await_done(self._is_ready, deadline, connection)  # a thread of NCCL's gives the stream its work
             arrived = torch.cuda.Event()
             arrived.record(self._stream)  # before `meanwhile` gives it more
-            self._await(lambda: self._is_ready() and arrived.query(), deadline, connection, meanwhile)
+            await_done(lambda: self._is_ready() and arrived.query(), deadline, connection, meanwhile)
 
     def settle(self) -> None:
         """Nothing is held."""
@@ -174,8 +171,11 @@ class NcclCommunicator:
 
     def _begin(self, name: str, data: torch.Tensor, connection: Connection, deadline: Deadline) -> None:
         """Begin a transfer on the stream of this communicator, after the work of the current stream."""
-        self._await(self._is_ready, deadline, connection)  # with the former call
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        await_done(self._is_ready, deadline, connection)  # with the former call
+        current = torch.cuda.current_stream(self._device)
+        while self._stream == current:  # torch hands out a few streams in turn, and the engine may compute on one
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(current)
         self._call(
             name,
             ctypes.c_void_p(data.data_ptr()),
@@ -186,25 +186,8 @@ class NcclCommunicator:
             ctypes.c_void_p(self._stream.cuda_stream),
         )
         if not self._is_connected:  # the first call connects the two GPUs; nothing need wait for the others
-            self._await(self._is_ready, deadline, connection)
+            await_done(self._is_ready, deadline, connection)
             self._is_connected = True
-
-    def _await(
-        self,
-        is_done: Callable[[], bool],
-        deadline: Deadline,
-        connection: Connection,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        pause = _POLL_S
-        while not is_done():
-            meanwhile()
-            if not deadline.remaining():
-                raise TimeoutError
-            if connection.is_ended():
-                raise ConnectionError("the peer has closed the connection")
-            time.sleep(pause)
-            pause = min(1.05 * pause, 1e-3)
 
     def _is_ready(self) -> bool:
         """Whether no call is in progress. Raises `ConnectionError` if the communicator has failed."""

@@ -76,6 +76,8 @@ class Held:
 class Together(Senders):
     """Agrees with the senders of other threads."""
 
+    may_divide = True
+
     def __init__(self, board, process, change):
         self._board = board
         self._process = process
@@ -176,6 +178,17 @@ def test_parts_of_three_processes_make_up_the_weights(options, dimension):
         whole = 2 * sum(t.nbytes for t in checkpoint(seed).values() if t.dim() <= dimension)
         assert sent + whole == received and all(report["sent_from_shards"] for report in found)
         assert [len(report["receivers"]) for report in found] == [2, 0, 0]
+
+
+def test_parts_that_are_negated_without_a_copy_are_sent_as_they_read():
+    class Negated(Held):
+        def held(self, name):
+            return torch._neg_view(-super().held(name))
+
+    ranks = engine()
+    found, _ = update(ranks, [Negated(checkpoint(4), process) for process in range(PROCESSES)])
+    assert all(report["sent_from_shards"] for report in found)
+    assert_right(ranks, 4)
 
 
 def test_a_process_that_holds_nothing_sends_nothing():

@@ -137,6 +137,16 @@ def test_the_next_transfer_begins_while_one_arrives_and_after_its_event(nccl, en
     assert nccl.log == ["event", "behind current", "receive 20", "ready", "event"]
 
 
+def test_transfers_take_another_stream_than_the_engine(nccl, ends):
+    """Else what the engine computes would wait for a bucket. torch gives out its streams in turn."""
+    communicator = joined(nccl, ends[0])
+    own = communicator._stream
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: own)
+        communicator.begin_receive(DATA, 10, ends[0], 5.0)
+    assert communicator._stream is not own and nccl.log[0] == f"behind {own}"
+
+
 @pytest.mark.parametrize("why", ["stalls", "ends", "fails", "closed"])
 @pytest.mark.parametrize("where", ["call", "arrival"])
 def test_every_wait_ends(nccl, ends, where, why):

@@ -88,6 +88,18 @@ def test_a_tensor_that_does_not_lie_as_it_is_sent_is_copied_by_torch_and_waited_
     staging.close()
 
 
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_tensor_on_another_gpu_without_memory_is_refused_and_not_read(gpus, streams, start):
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond)
+    tensor = torch.ones(12)
+    part = tensor[start:].as_subclass(OnFirst)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(WeightUpdateError, match="has no memory"):
+        put(staging, 0, 0, part)
+    assert gpus["GPU-0"].copied == []
+    staging.close()
+
+
 @pytest.mark.parametrize("case", ["one gpu", "no way", "host"])
 def test_otherwise_a_bucket_is_whole_when_it_is_published(gpus, streams, monkeypatch, case):
     if case == "no way":

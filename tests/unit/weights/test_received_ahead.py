@@ -1,15 +1,17 @@
 """Buckets that begin to arrive over a communicator while the one before them travels or is loaded."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from test_network_update import assert_next_update_right
+from test_network_update import assert_next_update_right, update
 from test_transport_communicators import GLOO, joined
 from toys import Rank, ToyModel, checkpoint, loaded
 
 from integration.waiting import wait_until
-from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights import session, wire
 from rl_memory_plugins.weights.buffers import communicated
 from rl_memory_plugins.weights.communicators import SEAL_BYTES, kept, over_gloo
 from rl_memory_plugins.weights.manifest import BucketEntry
@@ -171,22 +173,81 @@ def test_nothing_is_received_ahead_of_what_may_wait_for_the_whole_gpu(begun, mon
     assert looked[0] is False and all(looked[1:])  # the first write may wait for the GPU too
 
 
-def test_without_memory_for_both_slots_the_rank_keeps_neither_and_refuses(monkeypatch):
-    made = []
+class InterleavedModel(torch.nn.Module):
+    """Its loader copies a tensor in another order of rows: no rows of it load before the others have come."""
 
-    class Slot:
-        def __init__(self, nbytes, device):
-            if made:
-                raise DeviceMemoryError("full", needed_bytes=nbytes, free_bytes=0, margin_bytes=0)
-            made.append(self)
+    def __init__(self):
+        super().__init__()
+        self.plain = torch.nn.Parameter(torch.zeros(3, 8), requires_grad=False)
+        self.mixed = torch.nn.Parameter(torch.zeros(4, 2, 8), requires_grad=False)
 
-        def free(self):
-            made.remove(self)
+    def load_weights(self, weights):
+        for name, weight in weights:
+            if name == "mixed":
+                self.mixed.data.copy_(weight.view(2, 4, 8).transpose(0, 1))
+            else:
+                self.plain.data[int(name)].copy_(weight)
 
-    class Communicator:
-        transport = "nccl"
 
-    monkeypatch.setattr(communicated, "ReceivedSlot", Slot)
-    with pytest.raises(UnsupportedError, match="full"):
-        communicated.CommunicatedAttached({"slot_bytes": 4096}, Communicator(), None, "GPU-0")
-    assert made == []
+def test_with_one_slot_each_bucket_is_loaded_before_the_next_one_begins(begun, monkeypatch):
+    make, allocate = [], communicated.ReceivedSlot
+
+    def only_first(*arguments):
+        make.append(None)
+        if len(make) > 1:
+            raise DeviceMemoryError("full", needed_bytes=1, free_bytes=0, margin_bytes=0)
+        return allocate(*arguments)
+
+    monkeypatch.setattr(communicated, "ReceivedSlot", only_first)
+    rank = Rank(ToyModel(opaque=False))
+    with joined(rank, timeout_s=10.0) as (connection, communicator, thread):
+        trainer = Trainer(connection, communicator)
+        connection.receive(wire.Accept, timeout_s=5)
+        for number in range(len(TENSORS)):
+            trainer.announce(number)
+            if number:  # announced before the bytes of the one before have come
+                trainer.deliver(number - 1)
+                assert trainer.acknowledged(number - 1)
+            assert len(begun) <= number + 1
+        trainer.deliver(len(TENSORS) - 1)
+        assert trainer.acknowledged(len(TENSORS) - 1)
+        connection.send(wire.Commit(), 5.0)
+        connection.receive(wire.Done, timeout_s=5)
+        assert thread.join().error is None
+    rank.model.assert_unchanged(loaded(TENSORS, opaque=False))
+
+
+def test_nothing_is_received_ahead_while_a_tensor_comes_together(monkeypatch):
+    """Its memory is allocated meanwhile, for which torch may free other memory and wait for the whole GPU."""
+    looked, receive = [], communicated.CommunicatedAttached.receive
+
+    def noted(self, connection, bucket, *arguments, look_ahead):
+        looked.append(([entry.index for entry in bucket.entries], look_ahead))
+        return receive(self, connection, bucket, *arguments, look_ahead=look_ahead)
+
+    monkeypatch.setattr(communicated.CommunicatedAttached, "receive", noted)
+    rank = Rank(InterleavedModel())
+    tensors = {"0": torch.ones(8), "1": torch.ones(8), "mixed": torch.arange(64.0).view(8, 8), "2": torch.ones(8)}
+    report, (thread,) = update([rank], tensors, bucket_bytes=128, **GLOO)
+    assert thread.error is None, report
+    assert looked == [([0], False), ([1], True), ([2], False), ([2], False), ([3], True)]
+    assert torch.equal(rank.model.mixed, tensors["mixed"].view(2, 4, 8).transpose(0, 1))
+
+
+@pytest.mark.parametrize("how", ["stalls", "ends"])
+def test_loads_that_wait_for_the_next_bucket_have_a_deadline(begun, monkeypatch, how):
+    """As when the engine computes on the stream on which a bucket arrives."""
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(session.Session, "_device", torch.device("cuda", 0))
+    rank = Rank(ToyModel(opaque=False))
+    with joined(rank, timeout_s=1.5) as (connection, communicator, thread):
+        trainer = Trainer(connection, communicator)
+        trainer.first_two(begun)
+        trainer.deliver(1)
+        assert trainer.acknowledged(1)
+        if how == "ends":
+            connection.close()
+        error = thread.join().error
+    assert error.details["reason"] == {"ends": "lost", "stalls": "stalled"}[how]
+    assert rank.manager.content is Content.FAILED

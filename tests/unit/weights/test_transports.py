@@ -1,6 +1,7 @@
 """How the bytes travel: which way is chosen, what happens when it fails, and what is left open afterwards."""
 
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -478,6 +479,28 @@ def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
     cuda_ipc.release_mapped()
     assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
     wait_until(lambda: left_since(before) == NOTHING, "nothing is left")
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_direct"])
+def test_a_failed_update_ends_once_no_rank_has_the_trainers_memory_open(gpus, monkeypatch, transport):
+    gpu, open_at_end = gpus["GPU-0"], []
+    close = gpu.close
+
+    def slow(address):
+        threading.Event().wait(0.3)
+        close(address)
+
+    monkeypatch.setattr(gpu, "close", slow)
+    rank, placed = gpu_rank(load_opaque=lambda weights: next(iter(weights))), gpu.place(checkpoint(1))
+    held = len(gpu.memory)
+    with WeightSender(1, timeout_s=10, transport=transport) as endpoint:
+        thread = Receiving(rank, endpoint)
+        with pytest.raises(WeightUpdateError):
+            endpoint.send(as_source(placed))
+        open_at_end += gpu.mapped
+        assert len(gpu.memory) == held
+        thread.join()
+    assert open_at_end == []
 
 
 def test_overlapping_destinations_are_written_in_order():

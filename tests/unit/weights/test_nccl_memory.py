@@ -1,0 +1,152 @@
+"""The slots of NCCL at both ends, where a GPU has little memory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_gpu import OneByOne
+
+from rl_memory_plugins.errors import DeviceMemoryError, OutOfMemoryError, UnsupportedError
+from rl_memory_plugins.weights import routes
+from rl_memory_plugins.weights.buffers import NcclStaging, communicated
+from rl_memory_plugins.weights.manifest import ALIGNMENT, Manifest
+from rl_memory_plugins.weights.routes import Routes
+
+SPECS = OneByOne({str(number): torch.zeros(32, 8) for number in range(16)}).specs()  # of 1 KiB each
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 1024)
+    monkeypatch.setattr(routes.over_nccl, "require", lambda theirs: None)
+    monkeypatch.setattr(routes.joining, "choose", lambda rank, transport: None)
+
+
+def offered(gpus, *, resident=(), specs=SPECS, **options):
+    """The routes of a trainer on the first GPU whose rank is on the second one, and the size of the offered slots."""
+    made = Routes(
+        Manifest(specs, 1 << 20, 2), "nccl", [], keep_mapped=False, resident=resident, stable=False, **options
+    )
+    made._own_gpu = "GPU-0"
+    rank = SimpleNamespace(device="GPU-1", nccl={}, candidate_transports=["nccl"], refused=[], communicator=None)
+    rank.connection = SimpleNamespace(is_local=True, peer="rank 0")
+    description, _ = made.assign(rank).buffer.export()
+    assert all(bucket[-1].offset + bucket[-1].nbytes <= description["slot_bytes"] for bucket in made.buckets())
+    return made, description["slot_bytes"]
+
+
+def test_memory_that_torch_only_keeps_is_used(gpus, monkeypatch):
+    gpu = gpus["GPU-0"]
+    gpu.capacity = 1
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(gpu, "capacity", 1 << 24))
+    made, slot_bytes = offered(gpus)
+    assert slot_bytes == 4096
+    made.close()
+
+
+@pytest.mark.parametrize(("capacity", "expected"), [(1 << 24, 4096), (8192, 2048), (3000, 1024)])
+def test_buckets_shrink_where_the_trainers_gpu_is_full(gpus, capacity, expected):
+    gpus["GPU-0"].capacity = capacity
+    made, slot_bytes = offered(gpus)
+    assert slot_bytes == expected and len(made.buckets()) == 16 * 1024 // expected
+    made.close()
+    assert gpus["GPU-0"].memory == {}
+
+
+def test_without_memory_for_the_smallest_buckets_the_trainer_gets_that_error(gpus):
+    gpus["GPU-0"].capacity = 2000
+    with pytest.raises(OutOfMemoryError):
+        offered(gpus)
+
+
+def test_a_source_that_makes_its_tensors_is_left_the_memory_for_them(gpus):
+    """Two of the largest: beside slots of 2 KiB they have no room."""
+    gpus["GPU-0"].capacity = 2 * (2048 + ALIGNMENT) + 2047
+    made, slot_bytes = offered(gpus, resident=None)
+    assert slot_bytes == 1024
+    made.close()
+
+
+def test_a_small_model_has_small_slots(gpus):
+    made, slot_bytes = offered(gpus, specs=SPECS[:4])
+    assert 2 * slot_bytes <= 4096
+    made.close()
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_processes_that_may_send_parts_cut_the_same_buckets_and_give_up_their_slots_for_whole_tensors(
+    gpus, monkeypatch, short
+):
+    gpu = gpus["GPU-0"]
+    monkeypatch.setattr(routes, "NCCL_PART_BUCKET_BYTES", 2048)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(gpu, "capacity", 1 << 24))
+    gpu.capacity = 1 if short else 1 << 24
+    made, slot_bytes = offered(gpus, may_divide=True, resident=None)
+    assert slot_bytes == 2048
+    assert made.divide(["nccl"]) == made.buckets() and len(made.buckets()) == 8
+    assert gpu.memory == {}
+    gpu.capacity = 1 if short else 1 << 24
+    made.part_buffer("nccl", 512)
+    assert made.staging_bytes() == 2 * (512 + ALIGNMENT)
+    made.close()
+    assert gpu.memory == {}
+
+
+def test_slots_whose_seals_cannot_be_made_are_freed(gpus, monkeypatch):
+    def full(*size, **options):
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        NcclStaging("GPU-0", 4096, 2)
+    assert gpus["GPU-0"].memory == {}
+
+
+class Slots:
+    """A rank's memory for slots.
+
+    Attributes:
+        room: For how many there is some.
+        cached: How many more torch's cache holds.
+        error: What the last one raises.
+    """
+
+    def __init__(self, monkeypatch, room, cached=0, error=None):
+        self.room, self.cached, self.error, self.made = room, cached, error, []
+        monkeypatch.setattr(communicated, "ReceivedSlot", self._make)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
+
+    def _make(self, nbytes, device):
+        if len(self.made) == self.room:
+            raise self.error or DeviceMemoryError("full", needed_bytes=nbytes, free_bytes=0, margin_bytes=0)
+        slot = SimpleNamespace(memory=torch.zeros(nbytes, dtype=torch.uint8), free=lambda: self.made.remove(slot))
+        self.made.append(slot)
+        return slot
+
+    def _empty(self):
+        self.room, self.cached = self.room + self.cached, 0
+
+
+def attached():
+    communicator = SimpleNamespace(transport="nccl")
+    return communicated.CommunicatedAttached({"slot_bytes": 4096}, communicator, None, "GPU-0")
+
+
+@pytest.mark.parametrize(("room", "cached", "count"), [(2, 0, 2), (0, 2, 2), (1, 1, 2), (1, 0, 1)])
+def test_a_rank_takes_what_torch_only_keeps_and_else_does_with_one_slot(monkeypatch, room, cached, count):
+    slots = Slots(monkeypatch, room, cached)
+    buffer = attached()
+    assert len(buffer._slots) == len(slots.made) == count
+
+
+def test_a_rank_without_memory_for_one_slot_refuses(monkeypatch):
+    Slots(monkeypatch, 0)
+    with pytest.raises(UnsupportedError, match="full"):
+        attached()
+
+
+def test_a_rank_that_fails_otherwise_frees_its_slots(monkeypatch):
+    slots = Slots(monkeypatch, 1, error=RuntimeError("the GPU is lost"))
+    with pytest.raises(RuntimeError, match="the GPU is lost"):
+        attached()
+    assert slots.made == []
