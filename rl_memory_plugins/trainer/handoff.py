@@ -84,7 +84,7 @@ class RolloutHandoff:
             `PausableMemory.waits_before_use`. And `others` leave while the engines' weights wake and the update runs,
             if the devices have room for both, and if all `weights` are in a `PausableMemory` too. `weights` in a
             `PausableMemory` leave behind them, if the source only reads; see `weights.source.ReadingSource`. Where the
-            devices also have 16 GiB more than all that the engines wake, torch's cache stays until 0.3 s later.
+            devices also have 16 GiB more than all that the engines wake, torch's cache stays until all have left.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
         on_failure: What follows if an engine fails in a step. `abort`: the handoff fails. `continue`: it goes on
@@ -300,6 +300,7 @@ class RolloutHandoff:
             fits = suffices(self._peers.agree(lambda: begin(needs), as_type=Room))
         if not fits:
             self._free_others(report, leaving)
+            self._empty_kept_cache(report, leaving)  # memory has gone since it was to stay
         return True
 
     def _begin_weights(self, leaving: Leaving) -> None:
@@ -319,22 +320,33 @@ class RolloutHandoff:
                 self._peers.agree(lambda: report.add("offload_others", leaving.free_others()))
 
     def _empty_kept_cache(self, report: HandoffReport, leaving: Leaving) -> None:
-        """Empty torch's cache now, if it was to stay."""
+        """Empty torch's cache now, if it was to stay: on all processes, before an engine is asked again."""
         if leaving.keeps_cache:
             leaving.keeps_cache = False
-            with report.timed("offload_others"):
-                self._parts.empty_cache("offload_others")
+            with report.timed("offload_others"), self._peers.at("offload_others"):
+                self._peers.agree(lambda: self._parts.empty_cache("offload_others"))
 
     def _open(self, engines: Participants, report: HandoffReport, leaving: Leaving) -> None:
+        """Wake the rest of the engines. Torch's cache, if it was to stay, is emptied beside: all copies have ended."""
+
         def wake() -> None:
             self._on_engines(engines, report, "wake_kv_cache", lambda engine: engine.wake_up())
 
+        if not leaving.keeps_cache:
+            wake()
+            return
+        emptying = Beside(lambda: self._parts.empty_cache("offload"), "rl-memory-cache")
+        lacking = False
         try:
             wake()
         except RLMemoryError as error:
-            if not leaving.keeps_cache or not lacks_memory(error):
+            if not lacks_memory(error):
                 raise
-            self._empty_kept_cache(report, leaving)
+            lacking = True
+        with report.timed("offload"), self._peers.at("offload"):
+            self._peers.agree(emptying.result)
+        if lacking:
+            self._empty_kept_cache(report, leaving)  # of garbage too
             wake()
 
     def _body_ended(self) -> None:

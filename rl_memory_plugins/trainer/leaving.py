@@ -27,7 +27,7 @@ class Leaving:
 
     Attributes:
         others, weights: By memory, the tags that are still to be committed.
-        keeps_cache: Torch's cache stays: `memory/reclaim.py` empties it some time after the last commit.
+        keeps_cache: Torch's cache stays until the last commit: to empty it would wait for the copies.
     """
 
     keeps_cache = False

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError
-from rl_memory_plugins.tags import PUBLIC_TAGS, Tag
+from rl_memory_plugins.tags import PUBLIC_TAGS, Tag, TagState
 from rl_memory_plugins.trainer.engine_handle import EngineHandle
 from rl_memory_plugins.trainer.pausable_part import Pausable
 
@@ -15,8 +15,8 @@ ROOM_BYTES = 4 << 30
 
 
 AMPLE_BYTES = 16 << 30
-"""Bytes of a GPU that must be free beside awake engines if torch's cache of the trainer stays for a moment. Engines
-compute with memory that they do not count as asleep."""
+"""Bytes of a GPU that must be free beside awake engines if torch's cache of the trainer goes only while they wake.
+Engines compute with memory that they do not count as asleep."""
 
 
 class Needs(NamedTuple):
@@ -37,7 +37,7 @@ class Room(NamedTuple):
     Attributes:
         needs: What its engines need.
         free: What is free on the devices of its memories.
-        leaving: What its memories will free there.
+        leaving: What its memories will free there: tags that sleep already free nothing.
     """
 
     needs: Needs
@@ -73,7 +73,8 @@ def room(needs: Needs, memories: Mapping[Pausable, Iterable[str]]) -> Room:
         device, free_bytes = memory.device_memory()
         status = memory.status()
         free[device] = free_bytes
-        leaving[device] = leaving.get(device, 0) + sum(status[tag].bytes for tag in tags)
+        awake = [status[tag] for tag in set(tags) if status[tag].state is TagState.RESIDENT]
+        leaving[device] = leaving.get(device, 0) + sum(tag.bytes for tag in awake)
     return Room(needs, free, leaving)
 
 
@@ -89,7 +90,7 @@ def suffices(rooms: Sequence[Room]) -> bool:
 
 
 def is_ample(rooms: Sequence[Room]) -> bool:
-    """Whether the trainer's caches can stay while the engines wake all of their memory."""
+    """Whether the trainer's caches can stay until the engines wake all of their memory."""
     needed: dict[str, int] = {}
     freed: dict[str, int] = {}
     for one in rooms:

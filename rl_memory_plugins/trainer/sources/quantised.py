@@ -99,8 +99,14 @@ class QuantisedSource:
 
     def revise(self, mismatches: Sequence[Mismatch]) -> bool:
         """See `weights.source.NegotiableSource`. What is quantised has the form of the checkpoint, and no other."""
-        left = [one for one in mismatches if f"{one.name.rpartition('.')[0]}.weight" not in self._weights]
+        left = [one for one in mismatches if not self._is_made(one.name)]
         return bool(left) and isinstance(self._source, NegotiableSource) and self._source.revise(left)
+
+    def _is_made(self, name: str) -> bool:
+        """Whether a tensor is made of a quantised weight. One beside it, such as a bias, is the source's own."""
+        base, _, part = name.rpartition(".")
+        parts = {"weight"}.union(*self._known_parts.values())  # what was offered is known
+        return f"{base}.weight" in self._weights and part in parts
 
     @property
     def group_bytes(self) -> int:
@@ -135,7 +141,8 @@ class QuantisedSource:
         alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
         for name, tensor in group:
             if name in self._weights:
-                alike.setdefault((tensor.device, tensor.dtype), {})[name] = tensor.detach()
+                read = tensor.detach().resolve_neg()  # a lazy negation is not in the bytes, which a kernel reads
+                alike.setdefault((tensor.device, tensor.dtype), {})[name] = read
         made: dict[str, dict[str, torch.Tensor]] = {}
         many = self._format.quantise_many
         with torch.no_grad():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_memory_plugins.trainer.sources import formats
+from rl_memory_plugins.trainer.sources.quantised import QuantisedSource
 
 kernel = pytest.importorskip("rl_memory_plugins.trainer.sources.fp8_kernel", exc_type=ModuleNotFoundError)
 
@@ -192,6 +193,17 @@ def test_weights_on_gpus_take_it(weight, monkeypatch):
     monkeypatch.setattr(formats, "_by_operators", None)  # cannot be called
     made = quantised(weight)
     assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name].float(), expected[name].float()) for name in expected)
+
+
+def test_a_weight_that_is_negated_without_a_copy_is_rounded_as_it_reads(weight, monkeypatch):
+    monkeypatch.setattr(formats, "_by_operators", None)  # cannot be called
+    config = {"quant_method": "fp8", "weight_block_size": [16, 48]}
+    negated = torch._neg_view(-weight.as_subclass(torch.Tensor)).as_subclass(OnGpu)
+    assert negated.is_neg()
+    both = [QuantisedSource({"a.weight": one}, config, ["a.weight_scale_inv"]) for one in (negated, weight)]
+    made, expected = (dict(source.tensors()) for source in both)
+    assert len(expected) == 2
     assert all(torch.equal(made[name].float(), expected[name].float()) for name in expected)
 
 

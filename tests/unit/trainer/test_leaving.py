@@ -3,6 +3,8 @@
 Its weights leave behind the state.
 """
 
+import threading
+import time
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -36,7 +38,7 @@ from rl_memory_plugins.trainer import (
     StreamSource,
     handoff,
 )
-from rl_memory_plugins.trainer.room import AMPLE_BYTES, ROOM_BYTES, Needs, Room, is_ample, lacks_memory, suffices
+from rl_memory_plugins.trainer.room import AMPLE_BYTES, ROOM_BYTES, Needs, Room, is_ample, lacks_memory, room, suffices
 from rl_memory_plugins.trainer.sources.model import only_reads
 
 GiB = 1 << 30
@@ -153,7 +155,15 @@ class Cache:
 
     def __init__(self, monkeypatch, setup, free):
         self.emptied = []
-        monkeypatch.setattr(setup.handoff._parts, "empty_cache", lambda step: self.emptied.append(step) or 0.0)
+        self.beside = []  # what slept when another thread emptied it
+
+        def empty_cache(step):
+            if threading.current_thread() is not threading.main_thread():
+                self.beside.append(states(setup.memory)["parameters"])
+            self.emptied.append(step)
+            return 0.0
+
+        monkeypatch.setattr(setup.handoff._parts, "empty_cache", empty_cache)
         trim = setup.memory._manager.device.trim
         monkeypatch.setattr(setup.memory._manager.device, "trim", lambda *least: self._trim(trim, *least))
         monkeypatch.setattr(setup.memory, "device_memory", lambda: ("cpu:0", free))
@@ -165,13 +175,13 @@ class Cache:
 
 
 @pytest.mark.parametrize(("free", "kept"), [(31 * GiB, True), (29 * GiB, False)])
-def test_the_cache_stays_for_a_moment_where_the_device_has_ample_memory(monkeypatch, free, kept):
+def test_the_cache_goes_while_the_engine_opens_where_the_device_has_ample_memory(monkeypatch, free, kept):
     setup = Setup(monkeypatch)
     setup.step()
     cache = Cache(monkeypatch, setup, free)
     setup.engine.needed, setup.engine.cache = 4 * GiB, 10 * GiB
     assert setup.step() == BESIDE
-    assert cache.emptied == ([] if kept else ["offload"])
+    assert cache.emptied == ["offload"] and cache.beside == ([ASLEEP] if kept else [])
     setup.assert_nothing_lost()
 
 
@@ -199,7 +209,7 @@ def test_the_cache_goes_if_an_engine_lacks_memory_after_all(monkeypatch, tags):
     wake, refused = setup.engine.wake_up, []
 
     def wake_up(asked=None):
-        if asked == tags and not cache.emptied:
+        if asked == tags and not refused:
             refused.append(asked)
             raise SHORT
         wake(asked)
@@ -207,6 +217,27 @@ def test_the_cache_goes_if_an_engine_lacks_memory_after_all(monkeypatch, tags):
     monkeypatch.setattr(setup.engine, "wake_up", wake_up)
     setup.step()
     assert refused == [tags] and "offload_others" in cache.emptied
+    assert ("offload" in cache.emptied[: cache.emptied.index("offload_others")]) == (tags is None)
+    setup.assert_nothing_lost()
+
+
+def test_the_cache_goes_if_memory_has_gone_since_it_was_to_stay(monkeypatch):
+    setup = Setup(monkeypatch)
+    setup.step()
+    cache = Cache(monkeypatch, setup, 100 * GiB)
+    told = [100 * GiB, 5 * GiB]  # another process takes the rest
+    monkeypatch.setattr(setup.memory, "device_memory", lambda: ("cpu:0", told.pop(0)))
+    setup.engine.needed = 4 * GiB
+    wake = setup.engine.wake_up
+
+    def wake_up(asked=None):
+        if not cache.emptied:
+            raise SHORT
+        wake(asked)
+
+    monkeypatch.setattr(setup.engine, "wake_up", wake_up)
+    assert setup.step() == BEFORE
+    assert told == [] and cache.emptied == ["offload_others", "offload"]
     setup.assert_nothing_lost()
 
 
@@ -322,6 +353,7 @@ def test_gradients_are_dropped_before_the_copies_begin(monkeypatch):
 
 def test_the_cache_is_emptied_once_of_the_gradients_too_and_before_the_copies_begin(monkeypatch):
     setup = Setup(monkeypatch)
+    monkeypatch.setattr(setup.memory, "device_memory", lambda: ("cpu:0", AMPLE_BYTES - GiB))
     done = []
 
     def empty(step):
@@ -703,6 +735,21 @@ def test_caches_stay_only_beside_ample_memory(rooms, expected):
     assert is_ample(rooms) is expected
 
 
+def test_only_what_is_awake_will_leave_and_once():
+    model = Paged()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    learn(model, optimizer)
+    tags, status = ["optimizer", "parameters", "parameters"], memory.status()
+    both = {tag: status[tag].bytes for tag in tags}
+    assert all(both.values())
+    [leaving] = room(Needs({}, {}), {memory: tags}).leaving.values()
+    assert leaving == sum(both.values())
+    memory.sleep(["optimizer"])
+    [leaving] = room(Needs({}, {}), {memory: tags}).leaving.values()
+    assert leaving == both["parameters"]
+
+
 def test_errors_that_tell_of_scarce_memory():
     assert lacks_memory(SHORT) and lacks_memory(UNTYPED)
     assert not lacks_memory(WeightUpdateError("TypeError: no", type="TypeError"))
@@ -819,3 +866,43 @@ def handoff_of_two_without_host_memory(rank):
 
 def test_too_little_host_memory_of_one_process_leaves_all_awake_on_both(pair):
     assert pair.run(handoff_of_two_without_host_memory) == [("offload_others", True, True, True)] * 2
+
+
+def handoff_of_two_caches(rank, folder, tags):
+    """The engine lacks memory until both processes have emptied their caches. Returns: whether it is open."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 512)
+    memory = PausableMemory(model)
+    state = PausableMemory()
+    state.adopt([torch.ones(512)], tag="state")
+    memory.device_memory = state.device_memory = lambda: (f"GPU-{rank}", 100 * GiB)
+    engine = Engine()
+    wake = engine.wake_up
+
+    def wake_up(asked=None):
+        if asked == tags and len(list(folder.iterdir())) < 2:
+            raise SHORT
+        wake(asked)
+
+    engine.wake_up = wake_up
+    handoff = RolloutHandoff(
+        [engine] if rank == 0 else [],
+        checkpoint(5),
+        weights=[memory.part("parameters")],
+        others=[state.part("state")],
+        bucket_bytes=256,
+    )
+
+    def empty_cache(step):
+        time.sleep(0.5 * rank)  # garbage is collected
+        (folder / str(rank)).touch()
+        return 0.0
+
+    handoff._parts.empty_cache = empty_cache
+    handoff.sync()
+    return engine.open
+
+
+@pytest.mark.parametrize("tags", [["weights"], None], ids=str)
+def test_an_engine_is_asked_again_once_all_processes_have_emptied_their_caches(pair, tmp_path, tags):
+    assert pair.run(handoff_of_two_caches, tmp_path, tags)[0]

@@ -140,6 +140,16 @@ def test_a_weight_is_rounded_to_the_nearest_value(config: dict[str, Any], read: 
     assert listed == found
 
 
+@pytest.mark.parametrize(("config", "_read", "_error"), FORMATS.values(), ids=FORMATS)
+def test_a_weight_that_is_negated_without_a_copy_is_rounded_as_it_reads(config: Any, _read: Any, _error: Any) -> None:
+    negated = torch._neg_view(-weight())  # type: ignore[attr-defined]
+    assert negated.is_neg() and torch.equal(negated, weight())
+    made = dict(QuantisedSource({"layer.weight": negated}, config, markers(config)).tensors())
+    expected = dict(QuantisedSource({"layer.weight": weight()}, config, markers(config)).tensors())
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name].float(), expected[name].float()) for name in expected)
+
+
 def test_names_decide_which_weights_are_quantised() -> None:
     config = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     tensors = {"lm_head.weight": weight(), "layer.weight": weight(), "gate.weight": weight()}

@@ -16,7 +16,7 @@ from rl_memory_plugins.trainer.fan_out import FanOut, Reader
 from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.sources import quantised as quantised_module
 from rl_memory_plugins.trainer.sources.drafted import DraftedSource
-from rl_memory_plugins.trainer.sources.model import only_reads
+from rl_memory_plugins.trainer.sources.model import ModelSource, only_reads
 from rl_memory_plugins.trainer.sources.quantised import QuantisedSource
 from rl_memory_plugins.weights import source as protocols
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
@@ -195,10 +195,27 @@ def test_what_the_draft_must_change_reaches_the_draft_by_its_own_name() -> None:
 
 
 def test_what_is_quantised_is_no_matter_of_the_source() -> None:
-    inner = Inner()
+    class WithWeight(Inner):
+        def specs(self) -> list[TensorSpec]:
+            return [*super().specs(), spec_of("layer.weight", self.tensor)]
+
+    inner = WithWeight()
+    made = quantised(inner)
+    assert [spec.name for spec in made.specs()] == ["norm.weight", "layer.weight", "layer.weight_scale_inv"]
     parts = [Mismatch("dtype", f"layer.{part}", "why") for part in ("weight", "weight_scale_inv")]
-    assert not quantised(inner).revise(parts) and inner.learnt == []
-    assert quantised(inner).revise([*parts, OTHER]) and inner.learnt == [OTHER]
+    assert not made.revise(parts) and inner.learnt == []
+    assert made.revise([*parts, OTHER]) and inner.learnt == [OTHER]
+
+
+def test_the_bias_beside_a_quantised_weight_is_negotiated() -> None:
+    masters = {"layer.weight": torch.ones(16, 16), "layer.bias": torch.ones(16), "norm.weight": torch.ones(16)}
+    source = quantised(ModelSource(masters, dtype="engine"))
+    before = source.specs()
+    refused = [Mismatch("dtype", name, "why", expected="bfloat16") for name in ("layer.bias", "norm.weight")]
+    assert source.revise(refused)
+    changed = {spec.name: spec.dtype for spec in source.specs() if spec not in before}
+    assert changed == {"layer.bias": "bfloat16", "norm.weight": "bfloat16"}
+    assert not source.revise(refused)
 
 
 def test_every_class_that_gives_tensors_is_in_these_tables() -> None:
