@@ -5,7 +5,7 @@
     │   └── ManifestError             422  the trainer's tensors do not fit the model; lists every mismatch
     ├── StateConflictError            409  not possible in this state; names the state
     ├── EngineAsleepError             503  a request arrived while the engine does not admit any
-    ├── OutOfMemoryError              507  device or host memory does not suffice; nothing was changed
+    ├── OutOfMemoryError              507  device or host memory does not suffice; memory and weights are as before
     │   ├── DeviceMemoryError
     │   └── HostMemoryError
     ├── WeightUpdateError             502  an update broke off; the weights are `failed` until an update completes
