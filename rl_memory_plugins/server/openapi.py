@@ -47,7 +47,8 @@ ERRORS = {
     502: "The update broke off (`WeightUpdateError`).",
     503: "The server is still starting (`EngineAsleepError`).",
     504: "Running requests did not end within `drain_timeout_s`; nothing was released (`DrainTimeoutError`).",
-    507: "Device or host memory does not suffice; memory and weights are as before (`DeviceMemoryError`, `HostMemoryError`).",
+    507: "Device or host memory does not suffice; memory and weights are as before (`DeviceMemoryError`, "
+    "`HostMemoryError`).",
 }
 _BODY_WINS = " If query and body name a parameter, the body wins."
 _ALL_ROUTES = (401, 403, 500, 503)
