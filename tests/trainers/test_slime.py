@@ -77,7 +77,9 @@ def test_a_sync_that_ends_early_is_an_error_and_the_next_mends_it(name: str, eng
     last = updater.tensors.popitem()[0]
     with pytest.raises(WeightUpdateError, match=last):
         updater.update_weights()
-    assert not engine.valid and engine.version == "1"
+    # The only bucket was not whole, so no byte has left.
+    assert engine.valid and engine.version == "1"
+    engine.ranks[0].model.assert_unchanged(loaded(checkpoint(1)))
     sync(updater, 3)
     engine.ranks[0].model.assert_unchanged(loaded(checkpoint(3)))
     assert engine.valid and engine.version == "3"
