@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -168,11 +169,8 @@ def test_a_kept_event_may_stand_for_calls_before_the_last_one_that_is_gone(tmp_p
     assert wakes.first_seq < dropped < wakes.seq
 
 
-@pytest.mark.parametrize("writes", range(5))
-def test_a_writer_that_dies_leaves_whole_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    """It dies after so many writes: in one of the event, or in one of those that make room for it."""
-    ring = EventRing(str(tmp_path / "ring"), kept_bytes=1500)
-    add(ring, 4)
+def die_after(writes: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act again and again until the writer dies, in the middle of a write, after so many whole ones."""
     whole, left = os.pwrite, iter(range(writes))
 
     def pwrite(handle: int, content: bytes, at: int) -> int:
@@ -185,7 +183,15 @@ def test_a_writer_that_dies_leaves_whole_events(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
         dying.setattr(os, "pwrite", pwrite)
         while True:
-            add(ring)
+            act()
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_writer_that_dies_leaves_whole_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    """It dies after so many writes: in one of the event, or in one of those that make room for it."""
+    ring = EventRing(str(tmp_path / "ring"), kept_bytes=1500)
+    add(ring, 4)
+    die_after(writes, monkeypatch, lambda: add(ring))
     known = numbers(ring)
     add(ring)
     found = numbers(ring)
@@ -202,19 +208,7 @@ def test_a_writer_that_dies_while_it_counts_a_refusal_loses_refusals_alone(
     add(ring, 2)
     refused(ring, 3)
     refused(ring, 3, operation="wake_up")
-    whole, left = os.pwrite, iter(range(writes))
-
-    def pwrite(handle: int, content: bytes, at: int) -> int:
-        if next(left, None) is not None:
-            return whole(handle, content, at)
-        if len(content) > 32:  # a header is written at once
-            whole(handle, content[: len(content) // 2], at)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
-        dying.setattr(os, "pwrite", pwrite)
-        while True:
-            refused(ring)
+    die_after(writes, monkeypatch, lambda: refused(ring))
     assert [one.error for one in events(ring, 0)][:2] == [None, None]
     refused(ring)
     add(ring)
