@@ -55,6 +55,31 @@ def test_any_bits(dtype, block, finite):
     same_as_torch(torch.where(tiny, weight, 0), block)
 
 
+@DTYPES
+@pytest.mark.parametrize("exponent", [-61, -60, -59, 0, 59, 60, 61])
+def test_quotients_next_to_the_middle_of_two_codes(dtype, exponent):
+    """The kernel multiplies by the inverse of the scale. Errors of the last bit give other codes here."""
+    info = torch.finfo(dtype)
+    largest = torch.tensor([1.0, 1.3, 1.9921875], device="cuda:0", dtype=torch.float64) * 2.0**exponent
+    if dtype is torch.float16 and exponent:
+        largest = largest * 2.0 ** (-exponent + max(-10, min(10, exponent)))
+    codes = torch.arange(1, 127, dtype=torch.uint8, device="cuda:0").view(torch.float8_e4m3fn).double()
+    middles = torch.cat([(codes[1:] + codes[:-1]) / 2, codes])
+    for most in largest.to(dtype):
+        scale = (most.float() / 448).double()
+        near = (middles * scale).to(dtype)
+        around = torch.stack([torch.nextafter(near, near.new_zeros(())), near, torch.nextafter(near, near + info.max)])
+        weight = torch.cat([around.flatten(), -around.flatten(), most.reshape(1), -torch.zeros_like(most).reshape(1)])
+        weight = torch.where(weight.abs() <= most, weight, 0)
+        same_as_torch(weight.reshape(1, -1), (1, weight.numel()))
+
+
+def test_a_gpu_without_an_instruction_for_fp8(monkeypatch):
+    monkeypatch.setattr(fp8_kernel, "_converts", lambda gpu: False)
+    for shape in LAYER_7B.values():
+        same_as_torch(normal(*shape))
+
+
 def test_many_weights_in_one_launch():
     weights = [normal(*shape) for shape in [(3584, 3584), (1, 1), (129, 127), (512, 3584), (256, 4096)]]
     for weight, (values, scales) in zip(

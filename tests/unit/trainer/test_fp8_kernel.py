@@ -255,14 +255,15 @@ from rl_memory_plugins.trainer.sources.fp8_kernel import _round_blocks
 
 tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "TILE_ROWS": 128, "TILE_COLUMNS": 128, "POWER_OF_TWO": True}
 for dtype, aligned in ((tl.bfloat16, True), (tl.float16, False), (tl.float32, True)):
-    constants = {"DTYPE": dtype, **tile, "ALIGNED": aligned}
-    signature = {"table": "*i64"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=_round_blocks, signature=signature, constexprs=constants)
-    for capability in (80, 90, 100) if aligned else (90,):
-        made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
+    for capability, converts in ((80, False), (90, True), (100, True)) if aligned else ((90, True),):
+        constants = {"DTYPE": dtype, **tile, "ALIGNED": aligned, "CONVERTS": converts}
+        signature = {"table": "*i64"} | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(fn=_round_blocks, signature=signature, constexprs=constants)
+        made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4 if converts else 16})
         assert made.asm["cubin"]
         assert "div.rn.f32" in made.asm["ptx"] and "ftz" not in made.asm["ptx"]
         assert ("ld.global.v4" in made.asm["ptx"]) == aligned  # 16 bytes at a time
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]) == converts
 """
 
 
