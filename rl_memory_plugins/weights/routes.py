@@ -37,12 +37,14 @@ STREAMED_BUCKET_BYTES = 32 << 20
 
 PEER_BUCKET_BYTES = 256 << 20
 """The largest bucket that is packed from one GPU on another. The next one is packed while the receiver loads it: larger
-ones save 3 ms of 63 for 15 GB, and take the engine's memory. Each update allocates the slots there, in 9 ms."""
+ones save 3 ms of 63 for 15 GB, and take the engine's memory."""
 
-NCCL_BUCKET_BYTES = 512 << 20
-"""The largest bucket that travels from GPU to GPU. It travels for 1.4 ms at 370 GB/s. In that time the two ends make
-the calls for the next one, and the GPUs pack that one and load the former. Smaller ones are over before all that is
-done: 15 GB take 71 ms with 256 MiB and 54 with 512, of 41 for the bytes alone."""
+NCCL_BUCKET_BYTES = 256 << 20
+"""The largest bucket that travels from GPU to GPU. It travels for 0.7 ms at 370 GB/s."""
+
+PEER_SLOTS = 3
+"""The slots for such buckets. One travels, one is loaded or packed, and the third gives either end's calls time. With
+two, 15 GB take 4 ms more by CUDA IPC; by NCCL 71 ms instead of 54, and 54 with twice the size and thus more memory."""
 
 NCCL_PART_BUCKET_BYTES = 128 << 20
 """The same where several processes may send their parts of each bucket: a rank has a slot for each of them."""
@@ -110,8 +112,10 @@ class Routes:
         stable: Whether tensors do not change while they are packed.
         group_bytes: See `source.GroupingSource`.
         may_divide: Whether several processes may send their parts of each bucket.
+        free_slots: The number of slots in the manifest may change.
 
     Attributes:
+        manifest: That of the offer.
         own_device: The GPU on which this process stages what NCCL sends, or the CPU.
     """
 
@@ -126,9 +130,8 @@ class Routes:
         stable: bool,
         group_bytes: int = 0,
         may_divide: bool = False,
+        free_slots: bool = False,
     ) -> None:
-        self._whole = manifest
-        self._manifest = manifest  # with smaller buckets where memory is short
         self._transport = transport
         self._keep_mapped = keep_mapped
         self._resident = resident
@@ -150,6 +153,15 @@ class Routes:
                 self._source_gpu,
                 local=rank.connection.is_local,
             )
+        if free_slots and not may_divide and ranks and all(self._crosses(rank) for rank in ranks):
+            manifest = msgspec.structs.replace(manifest, slots=PEER_SLOTS)
+        self.manifest = manifest
+        self._manifest = manifest  # with smaller buckets where memory is short
+
+    def _crosses(self, rank: ConnectedRank) -> bool:
+        """Whether buckets come to a rank from another GPU, if its best transport works."""
+        best = rank.candidate_transports[0]
+        return best == "nccl" or (best == "cuda_ipc" and self._own_gpu not in (None, rank.device))
 
     def assign(self, rank: ConnectedRank) -> Route:
         """Assign the rank to the route of its best remaining transport. Creates the route if needed.
@@ -196,7 +208,7 @@ class Routes:
             mean = 0 if self._keep_mapped or self._transport == transport else MIN_MEAN_ALLOCATION
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if transport == "cuda_ipc":
-            most = self._whole.bucket_bytes if self._own_gpu in (None, device) else PEER_BUCKET_BYTES
+            most = self.manifest.bucket_bytes if self._own_gpu in (None, device) else PEER_BUCKET_BYTES
             return self._staging(functools.partial(CudaStaging, device, stable=stable), device, most)
         if transport == "nccl":
             return self._nccl_staging(slot_bytes)
@@ -222,9 +234,9 @@ class Routes:
         assert self._own_gpu is not None
         make = functools.partial(NcclStaging, self._own_gpu, stable=self._stable)
         if self._may_divide and not slot_bytes:  # the other processes fill this one's slots too, and know their size
-            slot_bytes = _with_buckets(self._whole, NCCL_PART_BUCKET_BYTES).slot_bytes()
+            slot_bytes = _with_buckets(self.manifest, NCCL_PART_BUCKET_BYTES).slot_bytes()
         if slot_bytes:
-            return _allocate(make, slot_bytes, self._whole.slots)
+            return _allocate(make, slot_bytes, self.manifest.slots)
         return self._staging(make, self._own_gpu, NCCL_BUCKET_BYTES)
 
     def _staging(self, make: Callable[[int, int], OnGpu], device: str, most: int) -> OnGpu:
@@ -319,7 +331,7 @@ class Routes:
         for route in self._routes.values():
             route.buffer.close()
         nbytes = NCCL_PART_BUCKET_BYTES if set(transports) == {"nccl"} else STREAMED_BUCKET_BYTES
-        return _with_buckets(self._whole, nbytes).buckets()
+        return _with_buckets(self.manifest, nbytes).buckets()
 
     def part_buffer(self, transport: str, slot_bytes: int) -> StreamedStaging | NcclStaging:
         """A buffer for what this process contributes to an update.
@@ -332,9 +344,9 @@ class Routes:
         if transport == "nccl":
             if self._own_gpu is None:
                 raise UnsupportedError("this process uses no GPU")
-            buffer = _allocate(functools.partial(NcclStaging, self._own_gpu), slot_bytes, self._whole.slots)
+            buffer = _allocate(functools.partial(NcclStaging, self._own_gpu), slot_bytes, self.manifest.slots)
         else:
-            buffer = StreamedStaging(slot_bytes, self._whole.slots, kind=transport)
+            buffer = StreamedStaging(slot_bytes, self.manifest.slots, kind=transport)
         self._parts.setdefault(transport, []).append(buffer)
         return buffer
 

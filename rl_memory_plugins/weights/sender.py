@@ -61,7 +61,7 @@ class WeightSender:
             let this process contribute its shards to an update of others.
         bucket_bytes: The largest bucket, in bytes; a single row of a tensor may exceed it. Large buckets are fastest on
             a GPU, because the two processes take turns there. If memory is short, the sender uses smaller ones.
-        slots: The number of buckets that exist at a time.
+        slots: The number of buckets that exist at a time; by default 2, and 3 if all travel from one GPU to another.
         timeout_s: The longest wait for a receiver at any point, in seconds.
         directory: The parent of the private directory for the socket; by default the directory for temporary files.
             The engine must see it under the same path, which must be short: the path of a socket has at most 107 bytes.
@@ -89,7 +89,7 @@ class WeightSender:
         receivers: int | Sequence[str] = 1,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        slots: int = 2,
+        slots: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         directory: str | os.PathLike[str] | None = None,
         token: str | None = None,
@@ -99,13 +99,13 @@ class WeightSender:
         advertise: Advertise | None = None,
         tls: Tls = False,
     ) -> None:
-        if transport not in ("auto", *TRANSPORTS):
-            allowed = ["auto", *TRANSPORTS]
+        allowed = ["auto", *TRANSPORTS]
+        if transport not in allowed:
             raise InvalidRequestError(
                 f"unknown transport {transport!r}", field="transport", got=transport, allowed=allowed
             )
         count = receivers if isinstance(receivers, int) else len(receivers)
-        if (count < 1 and senders is None) or slots < 1 or bucket_bytes < 1:
+        if (count < 1 and senders is None) or (slots is not None and slots < 1) or bucket_bytes < 1:
             raise InvalidRequestError(
                 "an update needs at least one receiver, one slot, and buckets of at least one byte"
             )
@@ -181,7 +181,9 @@ class WeightSender:
                 stable=resident is not None or (isinstance(source, StableSource) and source.stable),
                 group_bytes=source.group_bytes if isinstance(source, GroupingSource) else 0,
                 may_divide=self._senders.may_divide,
+                free_slots=self._slots is None,
             )
+            manifest = routes.manifest
             answers, buckets, slices = self._offer(manifest, routes)
             unused = self._require_accepted(answers)
             sharded = as_sharded(source)
@@ -308,7 +310,7 @@ class WeightSender:
     def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
         """The manifest to offer. Ask the ranks first if the source can change what it sends."""
         while True:
-            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots, partial)
+            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots or 2, partial)
             mismatches = manifest.mismatches()
             if mismatches:
                 raise manifest_error(mismatches)
@@ -357,7 +359,7 @@ class WeightSender:
         """
         begun: Packed | None = None
         for number, entries in enumerate(buckets):
-            slot = number % self._slots
+            slot = number % manifest.slots
             begun = self._announce_ended(begun, slot)
             with timed(self._seconds, "wait"):
                 await_slot(self._listener, slot)
@@ -375,7 +377,7 @@ class WeightSender:
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(self._seconds, "wait"):
-            for slot in range(self._slots):
+            for slot in range(manifest.slots):
                 await_slot(self._listener, slot)
 
     def _announce_ended(self, begun: Packed | None, slot: int = -1) -> Packed | None:

@@ -79,6 +79,9 @@ class Session:
         try:
             cuts = bool(offer.buffer.get("slices"))
             plan = self._validate(connection, offer.manifest, expected, cuts=cuts)
+            if isinstance(self._buffer, CommunicatedAttached):
+                with timed(self.seconds, "connect"):
+                    self._buffer.look_ahead()
             manifest, sent = offer.manifest, plan
             if cuts:
                 sent, self._slices = plan.cut, plan.slices
@@ -302,7 +305,7 @@ class Session:
                 raise UnsupportedError(f"this rank is sent its parts over {inner.transport}")
             if inner.transport == "tcp":
                 return StreamedAttached(description)
-            return communicated(description, other, self.communicators, self.timeout_s, device, slots=1)
+            return communicated(description, other, self.communicators, self.timeout_s, device)
 
         def dial(places: Sequence[str]) -> wire.Connection:
             return self.dial(places, connection.is_local)

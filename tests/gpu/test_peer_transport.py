@@ -43,12 +43,17 @@ def copied(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_auto_packs_on_the_engines_gpu(engine, copied, slots):
+@pytest.mark.parametrize(
+    ("slots", "count", "bucket"), [(None, 3, BUCKET), (1, 1, BUCKET), (2, 2, BUCKET), (3, 3, 256 << 10)]
+)
+def test_auto_packs_on_the_engines_gpu(engine, copied, slots, count, bucket):
+    """Small slots too, whose allocations the driver must not put together."""
     for seed in (1, 2):
         tensors = randomised(seed=seed)
-        report, error = engine.update(tensors, slots=slots, **OPTIONS)
+        report, error = engine.update(tensors, slots=slots, **{**OPTIONS, "bucket_bytes": bucket})
         assert error is None and report["transport"] == "cuda_ipc"
+        assert (count - 1) * bucket < report["staging_bytes"] <= count * bucket
+        assert engine.call("state")["mapped"] == 0
         assert_arrived(engine, tensors)
     assert sum(copied) == 2 * sum(tensor.nbytes for tensor in tensors.values())
 

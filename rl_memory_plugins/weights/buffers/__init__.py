@@ -1,8 +1,8 @@
 """The buffers that carry weights: the trainer's ends, and the receivers' ends, which `attach` opens.
 
 - `cuda_direct` (`direct.py`): receivers open the trainer's own tensors. There is no staging.
-- `cuda_ipc` (`staged.py`): slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads. From
-  another GPU the trainer packs a bucket while the one before travels.
+- `cuda_ipc` (`staged.py`): slots on the receiver's GPU. The trainer packs, the receiver reads. From another GPU the
+  trainer packs a bucket while the one before travels.
 - `shm_pinned` (`host.py`): slots in anonymous shared memory (`memfd_create`). The receiver page-locks it; the trainer
   does too if it sends from a GPU. A file descriptor carries it over the session's socket. The memory has no name: it
   vanishes with the processes, and works between containers that share only the socket and deny CUDA IPC.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -15,9 +16,6 @@ from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.manifest import BucketEntry
 from rl_memory_plugins.weights.wire import Bucket, Commit, Connection, Message
 
-SLOTS = 2
-"""One bucket arrives while the other is loaded."""
-
 
 def communicated(
     description: dict[str, Any],
@@ -25,17 +23,15 @@ def communicated(
     kept: KeptCommunicators,
     timeout_s: float,
     device: str,
-    slots: int = SLOTS,
 ) -> CommunicatedAttached:
     """Open a buffer, with a kept communicator or a new one.
 
     Args:
         device: The name of this rank's device.
-        slots: How many there are: 1 if nothing is received ahead. Where memory is short on the GPU, one must do.
 
     Raises:
         UnsupportedError: the two ends cannot be joined, or the GPU has no memory for a slot.
-        HostMemoryError: there is no memory for the slots.
+        HostMemoryError: there is no memory for a slot.
         RLMemoryError: the trainer has given up, or is gone.
     """
     communicator = kept.take(str(description["communicator"]), str(description["kind"]))
@@ -48,7 +44,7 @@ def communicated(
         join_s = min(timeout_s, float(description.get("timeout_s", timeout_s))) * JOIN_SHARE
         communicator = join(description, connection, ENGINE, join_s, own)
     try:
-        return CommunicatedAttached(description, communicator, kept, device, slots)
+        return CommunicatedAttached(description, communicator, kept, device)
     except BaseException:
         kept.drop(communicator)
         raise
@@ -57,11 +53,12 @@ def communicated(
 class CommunicatedAttached:
     """See `attach`. The slots are this rank's own: which of the trainer's a bucket lies in does not matter here.
 
+    There is one, until `look_ahead`.
+
     Args:
         communicator: This end of the communicator. The buffer owns it.
         kept: Keeps the communicator after a complete update.
         device: The name of this rank's device.
-        slots: As for `communicated`.
     """
 
     reused = True
@@ -73,7 +70,6 @@ class CommunicatedAttached:
         communicator: Communicator,
         kept: KeptCommunicators,
         device: str,
-        slots: int = SLOTS,
     ) -> None:
         self._communicator = communicator
         self._kept = kept
@@ -82,26 +78,32 @@ class CommunicatedAttached:
         if self._slot_bytes < 1:
             raise WeightUpdateError("the trainer announced a slot without bytes")
         self._ahead: Bucket | None = None  # has begun to arrive, in the slot that is not the first
-        self._slots: list[ReceivedSlot] = []  # the first has the bucket that was received last
+        self._device = device if communicator.transport == "nccl" else None
         try:
-            for _ in range(slots):
-                self._slots.append(self._new_slot(device if communicator.transport == "nccl" else None))
+            self._slots = [self._new_slot()]  # the first has the bucket that was received last
         except DeviceMemoryError as error:
-            if not self._slots:
-                raise UnsupportedError(str(error)) from None
-        except BaseException:
-            self._free(0)
-            raise
+            raise UnsupportedError(str(error)) from None
 
-    def _new_slot(self, device: str | None) -> ReceivedSlot:
+    def _new_slot(self) -> ReceivedSlot:
         try:
-            return ReceivedSlot(self._slot_bytes + SEAL_BYTES, device)
+            return ReceivedSlot(self._slot_bytes + SEAL_BYTES, self._device)
         except DeviceMemoryError:
             torch.cuda.empty_cache()  # torch may hold the memory in this process's cache
-            return ReceivedSlot(self._slot_bytes + SEAL_BYTES, device)
+            return ReceivedSlot(self._slot_bytes + SEAL_BYTES, self._device)
+
+    def look_ahead(self) -> None:
+        """Obtain a second slot: one bucket arrives while the other is loaded. Where memory is short, one must do.
+
+        Call this before anything is received, and while the trainer packs: it takes as long.
+
+        Raises:
+            HostMemoryError: there is no memory for it.
+        """
+        with contextlib.suppress(DeviceMemoryError):
+            self._slots.append(self._new_slot())
 
     def one_slot(self) -> None:
-        """Give up all slots but one, before anything is received."""
+        """Undo `look_ahead`, before anything is received."""
         self._free(1)
 
     def receive(

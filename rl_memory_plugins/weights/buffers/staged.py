@@ -1,4 +1,4 @@
-"""`cuda_ipc`: slots in one allocation on the receiver's GPU. The trainer packs, the receiver reads.
+"""`cuda_ipc`: slots on the receiver's GPU. The trainer packs, the receiver reads.
 
 `nccl`: slots on the trainer's GPU, from which a communicator carries them to the receiver's.
 """
@@ -24,12 +24,17 @@ from rl_memory_plugins.weights.plan import can_group_copy
 
 _BOUNCE_BYTES = 64 << 20
 
+_PAGE_BYTES = 2 << 20
+"""The driver puts smaller allocations together, and CUDA IPC opens what lies together as one."""
+
 GROUP_BYTES = 64 << 20
 """Small tensors are copied together when they have so many bytes. Those that a source has made live until then."""
 
 
 class _CudaSlots:
-    """Slots in one allocation on a GPU, outside torch's allocator and all pausable regions.
+    """Slots on a GPU, outside torch's allocator and all pausable regions.
+
+    Each is an allocation of its own: on another GPU, one of 512 MiB and more takes 9 ms, and one of 256 MiB takes 1 ms.
 
     The trainer packs tensors on the current stream of that GPU: from pinned host memory directly, from pageable host
     memory through a pinned bounce buffer that several threads fill. From another GPU it copies them on the current
@@ -56,8 +61,15 @@ class _CudaSlots:
         self._has_read_host = False  # since the last `publish`
         self._peers: dict[torch.device, cuda_ipc.CudaGpu | None] = {}  # other GPUs that reach this one
         self.nbytes = slot_bytes * slots
-        self._address = self._gpu.allocate(self.nbytes)
-        self._slots = list(self._gpu.view(self._address, self.nbytes).split(slot_bytes))
+        self._addresses: list[int] = []
+        self._slots: list[torch.Tensor] = []
+        try:
+            for _ in range(slots):
+                self._addresses.append(self._gpu.allocate(max(slot_bytes, _PAGE_BYTES)))
+                self._slots.append(self._gpu.view(self._addresses[-1], slot_bytes))
+        except BaseException:
+            self.close()
+            raise
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
@@ -152,16 +164,15 @@ class _CudaSlots:
             self._bounce.flush()
 
     def close(self) -> None:
-        if self._address:
-            self._small_copies = [], []
-            self._streams.synchronize()
-            self._slots = []
-            self._flat = {}
-            if self._bounce is not None:
-                self._bounce.copier.close()
-                self._bounce = None
-            self._gpu.free(self._address)
-            self._address = 0
+        self._small_copies = [], []
+        self._streams.synchronize()
+        self._slots = []
+        self._flat = {}
+        if self._bounce is not None:
+            self._bounce.copier.close()
+            self._bounce = None
+        while self._addresses:
+            self._gpu.free(self._addresses.pop())
 
 
 class CudaStaging(_CudaSlots):
@@ -175,17 +186,16 @@ class CudaStaging(_CudaSlots):
 
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
         super().__init__(device, slot_bytes, slots, stable=stable)
-        allocation = self._gpu.find(self._address)
-        if allocation is None:
+        allocations = [self._gpu.find(address) for address in self._addresses]
+        if None in allocations:
             self.close()
             raise UnsupportedError(f"CUDA IPC cannot export memory of {device}", device=device)
         self._description = {
             "kind": "cuda_ipc",
             "device": device,
             "process": cuda_ipc.process_id(),
-            "allocations": [allocation],
+            "allocations": allocations,  # of each slot
             "slot_bytes": slot_bytes,
-            "slots": slots,
         }
 
     def publish(self) -> Sequence[Any]:
@@ -280,12 +290,12 @@ class CudaAttached:
 
     def __init__(self, description: dict[str, Any], device: str) -> None:
         self._mappings = Mappings()
-        slot_bytes, slots = int(description["slot_bytes"]), int(description["slots"])
+        slot_bytes = int(description["slot_bytes"])
         allocations = allocations_of(description, device)
-        if len(allocations) != 1 or slot_bytes < 1 or allocations[0].nbytes < slot_bytes * slots:
+        if slot_bytes < 1 or min((one.nbytes for one in allocations), default=0) < slot_bytes:
             raise WeightUpdateError("the trainer's staging memory does not match its description")
-        (memory,) = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)
-        self._slots = list(memory[: slot_bytes * slots].split(slot_bytes))
+        memory = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)
+        self._slots = [slot[:slot_bytes] for slot in memory]
 
     def memory(self, slot: int, entry: BucketEntry) -> torch.Tensor:
         return self._slots[slot]

@@ -6,6 +6,7 @@ from toys import Receiving
 
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc, routes
+from rl_memory_plugins.weights.buffers import staged
 from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.tls import _own_certificate
 
@@ -35,6 +36,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "local_gpu", local_gpu)
     monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-0": 0, "GPU-1": 1})
     monkeypatch.setattr(cuda_ipc, "process_id", process_id)
+    monkeypatch.setattr(staged, "_PAGE_BYTES", 1)
     monkeypatch.setattr(routes, "MIN_MEAN_ALLOCATION", 0)
     monkeypatch.setattr(routes, "_source_gpu", lambda resident, local: "GPU-0" if resident else None)
     yield found

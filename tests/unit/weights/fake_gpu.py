@@ -24,8 +24,8 @@ class FakeGpu:
         self._serials = 0
 
     def allocate(self, nbytes):
-        if nbytes > self.capacity:
-            raise DeviceMemoryError("full", needed_bytes=nbytes, free_bytes=self.capacity, margin_bytes=0)
+        if nbytes > self.free_bytes():
+            raise DeviceMemoryError("full", needed_bytes=nbytes, free_bytes=self.free_bytes(), margin_bytes=0)
         memory = ctypes.create_string_buffer(nbytes)
         self._serials += 1
         self.memory[ctypes.addressof(memory)] = memory, self._serials

@@ -73,6 +73,14 @@ def test_a_small_model_has_small_slots(gpus):
     made.close()
 
 
+@pytest.mark.parametrize(("options", "slots"), [({}, 3), ({"free_slots": False}, 2), ({"may_divide": True}, 2)])
+def test_there_is_a_third_slot_unless_others_send_too(gpus, options, slots):
+    rank = SimpleNamespace(device="GPU-1", connection=SimpleNamespace(is_local=False))
+    manifest, given = Manifest(SPECS, 1 << 20, 2), {"keep_mapped": False, "resident": None, "stable": False}
+    made = Routes(manifest, "nccl", [rank], **given, **{"free_slots": True, **options})
+    assert made.manifest.slots == slots
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_processes_that_may_send_parts_cut_the_same_buckets_and_give_up_their_slots_for_whole_tensors(
     gpus, monkeypatch, short
@@ -128,14 +136,16 @@ class Slots:
 
 
 def attached():
-    communicator = SimpleNamespace(transport="nccl")
-    return communicated.CommunicatedAttached({"slot_bytes": 4096}, communicator, None, "GPU-0")
+    communicator, kept = SimpleNamespace(transport="nccl"), SimpleNamespace(drop=lambda communicator: None)
+    return communicated.CommunicatedAttached({"slot_bytes": 4096}, communicator, kept, "GPU-0")
 
 
 @pytest.mark.parametrize(("room", "cached", "count"), [(2, 0, 2), (0, 2, 2), (1, 1, 2), (1, 0, 1)])
 def test_a_rank_takes_what_torch_only_keeps_and_else_does_with_one_slot(monkeypatch, room, cached, count):
     slots = Slots(monkeypatch, room, cached)
     buffer = attached()
+    assert len(slots.made) == 1
+    buffer.look_ahead()
     assert len(buffer._slots) == len(slots.made) == count
 
 
@@ -147,6 +157,8 @@ def test_a_rank_without_memory_for_one_slot_refuses(monkeypatch):
 
 def test_a_rank_that_fails_otherwise_frees_its_slots(monkeypatch):
     slots = Slots(monkeypatch, 1, error=RuntimeError("the GPU is lost"))
+    buffer = attached()
     with pytest.raises(RuntimeError, match="the GPU is lost"):
-        attached()
+        buffer.look_ahead()
+    buffer.close()
     assert slots.made == []

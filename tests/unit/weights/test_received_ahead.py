@@ -1,5 +1,6 @@
 """Buckets that begin to arrive over a communicator while the one before them travels or is loaded."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +75,33 @@ class Trainer:
     @staticmethod
     def _seal(number):
         return bytes([number + 1]) * SEAL_BYTES
+
+
+def test_the_second_slot_is_obtained_after_the_answer(monkeypatch):
+    """Before, the trainer would wait for it and not pack."""
+    go_on, made, allocate = threading.Event(), [], communicated.ReceivedSlot
+
+    def noted(*arguments):
+        made.append(None)
+        if len(made) == 2:
+            assert go_on.wait(10)
+        return allocate(*arguments)
+
+    monkeypatch.setattr(communicated, "ReceivedSlot", noted)
+    rank = Rank(ToyModel(opaque=False))
+    with joined(rank, timeout_s=10.0) as (connection, communicator, thread):
+        connection.receive(wire.Accept, timeout_s=5)
+        assert not go_on.is_set()
+        go_on.set()
+        trainer = Trainer(connection, communicator)
+        for number in range(len(TENSORS)):
+            trainer.announce(number)
+            trainer.deliver(number)
+            assert trainer.acknowledged(number)
+        connection.send(wire.Commit(), 5.0)
+        connection.receive(wire.Done, timeout_s=5)
+        assert thread.join().error is None and len(made) == 2
+    rank.model.assert_unchanged(loaded(TENSORS, opaque=False))
 
 
 def has(rank, *names):

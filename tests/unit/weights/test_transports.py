@@ -15,6 +15,7 @@ from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import (
     InvalidRequestError,
+    OutOfMemoryError,
     RLMemoryError,
     StateConflictError,
     UnsupportedError,
@@ -203,15 +204,62 @@ def test_many_allocations_are_staged_unless_they_are_kept(gpus, monkeypatch):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 256, 1 << 20])
-def test_staging_is_one_allocation_opened_once(gpus, bucket_bytes):
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_each_slot_of_staging_is_an_allocation_opened_once(gpus, bucket_bytes, slots):
     gpu, rank = gpus["GPU-0"], gpu_rank()
     for seed in range(3):
         tensors = checkpoint(seed)
-        report, _ = send([rank], OneByOne(tensors), bucket_bytes=bucket_bytes)
+        report, _ = send([rank], OneByOne(tensors), bucket_bytes=bucket_bytes, slots=slots)
         assert report["transport"] == "cuda_ipc"
         rank.model.assert_unchanged(loaded(tensors))
-        assert len(gpu.opened) == seed + 1
+        assert len(gpu.opened) == slots * (seed + 1)
         assert not gpu.mapped and not gpu.memory
+
+
+def test_small_slots_have_pages_of_their_own(gpus, monkeypatch):
+    monkeypatch.setattr(buffers.staged, "_PAGE_BYTES", 1 << 16)
+    staging = buffers.CudaStaging("GPU-0", 4096, 3)
+    assert [len(memory) for memory, _ in gpus["GPU-0"].memory.values()] == [1 << 16] * 3
+    attached = buffers.attach(*staging.export(), device="GPU-0")
+    assert [len(slot) for slot in attached._slots] == [len(slot) for slot in staging._slots] == [4096] * 3
+    staging.close()
+
+
+def test_slots_that_cannot_all_be_allocated_are_freed(gpus):
+    gpus["GPU-0"].capacity = 2 * 4096
+    with pytest.raises(OutOfMemoryError):
+        buffers.CudaStaging("GPU-0", 4096, 3)
+    assert gpus["GPU-0"].memory == {}
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "slots"),
+    [
+        ([1], {}, 3),
+        ([1], {"slots": 2}, 2),
+        ([0], {"transport": "cuda_ipc"}, 2),
+        ([1], {"transport": "shm"}, 2),
+        ([0, 1], {}, 2),
+    ],
+)
+def test_where_all_buckets_come_from_another_gpu_there_is_a_third_slot(gpus, monkeypatch, devices, options, slots):
+    offered, used, deliver = [], set(), wire.Connection.send
+
+    def noted(connection, message, *arguments):
+        if isinstance(message, wire.Offer):
+            offered.append(message.manifest.slots)
+        if isinstance(message, wire.Bucket):
+            used.add(message.slot)
+        deliver(connection, message, *arguments)
+
+    monkeypatch.setattr(wire.Connection, "send", noted)
+    ranks = [gpu_rank(ToyModel(opaque=False), number) for number in devices]
+    tensors = checkpoint(3, opaque=False)
+    report, threads = send(ranks, gpus["GPU-0"].place(tensors), **options)
+    assert [thread.error for thread in threads] == [None] * len(ranks) and report["buckets"] >= slots
+    assert offered == [slots] * len(ranks) and used == set(range(slots))
+    for rank in ranks:
+        rank.model.assert_unchanged(loaded(tensors, opaque=False))
 
 
 def test_each_gpu_has_staging_of_its_own(gpus):
@@ -221,7 +269,7 @@ def test_each_gpu_has_staging_of_its_own(gpus):
     report, threads = send(ranks, placed)
     assert [thread.report["transport"] for thread in threads] == ["cuda_direct", "cuda_ipc"]
     assert report["transport"] == "cuda_ipc"
-    assert len(gpus["GPU-1"].opened) == 1 and not gpus["GPU-1"].memory
+    assert len(gpus["GPU-1"].opened) == 2 and not gpus["GPU-1"].memory
     for i, rank in enumerate(ranks):
         rank.model.assert_unchanged(loaded(tensors, i, 2))
 
@@ -396,7 +444,7 @@ def test_scattered_or_foreign_tensors_are_staged(gpus):
     [
         {"slot_bytes": 1 << 40},
         {"slot_bytes": 0},
-        {"slots": "two"},
+        {"slot_bytes": "many"},
         {"allocations": []},
         {"allocations": [[b"short", 0, 1, 1]]},
         {"allocations": [["no bytes", 0, 1, 1]]},
