@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from rl_memory_plugins.trainer.sources.model import only_reads
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.overrides import as_sharded
+from rl_memory_plugins.weights.overrides import as_sharded, tensors_in
 from rl_memory_plugins.weights.sender import close_iterator
 from rl_memory_plugins.weights.shards import Layout
 from rl_memory_plugins.weights.source import (
     GroupingSource,
     NegotiableSource,
+    Places,
     ResidentSource,
     StableSource,
     TensorSource,
@@ -38,6 +39,10 @@ class Once:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._tensors = self._source.tensors()
         return itertools.chain(self._tensors)  # a chain has no `close`, so the sender cannot end the iteration
+
+    def tensors_in(self, places: Places) -> Iterator[tuple[str, torch.Tensor]]:
+        self._tensors = tensors_in(self._source, places)
+        return itertools.chain(self._tensors)
 
     @property
     def negotiable(self) -> bool:

@@ -125,10 +125,12 @@ class CudaGpu:
             ctypes.c_void_p(stream),
         )
 
-    def free_bytes(self) -> int:
-        """Bytes that torch can still allocate on this GPU."""
-        unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
-        return int(torch.cuda.mem_get_info(self.index)[0] + unused)
+    def lacks(self, nbytes: int) -> bool:
+        """Whether torch cannot allocate so many bytes on this GPU."""
+        missing = nbytes - int(torch.cuda.mem_get_info(self.index)[0])
+        if missing <= 0:  # torch's own figures take longer to get
+            return False
+        return missing > int(torch.cuda.memory_reserved(self.index)) - int(torch.cuda.memory_allocated(self.index))
 
     def find(self, address: int) -> Allocation | None:
         """The allocation that contains the address; `None` if CUDA IPC cannot export it."""

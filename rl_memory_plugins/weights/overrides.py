@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from rl_memory_plugins.weights.source import ShardedSource, TensorSource
+from rl_memory_plugins.weights.source import Places, PlacingSource, ShardedSource, TensorSource
+
+if TYPE_CHECKING:
+    import torch
 
 
 def still_holds(one: Any, said: str, *of: str) -> bool:
@@ -17,6 +21,13 @@ def as_sharded(source: TensorSource) -> ShardedSource | None:
     if isinstance(source, ShardedSource) and still_holds(source, "held", "specs", "tensors"):
         return source
     return None
+
+
+def tensors_in(source: TensorSource, places: Places) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a source, made in `places` if the source can; see `weights.source.PlacingSource`."""
+    if isinstance(source, PlacingSource) and still_holds(source, "tensors_in", "tensors"):
+        return source.tensors_in(places)
+    return source.tensors()
 
 
 def _depth(one: Any, name: str) -> int:

@@ -252,11 +252,11 @@ class Routes:
             most: The largest bucket, in bytes.
         """
         needed = 0
+        sizes = [spec.nbytes for spec in self._manifest.tensors]
         if self._resident is None:
-            sizes = [spec.nbytes for spec in self._manifest.tensors]
             needed = 2 * max(sizes, default=0) + min(2 * self._group_bytes, sum(sizes))
             needed += 3 * staged.GROUP_BYTES if self._stable else 0
-        cut = _with_buckets(self._manifest, min(_staged_bucket_bytes(self._manifest), most))
+        cut = _with_buckets(self._manifest, min(_staged_bucket_bytes(sizes, self._manifest.slots), most))
         while True:
             try:
                 staging = _allocate(make, cut.slot_bytes(), cut.slots)
@@ -265,7 +265,7 @@ class Routes:
                 if smaller is None:
                     raise
             else:
-                is_short = needed and cuda_ipc.local_gpu(device).free_bytes() < needed
+                is_short = needed > 0 and cuda_ipc.local_gpu(device).lacks(needed)
                 smaller = _with_half_buckets(cut) if is_short else None
                 if smaller is None:
                     self._manifest = cut
@@ -432,11 +432,11 @@ def _allocate(make: Callable[[int, int], OnGpu], slot_bytes: int, slots: int) ->
         return make(slot_bytes, slots)
 
 
-def _staged_bucket_bytes(manifest: Manifest) -> int:
+def _staged_bucket_bytes(sizes: Sequence[int], slots: int) -> int:
     """The bucket size, in bytes, at which the sender fills each slot twice: packing then overlaps loading.
 
     The size is at least `MIN_STAGED_BUCKET_BYTES`, but all slots together are never larger than all tensors.
     """
-    total = sum(align(spec.nbytes) for spec in manifest.tensors)
-    wanted = max(-(-total // (2 * manifest.slots)), MIN_STAGED_BUCKET_BYTES)
-    return max(align(min(wanted, -(-total // manifest.slots))), 1)
+    total = sum(map(align, sizes))
+    wanted = max(-(-total // (2 * slots)), MIN_STAGED_BUCKET_BYTES)
+    return max(align(min(wanted, -(-total // slots))), 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.answers import Alone, Findings, Senders, of_ranks
@@ -24,6 +24,7 @@ from rl_memory_plugins.weights.links import await_slot, give_up, send_bytes
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, manifest_error
 from rl_memory_plugins.weights.overrides import as_sharded
+from rl_memory_plugins.weights.packing import Packing
 from rl_memory_plugins.weights.parts import Parts
 from rl_memory_plugins.weights.routes import Packed, Route, Routes
 from rl_memory_plugins.weights.slices import Slice
@@ -33,7 +34,6 @@ from rl_memory_plugins.weights.source import (
     ResidentSource,
     StableSource,
     TensorSource,
-    next_tensor,
 )
 from rl_memory_plugins.weights.tls import Tls
 
@@ -119,7 +119,6 @@ class WeightSender:
         self._slots = slots
         self._timeout_s = timeout_s
         self._senders = senders or Alone()
-        self._current: Any = None  # the tensor that is packed in parts
         self._seconds: dict[str, float] = {}  # by step
         local = transport != "tcp"
         if advertise is None and not local:
@@ -167,6 +166,7 @@ class WeightSender:
         """
         routes: Routes | None = None
         parts: Parts | None = None
+        packing: Packing | None = None
         tensors: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
             manifest = self._negotiate(source, partial)
@@ -190,8 +190,9 @@ class WeightSender:
             parts = None if sharded is None else self._divide(manifest, routes, sharded, answers)
             if parts is None:
                 routes.cut(slices, buckets)
-                tensors = source.tensors()
-                self._stream(manifest, buckets, routes.in_use(), tensors)
+                packing = Packing(source, manifest, routes.in_use())
+                tensors = packing.tensors
+                self._stream(manifest.slots, buckets, packing)
             else:
                 self._link(parts)
                 tensors = source.tensors()
@@ -220,11 +221,13 @@ class WeightSender:
         except BaseException as error:
             known = wire.as_update_error(error)
             give_up(self._listener.ranks, known, self._timeout_s)
+            if packing is not None:
+                packing.close()
             if routes is not None:
                 with contextlib.suppress(Exception):  # the first error is the cause
                     routes.close()
             # The frames of the traceback must not keep tensors alive as long as the error.
-            self._current = routes = resident = parts = None
+            packing = routes = resident = parts = None
             traceback.clear_frames(error.__traceback__)
             close_iterator(tensors)
             try:
@@ -346,26 +349,20 @@ class WeightSender:
         """What the ranks of this process answer; `None` if it serves none."""
         return of_ranks([(rank.rank, answer) for rank, answer in answers]) if answers else None
 
-    def _stream(
-        self,
-        manifest: Manifest,
-        buckets: list[list[BucketEntry]],
-        routes: list[Route],
-        tensors: Iterator[tuple[str, torch.Tensor]],
-    ) -> None:
+    def _stream(self, slots: int, buckets: list[list[BucketEntry]], packing: Packing) -> None:
         """Pack and announce the buckets. Packing overlaps with the loading of earlier buckets.
 
         A bucket whose copies have only begun is announced once they have ended, after the next one is packed behind it.
         """
         begun: Packed | None = None
         for number, entries in enumerate(buckets):
-            slot = number % manifest.slots
+            slot = number % slots
             begun = self._announce_ended(begun, slot)
             with timed(self._seconds, "wait"):
                 await_slot(self._listener, slot)
             begun = self._announce_ended(begun)
             with timed(self._seconds, "pack"):
-                packed = self._pack(slot, entries, manifest, routes, tensors)
+                packed = packing.pack(slot, entries)
             if begun is not None:
                 self._announce(begun)
             begun = packed
@@ -374,10 +371,9 @@ class WeightSender:
                 begun = None
         if begun is not None:
             self._announce(begun)
-        for extra, _ in tensors:
-            raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
+        packing.finish()
         with timed(self._seconds, "wait"):
-            for slot in range(manifest.slots):
+            for slot in range(slots):
                 await_slot(self._listener, slot)
 
     def _announce_ended(self, begun: Packed | None, slot: int = -1) -> Packed | None:
@@ -402,32 +398,6 @@ class WeightSender:
                 if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
                     with timed(self._seconds, "send"):
                         send_bytes(rank, route.buffer.sent(slot, places, seal), self._timeout_s)
-
-    def _pack(
-        self,
-        slot: int,
-        entries: Sequence[BucketEntry],
-        manifest: Manifest,
-        routes: list[Route],
-        tensors: Iterator[tuple[str, torch.Tensor]],
-    ) -> Packed:
-        """Put the tensors of a bucket into all buffers."""
-        placed: dict[Route, list[BucketEntry]] = {route: [] for route in routes}
-        left = {route: route.left_of(entries) for route in routes}
-        for entry in entries:
-            spec = manifest.tensors[entry.index]
-            if entry.start == 0:
-                self._current = next_tensor(spec, tensors)
-            part = self._current
-            if entry.nbytes != spec.nbytes:
-                part = part.narrow(0, entry.start // spec.row_nbytes, entry.nbytes // spec.row_nbytes)
-            for route, places in placed.items():
-                own = left[route].get(entry.index)
-                if own is not None:
-                    places.append(route.buffer.put(slot, own, spec, route.part(entry, part)))
-            if entry.start + entry.nbytes == spec.nbytes:
-                self._current = part = None
-        return Packed(slot, placed, [copy for route in placed for copy in route.buffer.publish()])
 
     def _hold(self, routes: list[Route]) -> None:
         """Keep the connections to receivers that leave this process's memory open, and communicators."""

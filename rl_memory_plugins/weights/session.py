@@ -322,7 +322,7 @@ class Session:
         writes: list[Write] = []
         for entry in bucket.entries:
             memory = buffer.memory(bucket.slot, entry)
-            spec = self._take(entry, manifest, len(memory))
+            spec = self._take(entry, manifest, memory.numel())
             if self.check_finite:
                 _require_finite(spec.name, tensor_of(memory, entry, spec))
             planned = self._writes(plan, spec, memory, entry)

@@ -73,6 +73,32 @@ class GroupingSource(TensorSource, Protocol):
     def group_bytes(self) -> int: ...
 
 
+class Places(Protocol):
+    """Where tensors will lie in the bucket that is being packed. A name is in it if its tensor lies there whole.
+
+    The tensors are contiguous, of the dtype and shape of the specs, and on the GPU of the bucket. What they hold may be
+    written until they are yielded. None of them may be used after the next bucket has begun.
+    """
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class PlacingSource(TensorSource, Protocol):
+    """A source that can make tensors where they are sent from, which saves a copy.
+
+    It says nothing about a subclass with `tensors` of its own.
+    """
+
+    def tensors_in(self, places: Places) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `tensors`. It may yield the tensors of `places` themselves.
+
+        When it takes a tensor, the sender has set `places` to the bucket of that tensor.
+        """
+
+
 @runtime_checkable
 class NegotiableSource(TensorSource, Protocol):
     """A source that can change its specs to what the engine takes.

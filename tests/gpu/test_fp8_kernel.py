@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from integration.models import FP8_BLOCKS, SHAPES, checkpoint_shapes, fp8_checkpoint_names
+from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.trainer import QuantisedSource
 from rl_memory_plugins.trainer.sources import formats, fp8_kernel
 from rl_memory_plugins.trainer.sources.quantised import GROUP_VALUES
+from rl_memory_plugins.weights.buffers import CudaStaging, typed
+from rl_memory_plugins.weights.manifest import Manifest
+from rl_memory_plugins.weights.packing import Packing
+from rl_memory_plugins.weights.routes import Route
 
 BLOCK = (128, 128)
 LAYER_7B = {  # the quantised weights of one layer: 0.23 G values
@@ -126,6 +131,40 @@ def test_it_is_what_a_source_uses():
     # At most two groups in FP8, the last one and the next. By torch's operators there is a copy in float32 too.
     assert torch.cuda.max_memory_allocated(0) - before < 2.1 * most
     assert not formats._kernel_errors
+
+
+def test_results_are_written_where_there_is_a_place():
+    weights = [normal(*shape) for shape in [(3584, 3584), (129, 127), (256, 4096)]]
+    expected = fp8_kernel.round_blocks(weights, BLOCK, power_of_two=False)
+    for offset in (256, 3):
+        codes = torch.zeros(3584 * 3584 + offset, dtype=torch.uint8, device="cuda:0")[offset:]
+        place = codes.view(formats.FP8).view(3584, 3584), torch.zeros(28, 28, device="cuda:0")
+        made = fp8_kernel.round_blocks(weights, BLOCK, power_of_two=False, into=[place, None, None])
+        assert made[0][0] is place[0] and made[0][1] is place[1]
+        for one, other in zip(made, expected, strict=True):
+            assert torch.equal(one[0].view(torch.uint8), other[0].view(torch.uint8))
+            assert torch.equal(one[1], other[1])
+
+
+def test_a_source_makes_its_tensors_in_the_bucket():
+    tensors = {name: normal(*shape) for name, shape in LAYER_7B.items()}
+    source = QuantisedSource(tensors, FP8_BLOCKS, fp8_checkpoint_names(SHAPES["7b"]))
+    expected = dict(source.tensors())
+    manifest = Manifest(source.specs(), 1 << 30)
+    [entries] = manifest.buckets()
+    staging = CudaStaging(gpu_name(0), manifest.slot_bytes(), 1, stable=True)
+    packing = Packing(source, manifest, [Route("cuda_ipc", staging)])
+    torch.cuda.reset_peak_memory_stats(0)
+    before = torch.cuda.memory_allocated(0)
+    packing.pack(0, entries)
+    packing.finish()
+    assert torch.cuda.max_memory_allocated(0) - before < 1 << 20
+    for entry in entries:
+        spec = manifest.tensors[entry.index]
+        arrived = typed(staging._slots[0], entry.offset, entry.nbytes, spec.dtype, spec.shape)
+        assert torch.equal(arrived.view(torch.uint8), expected[spec.name].view(torch.uint8)), spec.name
+        del arrived
+    staging.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU that is not the current one")

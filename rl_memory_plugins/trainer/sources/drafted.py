@@ -11,7 +11,15 @@ import msgspec
 from rl_memory_plugins.trainer.sources.model import only_reads
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.names import DRAFT
-from rl_memory_plugins.weights.source import GroupingSource, NegotiableSource, ResidentSource, TensorSource, is_stable
+from rl_memory_plugins.weights.overrides import tensors_in
+from rl_memory_plugins.weights.source import (
+    GroupingSource,
+    NegotiableSource,
+    Places,
+    ResidentSource,
+    TensorSource,
+    is_stable,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +46,10 @@ class DraftedSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return itertools.chain(self._target.tensors(), self._renamed())
+
+    def tensors_in(self, places: Places) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `PlacingSource`. Those of the draft, which are few, are copied."""
+        return itertools.chain(tensors_in(self._target, places), self._renamed())
 
     def _renamed(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._draft.tensors():

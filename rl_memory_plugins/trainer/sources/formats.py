@@ -24,6 +24,9 @@ _kernel_errors: list[str] = []
 
 Quantise = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
+Places = tuple[torch.Tensor, torch.Tensor] | None
+"""Memory for the values and the scales of a weight, contiguous and on its device; `None`: a function allocates it."""
+
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The columns of eight that one integer of AWQ holds, from its lowest bits."""
 
@@ -34,12 +37,15 @@ class Format(NamedTuple):
     Attributes:
         marker: The last part of a name that only quantised weights have.
         quantise: Makes the tensors of one weight.
-        quantise_many: Makes those of several weights, faster than one by one; `None` if it would not be.
+        quantise_many: Makes those of several weights, faster than one by one; `None` if it would not be. Its second
+            argument is where: see `many_fp8_by_block`.
+        parts: The last parts of the names of what `quantise_many` makes.
     """
 
     marker: str
     quantise: Quantise
-    quantise_many: Callable[[Sequence[torch.Tensor]], list[dict[str, torch.Tensor]]] | None = None
+    quantise_many: Callable[[Sequence[torch.Tensor], Sequence[Places]], list[dict[str, torch.Tensor]]] | None = None
+    parts: tuple[str, ...] = ()
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -104,7 +110,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
 
 def _fp8_by_block(block: tuple[int, ...], power_of_two: bool, scale: str) -> Format:
     options: dict[str, Any] = {"block": block, "power_of_two": power_of_two, "scale": scale}
-    return Format(scale, functools.partial(fp8_by_block, **options), functools.partial(many_fp8_by_block, **options))
+    many = functools.partial(many_fp8_by_block, **options)
+    return Format(scale, functools.partial(fp8_by_block, **options), many, ("weight", scale))
 
 
 def by_scale(weight: torch.Tensor, *, dtype: torch.dtype, scale_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -128,17 +135,34 @@ def fp8_by_block(
         power_of_two: Round each scale up to a power of two that is a normal float32.
         scale: The name of the scales, float32 of shape (blocks down, blocks across).
     """
-    [made] = many_fp8_by_block([weight], block=block, power_of_two=power_of_two, scale=scale)
+    [made] = many_fp8_by_block([weight], [None], block=block, power_of_two=power_of_two, scale=scale)
     return made
 
 
 def many_fp8_by_block(
-    weights: Sequence[torch.Tensor], *, block: tuple[int, int], power_of_two: bool, scale: str
+    weights: Sequence[torch.Tensor],
+    into: Sequence[Places],
+    *,
+    block: tuple[int, int],
+    power_of_two: bool,
+    scale: str,
 ) -> list[dict[str, torch.Tensor]]:
-    """`fp8_by_block` of several weights of one dtype and device."""
-    made = _by_kernel(weights, block, power_of_two) if weights[0].is_cuda else None
-    made = made or [_by_operators(weight, block, power_of_two) for weight in weights]
+    """`fp8_by_block` of several weights of one dtype and device.
+
+    Args:
+        into: For each weight where its tensors are made. The result has these very tensors.
+    """
+    made = _by_kernel(weights, into, block, power_of_two) if weights[0].is_cuda else None
+    if made is None:
+        made = [
+            _copied(_by_operators(weight, block, power_of_two), places)
+            for weight, places in zip(weights, into, strict=True)
+        ]
     return [{"weight": values, scale: scales} for values, scales in made]
+
+
+def _copied(made: tuple[torch.Tensor, torch.Tensor], places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+    return made if places is None else (places[0].copy_(made[0]), places[1].copy_(made[1]))
 
 
 def _by_operators(
@@ -156,7 +180,7 @@ def _by_operators(
 
 
 def _by_kernel(
-    weights: Sequence[torch.Tensor], block: tuple[int, int], power_of_two: bool
+    weights: Sequence[torch.Tensor], into: Sequence[Places], block: tuple[int, int], power_of_two: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """The same bytes as `_by_operators`, by a kernel that reads each weight once; None where the kernel cannot."""
     if _kernel_errors:
@@ -164,7 +188,7 @@ def _by_kernel(
     try:
         from rl_memory_plugins.trainer.sources.fp8_kernel import round_blocks
 
-        return round_blocks(weights, block, power_of_two=power_of_two)
+        return round_blocks(weights, block, power_of_two=power_of_two, into=into)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no Triton, no C compiler, no support for this GPU, …: torch's operators need neither

@@ -123,14 +123,19 @@ def _converts(gpu: int | None) -> bool:
 
 
 def round_blocks(
-    weights: Sequence[torch.Tensor], block: tuple[int, int], *, power_of_two: bool
+    weights: Sequence[torch.Tensor],
+    block: tuple[int, int],
+    *,
+    power_of_two: bool,
+    into: Sequence[tuple[torch.Tensor, torch.Tensor] | None] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """FP8 values of each weight's shape, and float32 scales of shape (blocks down, blocks across).
 
     Args:
         weights: All of one dtype and on one device.
+        into: For each weight contiguous tensors there for its values and scales, or None to allocate them.
 
-    Returns: None for a weight or a block that the kernel does not take. The results share two allocations.
+    Returns: None for a weight or a block that the kernel does not take. What is allocated shares two allocations.
     """
     tile = [triton.next_power_of_2(size) for size in block]
     size = tile[0] * tile[1]
@@ -143,14 +148,12 @@ def round_blocks(
         [triton.cdiv(length, part) for length, part in zip(weight.shape, block, strict=True)] for weight in weights
     ]
     counts = [down * across for down, across in grids]
-    sizes = [-weight.numel() // ALIGNMENT * -ALIGNMENT for weight in weights]
-    all_codes = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
-    all_scales = torch.empty(sum(counts), dtype=torch.float32, device=device).split(counts)
+    made = _results(weights, grids, into or [None] * len(weights))
     table = [
         [weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), *weight.shape, weight.stride(0)]
-        for weight, codes, scales in zip(weights, all_codes, all_scales, strict=True)
+        for weight, (codes, scales) in zip(weights, made, strict=True)
     ]
-    aligned = all(entry[place] % ALIGNMENT == 0 for entry in table for place in (0, 4, 5))
+    aligned = all(entry[place] % ALIGNMENT == 0 for entry in table for place in (0, 1, 4, 5))
     # A copy from pageable memory would wait for all work that the device has.
     there = torch.tensor(table, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     converts = _converts(device.index)
@@ -169,7 +172,23 @@ def round_blocks(
                 converts,
                 num_warps=warps,
             )
+    return made
+
+
+def _results(
+    weights: Sequence[torch.Tensor],
+    grids: Sequence[Sequence[int]],
+    into: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    new = [
+        (0, 0) if place is not None else (-weight.numel() // ALIGNMENT * -ALIGNMENT, down * across)
+        for weight, (down, across), place in zip(weights, grids, into, strict=True)
+    ]
+    sizes, counts = zip(*new, strict=True)
+    device = weights[0].device
+    all_codes = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+    all_scales = torch.empty(sum(counts), dtype=torch.float32, device=device).split(counts)
     return [
-        (codes[: weight.numel()].view(torch.float8_e4m3fn).view(weight.shape), scales.view(grid))
-        for weight, codes, scales, grid in zip(weights, all_codes, all_scales, grids, strict=True)
+        place or (codes[: weight.numel()].view(torch.float8_e4m3fn).view(weight.shape), scales.view(grid))
+        for weight, codes, scales, grid, place in zip(weights, all_codes, all_scales, grids, into, strict=True)
     ]

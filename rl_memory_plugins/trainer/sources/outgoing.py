@@ -83,7 +83,9 @@ class Outgoing:
         """
         tensor = tensor.detach()
         dtype = self.sent_as(name, tensor.dtype)
-        if tensor.dtype != dtype and tensor.device.type == "cpu" and (device := own_device()).type == "cuda":
+        if tensor.dtype == dtype:
+            return tensor
+        if tensor.device.type == "cpu" and (device := own_device()).type == "cuda":
             with contextlib.suppress(torch.OutOfMemoryError):
                 made = torch.empty(tensor.shape, dtype=dtype, device=device)
                 copy_into(made, tensor)

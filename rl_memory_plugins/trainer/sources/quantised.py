@@ -15,7 +15,7 @@ from rl_memory_plugins.trainer.sources.formats import format_of
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.source import NegotiableSource, TensorSource, is_stable, spec_of
+from rl_memory_plugins.weights.source import NegotiableSource, Places, TensorSource, is_stable, name_of
 
 GROUP_VALUES = 256 << 20
 """Weights are rounded together until they have this many values."""
@@ -26,8 +26,9 @@ class QuantisedSource:
 
     Each weight that the checkpoint stores quantised is rounded to the nearest value on its own device, just before it
     is sent. Only one weight is held twice, or, where a GPU rounds several weights at a time (FP8 in blocks), as many as
-    have 256 Mi values. All other tensors stay as they are. An engine that quantises by itself
-    (`--quantization fp8` with a checkpoint in 16 bits) needs no such source.
+    have 256 Mi values; an engine on that GPU gets those from where they are made, and none is held twice. All other
+    tensors stay as they are. An engine that quantises by itself (`--quantization fp8` with a checkpoint in 16 bits)
+    needs no such source.
 
     Args:
         source: A source, a module or a mapping, under the names of the checkpoint before quantisation (`….weight`).
@@ -42,7 +43,8 @@ class QuantisedSource:
     def __init__(self, source: Tensors, config: Mapping[str, Any], names: Collection[str]) -> None:
         self._source: TensorSource = as_source(source)
         self._format = format_of(config)
-        self._known_parts: dict[tuple[tuple[int, ...], str], dict[str, torch.Tensor]] = {}
+        self._known_parts: dict[tuple[tuple[int, ...], str], list[tuple[str, str, tuple[int, ...]]]] = {}
+        self._is_stable: bool | None = None  # from `specs` to `tensors`: to find it out looks at every tensor
         end = f".{self._format.marker}"
         self._weights = {f"{name.removesuffix(end)}.weight" for name in names if name.endswith(end)}
         if not self._weights:
@@ -71,26 +73,30 @@ class QuantisedSource:
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`."""
         found: list[TensorSpec] = []
+        self._is_stable = None
         for spec in self._source.specs():
             if spec.name in self._weights:
                 base = spec.name.removesuffix("weight")
-                found += [spec_of(f"{base}{part}", value) for part, value in self._parts(spec).items()]
+                found += [TensorSpec(f"{base}{part}", dtype, shape) for part, dtype, shape in self._parts(spec)]
             else:
                 found.append(spec)
         return found
 
-    def _parts(self, spec: TensorSpec) -> dict[str, torch.Tensor]:
-        """The tensors of one weight on the meta device. Many weights have the same shape, and this takes 1 ms."""
+    def _parts(self, spec: TensorSpec) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The tensors of one weight: names, dtypes, shapes. Many weights have the same shape, and this takes 1 ms."""
         key = (spec.shape, spec.dtype)
         if key not in self._known_parts:
             weight = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            self._known_parts[key] = self._format.quantise(weight)
+            made = self._format.quantise(weight)
+            self._known_parts[key] = [(part, name_of(one.dtype), tuple(one.shape)) for part, one in made.items()]
         return self._known_parts[key]
 
     @property
     def stable(self) -> bool:
         """See `weights.source.StableSource`: each tensor is the trainer's own, or made for this update."""
-        return is_stable(self._source)
+        if self._is_stable is None:
+            self._is_stable = is_stable(self._source)
+        return self._is_stable
 
     @property
     def negotiable(self) -> bool:
@@ -105,7 +111,7 @@ class QuantisedSource:
     def _is_made(self, name: str) -> bool:
         """Whether a tensor is made of a quantised weight. One beside it, such as a bias, is the source's own."""
         base, _, part = name.rpartition(".")
-        parts = {"weight"}.union(*self._known_parts.values())  # what was offered is known
+        parts = {"weight", *(part for known in self._known_parts.values() for part, _, _ in known)}  # of all offered
         return f"{base}.weight" in self._weights and part in parts
 
     @property
@@ -118,40 +124,69 @@ class QuantisedSource:
         return GROUP_VALUES if self._format.quantise_many is not None and self.stable else 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for group in self._groups():
-            yield from self._quantised(group)
+        return self._all(None)
 
-    def _groups(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def tensors_in(self, places: Places) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `weights.source.PlacingSource`."""
+        return self._all(None if self._format.quantise_many is None else places)
+
+    def _all(self, places: Places | None) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self._groups(places):
+            yield from self._quantised(group, places)
+
+    def _groups(self, places: Places | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """All tensors in their order, with those together whose weights are rounded together.
 
-        A source that is not stable may write to a tensor's memory as soon as the next one is asked for.
+        A source that is not stable may write to a tensor's memory as soon as the next one is asked for. A weight
+        without a place in this bucket begins another group: it may have one in the next bucket.
         """
-        most = self._group_values
+        most, self._is_stable = self._group_values, None
         group: list[tuple[str, torch.Tensor]] = []
         values = 0
         for name, tensor in self._source.tensors():
+            is_weight = name in self._weights
+            is_elsewhere = is_weight and places is not None and name not in places
+            if is_elsewhere and group:
+                yield group
+                group, values = [], 0
             group.append((name, tensor))
-            values += tensor.numel() if name in self._weights else 0
+            values += tensor.numel() if is_weight else 0
             if values >= most:
                 yield group
                 group, values = [], 0
         yield group
 
-    def _quantised(self, group: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _quantised(
+        self, group: list[tuple[str, torch.Tensor]], places: Places | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
         for name, tensor in group:
             if name in self._weights:
-                read = tensor.detach().resolve_neg()  # a lazy negation is not in the bytes, which a kernel reads
+                # A lazy negation is not in the bytes, which a kernel reads.
+                read = tensor.detach().resolve_neg() if tensor.is_neg() else tensor
                 alike.setdefault((tensor.device, tensor.dtype), {})[name] = read
         made: dict[str, dict[str, torch.Tensor]] = {}
         many = self._format.quantise_many
         with torch.no_grad():
-            for weights in alike.values():
+            for (device, _), weights in alike.items():
                 each = list(weights.values())
-                made.update(zip(weights, many(each) if many else map(self._format.quantise, each), strict=True))
+                if many is None:
+                    made.update(zip(weights, map(self._format.quantise, each), strict=True))
+                else:
+                    into = [self._places_of(name, places, device) for name in weights]
+                    made.update(zip(weights, many(each, into), strict=True))
         for name, tensor in group:
             if name in made:
                 base = name.removesuffix("weight")
                 yield from ((f"{base}{part}", value) for part, value in made.pop(name).items())
             else:
                 yield name, tensor
+
+    def _places_of(self, name: str, places: Places | None, device: torch.device) -> Any:
+        """Where the tensors of a weight are made; `None` if not all of them have a place on its device."""
+        base = name.removesuffix("weight")
+        names = [base + part for part in self._format.parts]
+        if places is None or not all([one in places for one in names]):
+            return None
+        found = tuple([places[one] for one in names])
+        return found if found[0].device == device else None

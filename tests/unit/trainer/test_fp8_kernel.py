@@ -172,6 +172,19 @@ def test_one_weight_of_many_that_it_does_not_take():
     assert kernel.round_blocks(weights, BLOCK, power_of_two=False) is None
 
 
+@pytest.mark.parametrize("offset", [0, 3], ids=["aligned", "not aligned"])
+def test_results_are_written_where_there_is_a_place(offset):
+    generator = torch.Generator().manual_seed(4)
+    weights = [torch.randn(shape, generator=generator).bfloat16() for shape in [(40, 64), (13, 16), (9, 48)]]
+    expected = kernel.round_blocks(weights, (16, 16), power_of_two=False)
+    memory, scales = torch.zeros(40 * 64 + offset, dtype=torch.uint8), torch.zeros(3, 4)
+    place = memory[offset:].view(formats.FP8).view(40, 64), scales
+    made = kernel.round_blocks(weights, (16, 16), power_of_two=False, into=[place, None, None])
+    assert made[0][0] is place[0] and made[0][1] is scales
+    for one, other in zip(made, expected, strict=True):
+        assert torch.equal(one[0].view(torch.uint8), other[0].view(torch.uint8)) and torch.equal(one[1], other[1])
+
+
 class OnGpu(torch.Tensor):
     """A tensor in host memory that says it is on a GPU, as only `fp8_by_block` must believe."""
 

@@ -197,7 +197,7 @@ def test_resident_weights_are_rounded_together_and_come_in_their_order(monkeypat
     many = source._format.quantise_many
     assert many is not None
     together: list[int] = []
-    counting = source._format._replace(quantise_many=lambda each: together.append(len(each)) or many(each))
+    counting = source._format._replace(quantise_many=lambda each, into: together.append(len(each)) or many(each, into))
     monkeypatch.setattr(source, "_format", counting)
     sent = list(source.tensors())
     assert together == [3, 2, 1, 2]  # of three weights one has another dtype
@@ -206,6 +206,41 @@ def test_resident_weights_are_rounded_together_and_come_in_their_order(monkeypat
         base = name.rsplit(".", 1)[0]
         alone = dict(QuantisedSource({f"{base}.weight": tensors[f"{base}.weight"]}, BLOCKS, names).tensors())
         assert torch.equal(tensor.float(), alone.get(name, tensor).float())
+
+
+def test_weights_are_made_in_their_places_in_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places change as a sender changes them, when the first tensor of the next bucket is taken."""
+    tensors = {f"{number}.weight": weight() + number for number in range(8)}
+    source = QuantisedSource(tensors, BLOCKS, [f"{number}.weight_scale_inv" for number in range(8)])
+    specs = {spec.name: spec for spec in source.specs()}
+    expected = dict(source.tensors())
+    each = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+    both = ("weight", "weight_scale_inv")
+    # The places of four buckets. Of 2 the scales are in the next bucket; the weight of 3 is cut.
+    buckets = [[*(f"{i}.{one}" for i in (0, 1) for one in both), "2.weight"], ["2.weight_scale_inv"]]
+    buckets += [["3.weight_scale_inv", *(f"{i}.{one}" for i in (4, 5) for one in both)]]
+    buckets += [[f"{i}.{one}" for i in (6, 7) for one in both]]
+    many = source._format.quantise_many
+    assert many is not None
+    together: list[int] = []
+    counting = source._format._replace(quantise_many=lambda each, into: together.append(len(each)) or many(each, into))
+    monkeypatch.setattr(source, "_format", counting)
+    places: dict[str, torch.Tensor] = {}
+    made = source.tensors_in(places)
+    found: dict[str, torch.Tensor] = {}
+    for names, end in zip(buckets, ("2.weight", "3.weight", "5.weight_scale_inv", "7.weight_scale_inv"), strict=True):
+        places.clear()
+        places.update({name: each[name] for name in names})
+        while end not in found:
+            name, tensor = next(made)
+            found[name] = tensor
+    assert next(made, None) is None
+    assert list(found) == list(expected)
+    assert together == [3, 1, 2, 2]
+    assert {name for name, tensor in found.items() if tensor is each[name]} == {
+        f"{i}.{one}" for i in (0, 1, 4, 5, 6, 7) for one in both
+    }
+    assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in found.items())
 
 
 def test_a_source_that_makes_its_tensors_gives_one_at_a_time() -> None:

@@ -49,6 +49,9 @@ class Inner:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "norm.weight", self.tensor
 
+    def tensors_in(self, places: protocols.Places) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "norm.weight", places["norm.weight"]
+
     def resident(self) -> list[torch.Tensor] | None:
         return [self.tensor] if self._holds else None
 
@@ -96,6 +99,7 @@ WRAPPERS: dict[type, Callable[[Any], Any]] = {
 #: What is not true of a wrapper, and why.
 UNTRUE = {
     (Reader, "ShardedSource"): "the owner's thread gathers for all readers",
+    (Reader, "PlacingSource"): "each reader has a buffer of its own",
     (Reader, "ReadingSource"): "nobody asks a reader: the handoff asks the source",
     (DraftedSource, "ShardedSource"): "it gathers; its docstring says so",
     (QuantisedSource, "ResidentSource"): "it makes tensors",
@@ -153,7 +157,16 @@ def says_it_reads(wrapper: Any, inner: Inner) -> None:
     assert only_reads(wrapper)
 
 
+def says_where(wrapper: Any, inner: Inner) -> None:
+    if isinstance(wrapper, QuantisedSource):  # of its own, of what it rounds; the rest is not the other's form
+        assert next(wrapper.tensors_in({}))[1] is inner.tensor
+        return
+    place = torch.zeros(16, 16)
+    assert next(wrapper.tensors_in({"norm.weight": place}))[1] is place
+
+
 CHECKS = {
+    "PlacingSource": says_where,
     "ResidentSource": says_resident,
     "StableSource": says_stable,
     "GroupingSource": says_group,

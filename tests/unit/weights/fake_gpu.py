@@ -38,6 +38,9 @@ class FakeGpu:
     def free_bytes(self):
         return self.capacity - sum(len(memory) for memory, _ in self.memory.values())
 
+    def lacks(self, nbytes):
+        return self.free_bytes() < nbytes
+
     def find(self, address):
         if "export" in self.denied:
             return None
