@@ -236,8 +236,8 @@ def steady_answer(subject: Subject) -> Answer:
     subject.forget()
     answer = subject.answer()
     subject.forget()
-    if subject.answer() != answer:
-        raise WrongAnswerError("the engine answers the same prompts differently each time")
+    if difference := subject.answer().difference(answer, "its last answer"):
+        raise WrongAnswerError(f"the engine answers the same prompts differently each time: {difference}")
     return answer
 
 
@@ -297,18 +297,9 @@ def _unchanged(subject: Subject, first: Checkpoint) -> bool:
 
 
 def expect(subject: Subject, checkpoint: Checkpoint) -> None:
-    found, wanted = subject.answer(), checkpoint.answer
-    assert wanted is not None
-    if found == wanted:
-        return
-    if found.tokens != wanted.tokens:
-        raise WrongAnswerError("tokens differ from a fresh engine's")
-    apart = max(
-        abs(one - two)
-        for some, others in zip(*(found.values, wanted.values), strict=True)
-        for one, two in zip(some, others, strict=True)
-    )
-    raise WrongAnswerError(f"values differ from a fresh engine's by up to {apart:.2g}")
+    assert checkpoint.answer is not None
+    if difference := subject.answer().difference(checkpoint.answer, "a fresh engine's"):
+        raise WrongAnswerError(difference)
 
 
 def dtype_of(kind: Kind) -> str:

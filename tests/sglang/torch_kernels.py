@@ -85,7 +85,10 @@ def _compressed_tensors() -> None:
         found = getattr(importlib.import_module(f"{package}.schemes.compressed_tensors_{module}"), scheme)
         found.apply_weights = apply_weights
     _marlin(importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16"))
-    _marlin_experts(importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16_moe"))
+    moe = importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16_moe")
+    _marlin_experts(moe)
+    if hasattr(moe, "CompressedTensorsWNA16TritonMoE"):
+        moe.CompressedTensorsWNA16TritonMoE.apply_weights = _triton_experts
 
 
 def _marlin(module: Any) -> None:
@@ -121,6 +124,22 @@ def _marlin_experts(module: Any) -> None:
         return experts(dispatch_output, weights)
 
     module.CompressedTensorsWNA16MoE.apply_weights = apply_weights
+
+
+def _triton_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Experts of four bits: the columns of two neighbouring inputs share a byte."""
+
+    def dequantised(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        values = unpacked(packed.view(torch.int32), 4) - 8
+        return values.float() * scales.float().repeat_interleave(values.shape[1] // scales.shape[1], 1)
+
+    def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            dequantised(layer.w13_weight_packed[expert], layer.w13_weight_scale[expert]),
+            dequantised(layer.w2_weight_packed[expert], layer.w2_weight_scale[expert]),
+        )
+
+    return experts(dispatch_output, weights)
 
 
 def experts(dispatch_output: Any, weights_of: Any) -> Any:

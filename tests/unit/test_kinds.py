@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from integration import report_kinds
 from integration.kinds import run, table
 from integration.kinds.checkpoints import tensors_of
 from integration.kinds.run import cleaned
+from integration.kinds.subject import Answer
 from integration.kinds.ways import WAYS
 
 
@@ -125,20 +127,35 @@ def test_an_engine_that_is_slow_is_not_called_unable(monkeypatch: pytest.MonkeyP
 class Answering:
     """A subject that gives these answers, one after the other, and the last one for good."""
 
-    def __init__(self, *answers: str) -> None:
+    def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
 
-    def answer(self) -> str:
+    def answer(self) -> Answer:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
     def forget(self) -> None: ...
 
 
+def said(token: int, value: float) -> Answer:
+    return Answer([[token]], [[value]])
+
+
 def test_an_engine_is_asked_until_it_repeats_itself() -> None:
-    first: Any = Answering("while it compiles", "steady")
-    assert run.steady_answer(first) == "steady"
-    never: Any = Answering("one", "two", "three")
-    with pytest.raises(run.WrongAnswerError, match="differently each time"):
+    first: Any = Answering(said(1, 0.5), said(2, 0.5))
+    assert run.steady_answer(first) == said(2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("last", "how"),
+    [
+        (said(2, 0.5), "tokens differ from its last answer"),
+        (said(1, 0.25), "values differ from its last answer by up to 0.25"),
+        (said(1, math.nan), "values are not numbers"),
+    ],
+)
+def test_how_an_engine_does_not_repeat_itself(last: Answer, how: str) -> None:
+    never: Any = Answering(said(3, 0.5), said(1, 0.5), last)
+    with pytest.raises(run.WrongAnswerError, match=f"differently each time: {how}$"):
         run.steady_answer(never)
 
 
