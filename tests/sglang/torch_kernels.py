@@ -13,9 +13,19 @@ import torch
 
 QUANTIZATION = "sglang.srt.layers.quantization"
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+#: Models ask for these when they are imported, and models that never call them import such models.
+LOOKED_UP = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
 
 
 def register() -> None:
+    for name in LOOKED_UP:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            setattr(torch.ops.sgl_kernel, name, None)
     _routing()
     _fp8()
     _compressed_tensors()
