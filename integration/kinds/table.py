@@ -270,7 +270,11 @@ KINDS = {
         of("Qwen3Config", intermediate_size=512, head_dim=64), task="embed", vllm={"convert": "embed"}
     ),
     "reward (sequence classification)": Kind(
-        # SGLang's heads for Qwen have a bias that no checkpoint has, and that is random on a GPU.
+        # SGLang's head has a bias that no checkpoint has. On a GPU its numbers differ in each process.
+        of("Qwen2Config", model_class="Qwen2ForSequenceClassification", intermediate_size=512, num_labels=3),
+        task="classify",
+    ),
+    "reward (Llama, whose head has no bias)": Kind(
         of("LlamaConfig", model_class="LlamaForSequenceClassification", intermediate_size=512, num_labels=3),
         task="classify",
     ),
