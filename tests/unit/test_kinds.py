@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from integration import report_kinds
 from integration.kinds import run, table
-from integration.kinds.checkpoints import tensors_of
+from integration.kinds.checkpoints import tensors_of, with_file
 from integration.kinds.run import cleaned
 from integration.kinds.subject import Answer
 from integration.kinds.ways import WAYS
@@ -28,6 +30,28 @@ def test_two_checkpoints_of_a_kind_differ_in_every_tensor(tmp_path: Path) -> Non
     first, other = (tensors_of(kind.write(tmp_path / str(seed), seed, kind.dtype)) for seed in (1, 2))
     assert first.keys() == other.keys()
     assert all((first[name] != other[name]).any() for name in first)
+
+
+@pytest.mark.parametrize("name", [name for name in table.KINDS if name.endswith(", experts") and "engine" not in name])
+def test_routers_of_quantised_experts_stay_as_they_are(name: str, tmp_path: Path) -> None:
+    """As in published checkpoints. Engines quantise a router that the configuration does not name."""
+    kind = table.KINDS[name]
+    kind.write(tmp_path, 1, kind.dtype)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    ignored = [*config.get("ignore", ()), *config.get("modules_to_not_convert", ())]
+    patterns = [one.removeprefix("re:") if one.startswith("re:") else re.escape(one) + "$" for one in ignored]
+    routers = [one.removesuffix(".weight") for one in tensors_of(tmp_path) if one.endswith(".gate.weight")]
+    assert routers
+    assert all(any(re.match(pattern, router) for pattern in patterns) for router in routers)
+    assert all(tensors_of(tmp_path)[f"{router}.weight"].dtype == torch.bfloat16 for router in routers)
+
+
+def test_a_file_beside_the_weights(tmp_path: Path) -> None:
+    def write(folder: Path, *_: Any) -> Path:
+        return folder
+
+    assert with_file(write, "more.json", one=1)(tmp_path, 1, "") == tmp_path
+    assert json.loads((tmp_path / "more.json").read_text()) == {"one": 1}
 
 
 @pytest.mark.parametrize(
