@@ -21,6 +21,7 @@ SEED, OTHER_SEED = 1, 2
 REASON_LENGTH = 300
 LINES_SHOWN = 40
 WRONG = "wrong"  # an answer that is not a fresh engine's
+FRESH_ONES_DIFFER = "fresh engines of the same files differ"
 #: vLLM's errors of processes that did not start name no cause.
 REFERENCE = re.compile(r"[Ss]ee (?:root cause above|stack trace for root cause)")
 START_TIMEOUT_S = 600.0
@@ -138,6 +139,8 @@ class Starter:
         self._subject = None
 
     def outcome(self, way: str) -> Outcome:
+        if self._repeats is False:
+            return Outcome(way, "engine_cannot", FRESH_ONES_DIFFER)
         if self._subject is None:
             self._subject = self.start(self._checkpoints[0].folder)
         try:
@@ -163,7 +166,7 @@ class Starter:
             except Exception as error:
                 print("  a further fresh engine:", self.reason(error), flush=True)
                 return "failed", reason
-        return ("failed", reason) if self._repeats else ("engine_cannot", "fresh engines of the same files differ")
+        return ("failed", reason) if self._repeats else ("engine_cannot", FRESH_ONES_DIFFER)
 
     def verdict_without_package(self, found: Any, *, start: bool = False) -> str:
         """`engine_cannot` if the engine fails too when the package is not enabled.

@@ -183,20 +183,23 @@ def test_how_an_engine_does_not_repeat_itself(last: Answer, how: str) -> None:
         run.steady_answer(never)
 
 
-@pytest.mark.parametrize(("again", "outcome"), [("other", "failed"), ("chance", "engine_cannot")])
+@pytest.mark.parametrize(("again", "outcome", "tried"), [("other", "failed", 3), ("chance", "engine_cannot", 1)])
 def test_a_wrong_answer_counts_only_if_fresh_engines_agree(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: str, outcome: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: str, outcome: str, tried: int
 ) -> None:
-    """Such as of a model with memory that nothing fills."""
+    """Such as of a model with memory that nothing fills. Then no further way can be compared."""
     answers = iter(["other", "first", again])
+    calls = []
 
     class Child:
         def __call__(self, function: Any, *_: Any) -> Any:
+            calls.append(function)
             return (run.WRONG, "differs") if function is run.try_way else next(answers)
 
         def stop(self) -> None: ...
 
     monkeypatch.setattr(run.Starter, "write", lambda _: None)
     monkeypatch.setattr(run.Starter, "start", lambda *_, **__: Child())
-    found = list(run.run("vllm", "dense", tmp_path, WAYS[:1]))
-    assert [one.outcome for one in found] == [outcome]
+    found = list(run.run("vllm", "dense", tmp_path, WAYS[:3]))
+    assert [one.outcome for one in found] == 3 * [outcome]
+    assert calls.count(run.try_way) == tried
