@@ -113,6 +113,17 @@ def drawn(like: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
     return found
 
 
+def with_file(write: Write, name: str, **fields: Any) -> Write:
+    """A further JSON file beside the weights."""
+
+    def written(folder: Path, seed: int, dtype: str) -> Path:
+        write(folder, seed, dtype)
+        (folder / name).write_text(json.dumps(fields))
+        return folder
+
+    return written
+
+
 def with_nextn_layer(write: Write) -> Write:
     """A layer that predicts the token after the next, under the name of a further layer, as DeepSeek-V3 has it."""
 

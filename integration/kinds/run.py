@@ -21,6 +21,7 @@ SEED, OTHER_SEED = 1, 2
 REASON_LENGTH = 300
 LINES_SHOWN = 40
 WRONG = "wrong"  # an answer that is not a fresh engine's
+FRESH_ONES_DIFFER = "fresh engines of the same files differ"
 #: vLLM's errors of processes that did not start name no cause.
 REFERENCE = re.compile(r"[Ss]ee (?:root cause above|stack trace for root cause)")
 START_TIMEOUT_S = 600.0
@@ -138,6 +139,8 @@ class Starter:
         self._subject = None
 
     def outcome(self, way: str) -> Outcome:
+        if self._repeats is False:
+            return Outcome(way, "engine_cannot", FRESH_ONES_DIFFER)
         if self._subject is None:
             self._subject = self.start(self._checkpoints[0].folder)
         try:
@@ -163,7 +166,7 @@ class Starter:
             except Exception as error:
                 print("  a further fresh engine:", self.reason(error), flush=True)
                 return "failed", reason
-        return ("failed", reason) if self._repeats else ("engine_cannot", "fresh engines of the same files differ")
+        return ("failed", reason) if self._repeats else ("engine_cannot", FRESH_ONES_DIFFER)
 
     def verdict_without_package(self, found: Any, *, start: bool = False) -> str:
         """`engine_cannot` if the engine fails too when the package is not enabled.
@@ -236,8 +239,8 @@ def steady_answer(subject: Subject) -> Answer:
     subject.forget()
     answer = subject.answer()
     subject.forget()
-    if subject.answer() != answer:
-        raise WrongAnswerError("the engine answers the same prompts differently each time")
+    if difference := subject.answer().difference(answer, "its last answer"):
+        raise WrongAnswerError(f"the engine answers the same prompts differently each time: {difference}")
     return answer
 
 
@@ -297,18 +300,9 @@ def _unchanged(subject: Subject, first: Checkpoint) -> bool:
 
 
 def expect(subject: Subject, checkpoint: Checkpoint) -> None:
-    found, wanted = subject.answer(), checkpoint.answer
-    assert wanted is not None
-    if found == wanted:
-        return
-    if found.tokens != wanted.tokens:
-        raise WrongAnswerError("tokens differ from a fresh engine's")
-    apart = max(
-        abs(one - two)
-        for some, others in zip(*(found.values, wanted.values), strict=True)
-        for one, two in zip(some, others, strict=True)
-    )
-    raise WrongAnswerError(f"values differ from a fresh engine's by up to {apart:.2g}")
+    assert checkpoint.answer is not None
+    if difference := subject.answer().difference(checkpoint.answer, "a fresh engine's"):
+        raise WrongAnswerError(difference)
 
 
 def dtype_of(kind: Kind) -> str:

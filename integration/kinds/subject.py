@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -40,6 +41,16 @@ class Answer(NamedTuple):
 
     tokens: list[list[int]]
     values: list[list[float]]
+
+    def difference(self, other: Answer, whose: str) -> str:
+        """How this answer is not the other one, which is `whose`; empty if they are equal."""
+        if self.tokens != other.tokens:
+            return f"tokens differ from {whose}"
+        pairs = [pair for rows in zip(self.values, other.values, strict=True) for pair in zip(*rows, strict=True)]
+        if any(math.isnan(value) for pair in pairs for value in pair):
+            return "values are not numbers"
+        apart = max((abs(one - two) for one, two in pairs), default=0.0)
+        return f"values differ from {whose} by up to {apart:.2g}" if apart else ""
 
 
 class Subject(ABC):

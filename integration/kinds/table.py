@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from integration.kinds.checkpoints import COMMON, VOCABULARY, Write, of, with_mtp, with_nextn_layer
+from integration.kinds.checkpoints import COMMON, VOCABULARY, Write, of, with_file, with_mtp, with_nextn_layer
 from integration.kinds.quantised import awq, block_fp8, fp8, gptq
 from integration.kinds.ways import STREAM, WAYS
 from tests import weight_kinds
@@ -104,7 +104,8 @@ KINDS = {
     "StarCoder2": Kind(of("Starcoder2Config", intermediate_size=512)),
     "StableLM": Kind(of("StableLmConfig", intermediate_size=512)),
     "Cohere 2": Kind(
-        of("Cohere2Config", intermediate_size=512, head_dim=64, sliding_window=64, tie_word_embeddings=True)
+        of("Cohere2Config", intermediate_size=512, head_dim=64, sliding_window=64, tie_word_embeddings=True),
+        sglang={"attention_backend": "torch_native"},  # Triton's does not know this model's windows
     ),
     "EXAONE 4": Kind(
         of("Exaone4Config", intermediate_size=512, sliding_window=None, added={"sliding_window_pattern": None})
@@ -228,6 +229,7 @@ KINDS = {
             n_groups=1,
             num_attention_heads=None,
             num_key_value_heads=None,
+            added={"intermediate_size": 512, "rms_norm": True},
         )
     ),
     "BLIP-2 (an image in the prompt)": Kind(write_vision_model, task="image", vllm={"max_model_len": 256}),
@@ -235,25 +237,31 @@ KINDS = {
         write_vision_model, task="words", vllm={"max_model_len": 256, "limit_mm_per_prompt": {"image": 0}}
     ),
     "Qwen2.5-VL": Kind(
-        of(
-            "Qwen2_5_VLConfig",
-            model_class="Qwen2_5_VLForConditionalGeneration",
-            text_config={
-                **COMMON,
-                "intermediate_size": 512,
-                "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_heads": 4,
-                "out_hidden_size": 256,
-                "fullatt_block_indexes": [1],
-            },
-            **dict.fromkeys(COMMON),
+        with_file(
+            of(
+                "Qwen2_5_VLConfig",
+                model_class="Qwen2_5_VLForConditionalGeneration",
+                text_config={
+                    **COMMON,
+                    "intermediate_size": 512,
+                    "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+                },
+                vision_config={
+                    "depth": 2,
+                    "hidden_size": 128,
+                    "intermediate_size": 256,
+                    "num_heads": 4,
+                    "out_hidden_size": 256,
+                    "fullatt_block_indexes": [1],
+                },
+                **dict.fromkeys(COMMON),
+            ),
+            "preprocessor_config.json",
+            image_processor_type="Qwen2VLImageProcessor",
+            processor_class="Qwen2_5_VLProcessor",
         ),
         vllm={"limit_mm_per_prompt": {"image": 0, "video": 0}},
+        sglang={"mm_attention_backend": "sdpa"},
     ),
     "embeddings (Qwen3)": Kind(
         of("Qwen3Config", model_class="AutoModel", intermediate_size=512, head_dim=64), task="embed"
@@ -262,7 +270,12 @@ KINDS = {
         of("Qwen3Config", intermediate_size=512, head_dim=64), task="embed", vllm={"convert": "embed"}
     ),
     "reward (sequence classification)": Kind(
+        # SGLang's head has a bias that no checkpoint has. On a GPU its numbers differ in each process.
         of("Qwen2Config", model_class="Qwen2ForSequenceClassification", intermediate_size=512, num_labels=3),
+        task="classify",
+    ),
+    "reward (Llama, whose head has no bias)": Kind(
+        of("LlamaConfig", model_class="LlamaForSequenceClassification", intermediate_size=512, num_labels=3),
         task="classify",
     ),
     "BERT embeddings": Kind(
@@ -286,7 +299,11 @@ KINDS = {
     "FP8 in blocks": Kind(block_fp8(of("Qwen3Config", intermediate_size=512, head_dim=64)), BF16),
     "FP8 per tensor, experts": Kind(fp8(EXPERTS), BF16),
     "FP8 in blocks, experts": Kind(block_fp8(EXPERTS), BF16),
-    "int4 WNA16, experts": Kind(weight_kinds.write_int4_experts, BF16),
+    "int4 WNA16, experts": Kind(
+        weight_kinds.write_int4_experts,
+        BF16,
+        sglang={"moe_runner_backend": "triton"},  # Marlin's kernels are compiled at first use, which takes many minutes
+    ),
     "FP8 that the engine makes, experts": Kind(
         EXPERTS, BF16, vllm={"quantization": "fp8"}, sglang={"quantization": "fp8"}
     ),

@@ -13,9 +13,19 @@ import torch
 
 QUANTIZATION = "sglang.srt.layers.quantization"
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+#: Models ask for these when they are imported, and models that never call them import such models.
+LOOKED_UP = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
 
 
 def register() -> None:
+    for name in LOOKED_UP:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            setattr(torch.ops.sgl_kernel, name, None)
     _routing()
     _fp8()
     _compressed_tensors()
@@ -85,7 +95,10 @@ def _compressed_tensors() -> None:
         found = getattr(importlib.import_module(f"{package}.schemes.compressed_tensors_{module}"), scheme)
         found.apply_weights = apply_weights
     _marlin(importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16"))
-    _marlin_experts(importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16_moe"))
+    moe = importlib.import_module(f"{package}.schemes.compressed_tensors_wNa16_moe")
+    _marlin_experts(moe)
+    if hasattr(moe, "CompressedTensorsWNA16TritonMoE"):
+        moe.CompressedTensorsWNA16TritonMoE.apply_weights = _triton_experts
 
 
 def _marlin(module: Any) -> None:
@@ -121,6 +134,22 @@ def _marlin_experts(module: Any) -> None:
         return experts(dispatch_output, weights)
 
     module.CompressedTensorsWNA16MoE.apply_weights = apply_weights
+
+
+def _triton_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Experts of four bits: the columns of two neighbouring inputs share a byte."""
+
+    def dequantised(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        values = unpacked(packed.view(torch.int32), 4) - 8
+        return values.float() * scales.float().repeat_interleave(values.shape[1] // scales.shape[1], 1)
+
+    def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            dequantised(layer.w13_weight_packed[expert], layer.w13_weight_scale[expert]),
+            dequantised(layer.w2_weight_packed[expert], layer.w2_weight_scale[expert]),
+        )
+
+    return experts(dispatch_output, weights)
 
 
 def experts(dispatch_output: Any, weights_of: Any) -> Any:

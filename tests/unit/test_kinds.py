@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from integration import report_kinds
 from integration.kinds import run, table
-from integration.kinds.checkpoints import tensors_of
+from integration.kinds.checkpoints import tensors_of, with_file
 from integration.kinds.run import cleaned
+from integration.kinds.subject import Answer
 from integration.kinds.ways import WAYS
 
 
@@ -26,6 +30,28 @@ def test_two_checkpoints_of_a_kind_differ_in_every_tensor(tmp_path: Path) -> Non
     first, other = (tensors_of(kind.write(tmp_path / str(seed), seed, kind.dtype)) for seed in (1, 2))
     assert first.keys() == other.keys()
     assert all((first[name] != other[name]).any() for name in first)
+
+
+@pytest.mark.parametrize("name", [name for name in table.KINDS if name.endswith(", experts") and "engine" not in name])
+def test_routers_of_quantised_experts_stay_as_they_are(name: str, tmp_path: Path) -> None:
+    """As in published checkpoints. Engines quantise a router that the configuration does not name."""
+    kind = table.KINDS[name]
+    kind.write(tmp_path, 1, kind.dtype)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    ignored = [*config.get("ignore", ()), *config.get("modules_to_not_convert", ())]
+    patterns = [one.removeprefix("re:") if one.startswith("re:") else re.escape(one) + "$" for one in ignored]
+    routers = [one.removesuffix(".weight") for one in tensors_of(tmp_path) if one.endswith(".gate.weight")]
+    assert routers
+    assert all(any(re.match(pattern, router) for pattern in patterns) for router in routers)
+    assert all(tensors_of(tmp_path)[f"{router}.weight"].dtype == torch.bfloat16 for router in routers)
+
+
+def test_a_file_beside_the_weights(tmp_path: Path) -> None:
+    def write(folder: Path, *_: Any) -> Path:
+        return folder
+
+    assert with_file(write, "more.json", one=1)(tmp_path, 1, "") == tmp_path
+    assert json.loads((tmp_path / "more.json").read_text()) == {"one": 1}
 
 
 @pytest.mark.parametrize(
@@ -125,37 +151,55 @@ def test_an_engine_that_is_slow_is_not_called_unable(monkeypatch: pytest.MonkeyP
 class Answering:
     """A subject that gives these answers, one after the other, and the last one for good."""
 
-    def __init__(self, *answers: str) -> None:
+    def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
 
-    def answer(self) -> str:
+    def answer(self) -> Answer:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
     def forget(self) -> None: ...
 
 
+def said(token: int, value: float) -> Answer:
+    return Answer([[token]], [[value]])
+
+
 def test_an_engine_is_asked_until_it_repeats_itself() -> None:
-    first: Any = Answering("while it compiles", "steady")
-    assert run.steady_answer(first) == "steady"
-    never: Any = Answering("one", "two", "three")
-    with pytest.raises(run.WrongAnswerError, match="differently each time"):
+    first: Any = Answering(said(1, 0.5), said(2, 0.5))
+    assert run.steady_answer(first) == said(2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("last", "how"),
+    [
+        (said(2, 0.5), "tokens differ from its last answer"),
+        (said(1, 0.25), "values differ from its last answer by up to 0.25"),
+        (said(1, math.nan), "values are not numbers"),
+    ],
+)
+def test_how_an_engine_does_not_repeat_itself(last: Answer, how: str) -> None:
+    never: Any = Answering(said(3, 0.5), said(1, 0.5), last)
+    with pytest.raises(run.WrongAnswerError, match=f"differently each time: {how}$"):
         run.steady_answer(never)
 
 
-@pytest.mark.parametrize(("again", "outcome"), [("other", "failed"), ("chance", "engine_cannot")])
+@pytest.mark.parametrize(("again", "outcome", "tried"), [("other", "failed", 3), ("chance", "engine_cannot", 1)])
 def test_a_wrong_answer_counts_only_if_fresh_engines_agree(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: str, outcome: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: str, outcome: str, tried: int
 ) -> None:
-    """Such as of a model with memory that nothing fills."""
+    """Such as of a model with memory that nothing fills. Then no further way can be compared."""
     answers = iter(["other", "first", again])
+    calls = []
 
     class Child:
         def __call__(self, function: Any, *_: Any) -> Any:
+            calls.append(function)
             return (run.WRONG, "differs") if function is run.try_way else next(answers)
 
         def stop(self) -> None: ...
 
     monkeypatch.setattr(run.Starter, "write", lambda _: None)
     monkeypatch.setattr(run.Starter, "start", lambda *_, **__: Child())
-    found = list(run.run("vllm", "dense", tmp_path, WAYS[:1]))
-    assert [one.outcome for one in found] == [outcome]
+    found = list(run.run("vllm", "dense", tmp_path, WAYS[:3]))
+    assert [one.outcome for one in found] == 3 * [outcome]
+    assert calls.count(run.try_way) == tried
