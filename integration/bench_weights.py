@@ -41,7 +41,7 @@ import msgspec
 
 from integration import bench_weights_trainer, records
 from integration.kinds.checkpoints import configure
-from integration.models import FP8_BLOCKS, SHAPES, write_model
+from integration.models import SHAPES, fp8_config, write_model
 from integration.offline import sglang_answers, start_sglang, start_vllm, vllm_answers
 from integration.records import Records
 from integration.subjects import described, engine_version, succeeds
@@ -254,7 +254,7 @@ def run_subject(arguments: argparse.Namespace) -> list[str]:
         dtype = "bfloat16" if arguments.device == "cuda" else "float32"
         model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype=dtype)
         if arguments.fp8:
-            configure(model, quantization_config=FP8_BLOCKS)
+            configure(model, quantization_config=fp8_config(SHAPES[arguments.model]))
         subject = ENGINES[arguments.engine](model, arguments.subject == "plugin", arguments.device, arguments.memory)
         common = described(
             "bench_weights",

@@ -129,6 +129,12 @@ FP8_BLOCKS = {
 }
 
 
+def fp8_config(shape: Shape) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint with `FP8_BLOCKS`. Routers stay as they are, as in published ones."""
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(shape.layers)] if shape.experts else []
+    return {**FP8_BLOCKS, "modules_to_not_convert": ["lm_head", *routers]}
+
+
 def fp8_checkpoint_names(shape: Shape) -> list[str]:
     """The names of a checkpoint's tensors with `FP8_BLOCKS`."""
     names = list(checkpoint_shapes(shape))
