@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,10 @@ def tensors_in(source: TensorSource, places: Places) -> Iterator[tuple[str, torc
 
 
 def _depth(one: Any, name: str) -> int:
-    """How many classes above that of an object define an attribute; -1 if the object has it by itself."""
+    """How many classes above that of an object define an attribute; -1 if the object has it by itself.
+
+    Of one that only `__getattr__` gives, nothing is known but that all classes come before it.
+    """
     if name in getattr(one, "__dict__", ()):
         return -1
-    return next((depth for depth, kind in enumerate(type(one).__mro__) if name in vars(kind)), -1)
+    return next((depth for depth, kind in enumerate(type(one).__mro__) if name in vars(kind)), sys.maxsize)

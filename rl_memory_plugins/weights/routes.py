@@ -153,10 +153,11 @@ class Routes:
                 self._source_gpu,
                 local=rank.connection.is_local,
             )
-        if free_slots and not may_divide and ranks and all(self._crosses(rank) for rank in ranks):
+        reads_gpu = resident is None or self._source_gpu is not None
+        if free_slots and reads_gpu and not may_divide and ranks and all(self._crosses(rank) for rank in ranks):
             manifest = msgspec.structs.replace(manifest, slots=PEER_SLOTS)
         self.manifest = manifest
-        self._manifest = manifest  # with smaller buckets where memory is short
+        self._cut = manifest  # with smaller buckets where memory is short
 
     def _crosses(self, rank: ConnectedRank) -> bool:
         """Whether buckets come to a rank from another GPU, if its best transport works."""
@@ -213,10 +214,10 @@ class Routes:
         if transport == "nccl":
             return self._nccl_staging(slot_bytes)
         if transport in ("tcp", "gloo"):
-            smaller = _with_buckets(self._manifest, STREAMED_BUCKET_BYTES)
+            smaller = _with_buckets(self._cut, STREAMED_BUCKET_BYTES)
             nbytes = slot_bytes or smaller.slot_bytes()
             return StreamedStaging(nbytes, smaller.slots, stable=stable, kind=transport)
-        smaller = _with_buckets(self._manifest, HOST_BUCKET_BYTES)
+        smaller = _with_buckets(self._cut, HOST_BUCKET_BYTES)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
     def require_nccl(self, rank: ConnectedRank) -> None:
@@ -252,11 +253,11 @@ class Routes:
             most: The largest bucket, in bytes.
         """
         needed = 0
-        sizes = [spec.nbytes for spec in self._manifest.tensors]
+        sizes = [spec.nbytes for spec in self._cut.tensors]
         if self._resident is None:
             needed = 2 * max(sizes, default=0) + min(2 * self._group_bytes, sum(sizes))
             needed += 3 * staged.GROUP_BYTES if self._stable else 0
-        cut = _with_buckets(self._manifest, min(_staged_bucket_bytes(sizes, self._manifest.slots), most))
+        cut = _with_buckets(self._cut, min(_staged_bucket_bytes(sizes, self._cut.slots), most))
         while True:
             try:
                 staging = _allocate(make, cut.slot_bytes(), cut.slots)
@@ -268,7 +269,7 @@ class Routes:
                 is_short = needed > 0 and cuda_ipc.local_gpu(device).lacks(needed)
                 smaller = _with_half_buckets(cut) if is_short else None
                 if smaller is None:
-                    self._manifest = cut
+                    self._cut = cut
                     return staging
                 staging.close()
             cut = smaller
@@ -289,15 +290,15 @@ class Routes:
         """The buckets, cut to fit the buffers of all routes."""
         transports = {route.transport for route in self.in_use()}
         if transports == {"cuda_direct"}:
-            nbytes = max(self._manifest.bucket_bytes, DIRECT_BUCKET_BYTES)
-            return msgspec.structs.replace(self._manifest, bucket_bytes=nbytes).buckets(split=False)
+            nbytes = max(self._cut.bucket_bytes, DIRECT_BUCKET_BYTES)
+            return msgspec.structs.replace(self._cut, bucket_bytes=nbytes).buckets(split=False)
         if transports <= {"cuda_direct", "cuda_ipc"}:
-            return self._manifest.buckets()
+            return self._cut.buckets()
         if transports <= {"cuda_direct", "cuda_ipc", "nccl"}:
             most = NCCL_PART_BUCKET_BYTES if self._may_divide else NCCL_BUCKET_BYTES
-            return _with_buckets(self._manifest, most).buckets()
+            return _with_buckets(self._cut, most).buckets()
         nbytes = STREAMED_BUCKET_BYTES if transports & {"tcp", "gloo"} else HOST_BUCKET_BYTES
-        return _with_buckets(self._manifest, nbytes).buckets()
+        return _with_buckets(self._cut, nbytes).buckets()
 
     def cut(self, slices: Mapping[ConnectedRank, Sequence[Slice | None]], buckets: list[list[BucketEntry]]) -> None:
         """Send ranks only their slices. Ranks that need others than those before them get a buffer of their own.
@@ -315,7 +316,7 @@ class Routes:
                 if rank in slices:
                     groups.setdefault(tuple(slices[rank]), []).append(rank)
             for number, (wanted, ranks) in enumerate(groups.items()):
-                cut = Cut(self._manifest, wanted)
+                cut = Cut(self._cut, wanted)
                 if number:
                     left = [one for entries in buckets for one in cut.left_of(entries).values()]
                     nbytes = max((one.offset + one.nbytes for one in left), default=0)

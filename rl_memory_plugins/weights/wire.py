@@ -48,7 +48,7 @@ from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch
 from rl_memory_plugins.weights.shards import Layouts
 from rl_memory_plugins.weights.slices import Slice
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4

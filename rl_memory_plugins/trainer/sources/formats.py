@@ -24,7 +24,7 @@ _kernel_errors: list[str] = []
 
 Quantise = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
-Places = tuple[torch.Tensor, torch.Tensor] | None
+Target = tuple[torch.Tensor, torch.Tensor] | None
 """Memory for the values and the scales of a weight, contiguous and on its device; `None`: a function allocates it."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -44,7 +44,7 @@ class Format(NamedTuple):
 
     marker: str
     quantise: Quantise
-    quantise_many: Callable[[Sequence[torch.Tensor], Sequence[Places]], list[dict[str, torch.Tensor]]] | None = None
+    quantise_many: Callable[[Sequence[torch.Tensor], Sequence[Target]], list[dict[str, torch.Tensor]]] | None = None
     parts: tuple[str, ...] = ()
 
 
@@ -141,7 +141,7 @@ def fp8_by_block(
 
 def many_fp8_by_block(
     weights: Sequence[torch.Tensor],
-    into: Sequence[Places],
+    into: Sequence[Target],
     *,
     block: tuple[int, int],
     power_of_two: bool,
@@ -161,8 +161,8 @@ def many_fp8_by_block(
     return [{"weight": values, scale: scales} for values, scales in made]
 
 
-def _copied(made: tuple[torch.Tensor, torch.Tensor], places: Places) -> tuple[torch.Tensor, torch.Tensor]:
-    return made if places is None else (places[0].copy_(made[0]), places[1].copy_(made[1]))
+def _copied(made: tuple[torch.Tensor, torch.Tensor], target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    return made if target is None else (target[0].copy_(made[0]), target[1].copy_(made[1]))
 
 
 def _by_operators(
@@ -180,7 +180,7 @@ def _by_operators(
 
 
 def _by_kernel(
-    weights: Sequence[torch.Tensor], into: Sequence[Places], block: tuple[int, int], power_of_two: bool
+    weights: Sequence[torch.Tensor], into: Sequence[Target], block: tuple[int, int], power_of_two: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """The same bytes as `_by_operators`, by a kernel that reads each weight once; None where the kernel cannot."""
     if _kernel_errors:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
-from rl_memory_plugins.trainer.sources.formats import format_of
+from rl_memory_plugins.trainer.sources.formats import Target, format_of
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
@@ -26,9 +26,9 @@ class QuantisedSource:
 
     Each weight that the checkpoint stores quantised is rounded to the nearest value on its own device, just before it
     is sent. Only one weight is held twice, or, where a GPU rounds several weights at a time (FP8 in blocks), as many as
-    have 256 Mi values; an engine on that GPU gets those from where they are made, and none is held twice. All other
-    tensors stay as they are. An engine that quantises by itself (`--quantization fp8` with a checkpoint in 16 bits)
-    needs no such source.
+    have 256 Mi values; an engine on that GPU gets those from where they are made, and none that lies whole in a
+    bucket is held twice. All other tensors stay as they are. An engine that quantises by itself (`--quantization fp8`
+    with a checkpoint in 16 bits) needs no such source.
 
     Args:
         source: A source, a module or a mapping, under the names of the checkpoint before quantisation (`….weight`).
@@ -73,7 +73,7 @@ class QuantisedSource:
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`."""
         found: list[TensorSpec] = []
-        self._is_stable = None
+        self._is_stable = is_stable(self._source)
         for spec in self._source.specs():
             if spec.name in self._weights:
                 base = spec.name.removesuffix("weight")
@@ -94,9 +94,7 @@ class QuantisedSource:
     @property
     def stable(self) -> bool:
         """See `weights.source.StableSource`: each tensor is the trainer's own, or made for this update."""
-        if self._is_stable is None:
-            self._is_stable = is_stable(self._source)
-        return self._is_stable
+        return is_stable(self._source) if self._is_stable is None else self._is_stable
 
     @property
     def negotiable(self) -> bool:
@@ -173,7 +171,7 @@ class QuantisedSource:
                 if many is None:
                     made.update(zip(weights, map(self._format.quantise, each), strict=True))
                 else:
-                    into = [self._places_of(name, places, device) for name in weights]
+                    into = [self._target(name, places, device) for name in weights]
                     made.update(zip(weights, many(each, into), strict=True))
         for name, tensor in group:
             if name in made:
@@ -182,11 +180,11 @@ class QuantisedSource:
             else:
                 yield name, tensor
 
-    def _places_of(self, name: str, places: Places | None, device: torch.device) -> Any:
+    def _target(self, name: str, places: Places | None, device: torch.device) -> Target:
         """Where the tensors of a weight are made; `None` if not all of them have a place on its device."""
         base = name.removesuffix("weight")
-        names = [base + part for part in self._format.parts]
-        if places is None or not all([one in places for one in names]):
+        values, scales = [base + part for part in self._format.parts]
+        if places is None or values not in places or scales not in places:
             return None
-        found = tuple([places[one] for one in names])
-        return found if found[0].device == device else None
+        target = places[values], places[scales]
+        return target if target[0].device == device else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.buffers.received_slot import ReceivedSlot
 from rl_memory_plugins.weights.buffers.streamed import extent
@@ -92,14 +92,12 @@ class CommunicatedAttached:
             return ReceivedSlot(self._slot_bytes + SEAL_BYTES, self._device)
 
     def look_ahead(self) -> None:
-        """Obtain a second slot: one bucket arrives while the other is loaded. Where memory is short, one must do.
+        """Obtain a second slot: one bucket arrives while the other is loaded. Where there is none, one must do.
 
-        Call this before anything is received, and while the trainer packs: it takes as long.
-
-        Raises:
-            HostMemoryError: there is no memory for it.
+        Call this before anything is received, and while the trainer packs: it takes as long. It fails for no reason of
+        memory: this rank has accepted, and others may write to their weights by now.
         """
-        with contextlib.suppress(DeviceMemoryError):
+        with contextlib.suppress(DeviceMemoryError, HostMemoryError, UnsupportedError):
             self._slots.append(self._new_slot())
 
     def one_slot(self) -> None:

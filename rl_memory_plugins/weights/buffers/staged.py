@@ -58,11 +58,10 @@ class _CudaSlots:
         self._small_bytes = 0
         self._small_stream: Any = None  # where the small tensors were made
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
-        self._given: dict[int, torch.Tensor] = {}  # by the index of a tensor: what `place` gave for it
         self._streams = Streams()
         self._has_read_host = False  # since the last `publish`
         self._peers: dict[torch.device, cuda_ipc.CudaGpu | None] = {}  # other GPUs that reach this one
-        self.nbytes = slot_bytes * slots
+        self.nbytes = max(slot_bytes, _PAGE_BYTES) * slots
         self._addresses: list[int] = []
         self._slots: list[torch.Tensor] = []
         try:
@@ -73,16 +72,8 @@ class _CudaSlots:
             self.close()
             raise
 
-    def place(self, slot: int, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:
-        """The memory of a tensor. It need not be copied if it has been made there."""
-        made = self._given[entry.index] = self._view(slot, entry, spec, spec.shape, row_major(spec.shape))
-        return made
-
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
-        if self._given.pop(entry.index, None) is tensor:
-            self._current_stream()
-            return entry
         if self._stable and tensor.device == memory.device and can_group_copy(tensor, tensor.dtype):
             stream = self._current_stream()
             if stream != self._small_stream:
@@ -167,7 +158,6 @@ class _CudaSlots:
 
     def publish(self) -> Sequence[Any]:
         self._begin_copies()
-        self._given.clear()
         self._streams.synchronize()
         self._has_read_host = False
         return ()
@@ -183,7 +173,6 @@ class _CudaSlots:
         self._streams.synchronize()
         self._slots = []
         self._flat = {}
-        self._given = {}
         if self._bounce is not None:
             self._bounce.copier.close()
             self._bounce = None
@@ -202,17 +191,37 @@ class CudaStaging(_CudaSlots):
 
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
         super().__init__(device, slot_bytes, slots, stable=stable)
-        allocations = [self._gpu.find(address) for address in self._addresses]
-        if None in allocations:
+        self._given: dict[int, torch.Tensor] = {}  # by the index of a tensor: what `place` gave for it
+        try:
+            allocations = [self._gpu.find(address) for address in self._addresses]
+            if None in allocations:
+                raise UnsupportedError(f"CUDA IPC cannot export memory of {device}", device=device)
+        except BaseException:
             self.close()
-            raise UnsupportedError(f"CUDA IPC cannot export memory of {device}", device=device)
+            raise
         self._description = {
             "kind": "cuda_ipc",
             "device": device,
             "process": cuda_ipc.process_id(),
             "allocations": allocations,  # of each slot
             "slot_bytes": slot_bytes,
+            "slots": slots,
         }
+
+    def place(self, slot: int, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:
+        """The memory of a tensor. It need not be copied if it has been made there."""
+        made = self._given[entry.index] = self._view(slot, entry, spec, spec.shape, row_major(spec.shape))
+        return made
+
+    def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
+        if self._given.pop(entry.index, None) is tensor:
+            self._current_stream()
+            return entry
+        return super().put(slot, entry, spec, tensor)
+
+    def close(self) -> None:
+        self._given = {}
+        super().close()
 
     def publish(self) -> Sequence[Any]:
         if self._has_read_host or not any(self._peers.values()):
@@ -308,7 +317,8 @@ class CudaAttached:
         self._mappings = Mappings()
         slot_bytes = int(description["slot_bytes"])
         allocations = allocations_of(description, device)
-        if slot_bytes < 1 or min((one.nbytes for one in allocations), default=0) < slot_bytes:
+        is_whole = len(allocations) == int(description["slots"]) and slot_bytes >= 1
+        if not is_whole or min((one.nbytes for one in allocations), default=0) < slot_bytes:
             raise WeightUpdateError("the trainer's staging memory does not match its description")
         memory = self._mappings.open(cuda_ipc.local_gpu(device), str(description["process"]), allocations)
         self._slots = [slot[:slot_bytes] for slot in memory]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_gpu import OneByOne
 
-from rl_memory_plugins.errors import DeviceMemoryError, OutOfMemoryError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, OutOfMemoryError, UnsupportedError
 from rl_memory_plugins.weights import routes
 from rl_memory_plugins.weights.buffers import NcclStaging, communicated
 from rl_memory_plugins.weights.manifest import ALIGNMENT, Manifest
@@ -153,6 +153,15 @@ def test_a_rank_without_memory_for_one_slot_refuses(monkeypatch):
     Slots(monkeypatch, 0)
     with pytest.raises(UnsupportedError, match="full"):
         attached()
+
+
+@pytest.mark.parametrize("error", [HostMemoryError("no page"), UnsupportedError("the driver refuses")])
+def test_a_rank_that_has_accepted_does_without_a_second_slot(monkeypatch, error):
+    """Other ranks write to their weights by now."""
+    Slots(monkeypatch, 1, error=error)
+    buffer = attached()
+    buffer.look_ahead()
+    assert len(buffer._slots) == 1
 
 
 def test_a_rank_that_fails_otherwise_frees_its_slots(monkeypatch):

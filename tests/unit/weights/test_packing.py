@@ -99,6 +99,27 @@ def test_a_subclass_that_changes_what_is_sent_is_asked_for_that(gpus):
     rank.model.assert_unchanged(loaded({name: tensor * 2 for name, tensor in tensors.items()}))
 
 
+def test_a_proxy_that_changes_what_is_sent_is_asked_for_that(gpus):
+    """Some versions of Python find an attribute of a protocol that only `__getattr__` gives."""
+
+    class Proxy:
+        def __init__(self, source):
+            self._source = source
+
+        def __getattr__(self, name):
+            return getattr(self._source, name)
+
+        def tensors(self):
+            for name, tensor in self._source.tensors():
+                yield name, tensor * 2
+
+    rank, tensors = gpu_rank(), checkpoint(5)
+    source = Placing(tensors)
+    send([rank], Proxy(source), transport="cuda_ipc")
+    assert source.places is None
+    rank.model.assert_unchanged(loaded({name: tensor * 2 for name, tensor in tensors.items()}))
+
+
 def test_a_source_has_no_places_after_an_update_that_broke_off(gpus):
     tensors = checkpoint(6)
     source = Placing(tensors, breaks_at="norm.weight")
