@@ -30,15 +30,21 @@ def on_this_gpu(run: Callable[[], T]) -> Callable[[], T]:
 
 
 class Beside(Generic[T]):
-    """Runs a function in a thread as `on_this_gpu`, or at `result` if this process cannot start more threads."""
+    """Runs a function in a thread as `on_this_gpu`, or at its end if this process cannot start more threads.
 
-    def __init__(self, run: Callable[[], T], name: str) -> None:
+    Args:
+        run: The function.
+        name: The name of the thread.
+        daemon: Whether the interpreter may exit before the thread has ended.
+    """
+
+    def __init__(self, run: Callable[[], T], name: str, *, daemon: bool = True) -> None:
         self._run = run
         self._results: list[T] = []
         self._error: BaseException | None = None
         wrapped = on_this_gpu(run)
         self._thread: threading.Thread | None = threading.Thread(
-            target=self._keep, args=(wrapped,), name=name, daemon=True
+            target=self._keep, args=(wrapped,), name=name, daemon=daemon
         )
         try:
             self._thread.start()
@@ -51,12 +57,18 @@ class Beside(Generic[T]):
         except BaseException as error:
             self._error = error
 
+    def end(self) -> BaseException | None:
+        """Wait for the end of the function. Returns what it has raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+        elif not self._results:
+            self._keep(self._run)
+        error, self._error = self._error, None
+        return error
+
     def result(self) -> T:
         """What the function returns. Raises what it raises."""
-        if self._thread is None:
-            return self._run()
-        self._thread.join()
-        error, self._error = self._error, None
+        error = self.end()
         if error is not None:
             raise error
         return self._results[0]

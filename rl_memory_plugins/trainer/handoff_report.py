@@ -28,8 +28,10 @@ class HandoffReport:
 
     Attributes:
         seconds: Seconds by step; 0.0 for a step that did not run or had nothing to do. Of what leaves during the
-            update, only those in which the handoff did nothing else.
-        moved_bytes: Bytes of the trainer that were loaded or offloaded, by step.
+            update, only those in which the handoff did nothing else. What leaves behind open engines takes none; if the
+            next half must wait for it, the seconds are those of `offload` in its report.
+        moved_bytes: Bytes of the trainer that were loaded or offloaded, by step. What leaves behind open engines counts
+            at once.
         update: The result of `push_from_all`.
         failed: With `on_failure="continue"` the engines of all processes that the handoff has gone on without. The
             `details["step"]` of an error names the step.

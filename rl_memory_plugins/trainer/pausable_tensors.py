@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.memory.select import choose_allocator
+from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.records import TagChange
 from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import is_capturing, with_index
@@ -81,7 +82,8 @@ class PausableTensors:
         self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
         self._regions: Counter[str] = Counter()  # the open regions by tag
         self._pending: Pending | None = None
-        self._lock = threading.RLock()
+        self._leaves: Beside[None] | None = None  # commits a sleep; whoever touches tensors or the manager waits for it
+        self._lock = threading.RLock()  # the thread of `_leaves` never takes it: callers hold it while they wait
         self._closed = False
         weakref.finalize(self, _close_arena, arena).atexit = False
         sleepers.add(self)
@@ -152,7 +154,7 @@ class PausableTensors:
         with self._lock:
             if self._closed:
                 return True
-            if self._pending is not None:
+            if self._pending is not None or self._leaves is not None:
                 return False
             self._adopt_new()
             return True
@@ -200,19 +202,26 @@ class PausableTensors:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for the content that a wake has left on its way. Does nothing if there is none.
+        """Wait for the content that a wake has left on its way, and for the tags that `commit_behind` lets leave.
 
-        Everything else that this memory does to tensors waits by itself, except `status`.
+        Does nothing if there is neither. Everything else that this memory does to tensors waits by itself, except
+        `status`.
 
         Raises:
-            RLMemoryError: a copy failed. Its tag, and those behind it, sleep again with their content in host memory.
+            RLMemoryError: a copy failed. Of a wake, its tag, and those behind it, sleep again with their content in
+                host memory. Of a sleep, they are awake with their content; a later call raises no error for it again.
             StateConflictError: a CUDA graph is being captured; wait before the capture.
         """
-        if not self._manager.unfinished:
+        if self._leaves is None and not self._manager.unfinished:
             return
         with self._lock:
             if is_capturing():
-                raise StateConflictError("a CUDA graph is captured while a wake is unfinished: call wait() before")
+                raise StateConflictError(
+                    "a CUDA graph is captured while a sleep or wake is unfinished: call wait() before"
+                )
+            self._end_leaving()
+            if not self._manager.unfinished:
+                return
             try:
                 self._manager.finish_wake()
             except RLMemoryError as error:
@@ -221,6 +230,19 @@ class PausableTensors:
                 raise type(error)(message, **error.details) from error
             finally:
                 self._keep_while_asleep()
+
+    def _end_leaving(self) -> None:
+        """Wait for the thread of `commit_behind`, if any, and raise its error."""
+        if self._leaves is None:
+            return
+        failure = self._leaves.end()  # an interrupted wait leaves it as it is
+        self._leaves = None
+        if failure is not None:
+            error = as_rl_memory_error(failure)
+            raise type(error)(
+                f"{error.message}. It was an error of the sleep before: what it has not put to sleep is awake",
+                **error.details,
+            ) from failure
 
     def waits_before_use(self, tag: str) -> bool:
         """Whether the users of a tag wait for its content by themselves.
@@ -253,9 +275,10 @@ class PausableTensors:
 
     def _keep_while_asleep(self) -> None:
         """Keep this memory alive while tensors sleep in it, and forget memories whose sleeping tensors are gone."""
-        asleep.add(self)
-        for memory in [memory for memory in list(asleep) if not memory._sleeping()]:
-            asleep.discard(memory)
+        with _asleep_lock:  # another thread may look at this memory just before its tags sleep
+            asleep.add(self)
+            for memory in [memory for memory in list(asleep) if not memory._sleeping()]:
+                asleep.discard(memory)
 
     def _sleeping(self) -> bool:
         unfinished = self._manager.unfinished
@@ -275,6 +298,8 @@ class PausableTensors:
 
 asleep: set[PausableTensors] = set()
 """The memories with sleeping tensors. Without this reference, the end of a memory would lose their content."""
+
+_asleep_lock = threading.Lock()
 
 
 def _close_arena(arena: PagedArena) -> None:

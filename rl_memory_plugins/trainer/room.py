@@ -15,8 +15,8 @@ ROOM_BYTES = 4 << 30
 
 
 AMPLE_BYTES = 16 << 30
-"""Bytes of a GPU that must be free beside awake engines if torch's cache of the trainer goes only while they wake.
-Engines compute with memory that they do not count as asleep."""
+"""Bytes of a GPU that must be free beside awake engines if torch's cache of the trainer goes only while they wake, or
+all of the trainer only behind them. Engines compute with memory that they do not count as asleep."""
 
 
 class Needs(NamedTuple):
@@ -38,11 +38,13 @@ class Room(NamedTuple):
         needs: What its engines need.
         free: What is free on the devices of its memories.
         leaving: What its memories will free there: tags that sleep already free nothing.
+        behind: Whether its parts can leave while the engines answer.
     """
 
     needs: Needs
     free: dict[str, int]
     leaving: dict[str, int]
+    behind: bool = False
 
 
 def needs_of(engines: Sequence[EngineHandle]) -> Needs:
@@ -65,7 +67,7 @@ def needs_of(engines: Sequence[EngineHandle]) -> Needs:
     return Needs(weights, everything if all_tell else None)
 
 
-def room(needs: Needs, memories: Mapping[Pausable, Iterable[str]]) -> Room:
+def room(needs: Needs, memories: Mapping[Pausable, Iterable[str]], *, behind: bool = False) -> Room:
     """What this process knows now. `memories`: the tags that will leave, by memory."""
     free: dict[str, int] = {}
     leaving: dict[str, int] = {}
@@ -75,7 +77,7 @@ def room(needs: Needs, memories: Mapping[Pausable, Iterable[str]]) -> Room:
         free[device] = free_bytes
         awake = [status[tag] for tag in set(tags) if status[tag].state is TagState.RESIDENT]
         leaving[device] = leaving.get(device, 0) + sum(tag.bytes for tag in awake)
-    return Room(needs, free, leaving)
+    return Room(needs, free, leaving, behind)
 
 
 def suffices(rooms: Sequence[Room]) -> bool:
@@ -101,6 +103,11 @@ def is_ample(rooms: Sequence[Room]) -> bool:
     free = _free(rooms)
     ample = all(needed.get(device, 0) + AMPLE_BYTES <= free[device] + freed.get(device, 0) for device in free)
     return ample and suffices(rooms)
+
+
+def holds_all(rooms: Sequence[Room]) -> bool:
+    """Whether the engines can open beside all that the trainer has, which then leaves behind them."""
+    return all(one.behind for one in rooms) and is_ample([one._replace(leaving={}) for one in rooms])
 
 
 def _free(rooms: Iterable[Room]) -> dict[str, int]:

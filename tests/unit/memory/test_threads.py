@@ -20,6 +20,12 @@ def test_its_error_reaches_the_caller():
         beside.result()
 
 
+def test_who_waits_for_the_end_gets_its_error_once():
+    failed = Beside(lambda: 1 // 0, "rl-memory-test")
+    assert isinstance(failed.end(), ZeroDivisionError) and failed.end() is None
+    assert Beside(lambda: None, "rl-memory-test").end() is None
+
+
 def test_a_process_that_can_start_no_thread_runs_it_itself(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
