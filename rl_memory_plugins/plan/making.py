@@ -154,12 +154,9 @@ def _beside(phases: list[Phase], trainer: TrainerPlan, options: Options) -> int:
         return 0
     by_name = {phase.name: phase for phase in phases}
     wakes = by_name["wake_kv_cache"].engine - by_name["sleep"].engine
-    leaves = trainer.parameters + trainer.optimizer
     with_cache, without = by_name["training"].total + wakes, by_name["load"].total + wakes
-    total = options.card.total
-    keeps_cache = with_cache - leaves + AMPLE_BYTES <= total  # as `room.is_ample`, then as `room.holds_all`
-    held = with_cache if keeps_cache else without
-    return held if held + AMPLE_BYTES <= total else 0
+    fit = [held for held in (with_cache, without) if held + AMPLE_BYTES <= options.card.total]
+    return fit[0] if fit else 0
 
 
 def _require_heads(model: Model, options: Options) -> None:

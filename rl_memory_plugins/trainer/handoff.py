@@ -28,7 +28,6 @@ import torch
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.tags import Level, PauseMode, Tag
-from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
 from rl_memory_plugins.trainer.handoff_report import HandoffReport
@@ -38,7 +37,16 @@ from rl_memory_plugins.trainer.participants import Participants
 from rl_memory_plugins.trainer.parts import TrainerParts
 from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, require_awake_groups, wait_for
 from rl_memory_plugins.trainer.peers import Peers
-from rl_memory_plugins.trainer.room import Needs, Room, holds_all, is_ample, lacks_memory, needs_of, room, suffices
+from rl_memory_plugins.trainer.room import (
+    Needs,
+    Room,
+    cache_may_stay,
+    holds_all,
+    lacks_memory,
+    needs_of,
+    room,
+    suffices,
+)
 from rl_memory_plugins.trainer.sources.model import Tensors, only_reads
 from rl_memory_plugins.trainer.update import push_from_all, require_on_failure, require_options
 
@@ -91,10 +99,12 @@ class RolloutHandoff:
             if the devices have room for both, and if all `weights` are in a `PausableMemory` too. `weights` in a
             `PausableMemory` leave behind them, if the source only reads; see `weights.source.ReadingSource`. Where the
             devices also have 16 GiB more than all that the engines wake, torch's cache stays until all have left. And
-            where they have as much beside all that the trainer holds, `sync` returns as soon as the engines are open,
-            and all leave behind it; not with `on_failure="continue"`, nor with `process_groups` of a `PausableMemory`.
+            where they have as much beside all that the trainer holds, at the latest once the cache is empty, `sync`
+            returns as soon as the engines are open, and all leave behind it; not with `on_failure="continue"`, nor with
+            `process_groups` of a `PausableMemory`.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
-            `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
+            `load` until the weights are offloaded or, where they leave behind the engines, these open. The rest is for
+            the memory that sleeping engines keep.
         on_failure: What follows if an engine fails in a step. `abort`: the handoff fails. `continue`: it goes on
             without that engine, and `HandoffReport.failed` names the engine with its error and its state. An engine
             that was left out is closed before the others open, if it answers at all: none answers under former weights
@@ -204,8 +214,8 @@ class RolloutHandoff:
     def sync(self, weight_version: str | None = None, report: HandoffReport | None = None) -> HandoffReport:
         """The second half: send the weights, and open the engines.
 
-        With `overlap` and ample memory, the trainer's parts may still be leaving the devices when this returns. Every
-        call of their `PausableMemory` waits for that, and so does the next half.
+        With `overlap` and ample memory, the trainer's parts may still be leaving the devices when this returns. See
+        `PausableMemory.commit_behind` for who waits for that; the next half does.
 
         Args:
             weight_version: The name of the new weights on the engines; by default they count versions.
@@ -289,32 +299,35 @@ class RolloutHandoff:
             awake = all(isinstance(part, PausablePart) and part.is_awake() for part in self._parts.weights)
             return bool(leaving.others) and awake
 
-        def prepare() -> Room:
-            asking = Beside(lambda: needs_of(self.engines), "rl-memory-needs")  # both take milliseconds
+        def prepare() -> Needs:
+            asking = Beside(lambda: needs_of(self.engines), "rl-memory-needs").start()  # both take milliseconds
             try:
                 leaving.prepare()
             finally:
                 needs = asking.result()
-            return room(needs, leaving.tags())
+            return needs
 
-        may_stay = self._on_failure == "abort" and leaving.may_stay
+        aborts = self._on_failure == "abort"  # an engine that is left out for want of memory would not be asked again
+        behind = aborts and leaving.may_stay
 
-        def begin(needs: Needs) -> Room:
+        def drop(needs: Needs) -> Room:
             report.add("offload_others", [part.offload() for part in rest])
             leaving.drop_gradients()
+            return room(needs, leaving.tags(), behind=behind)
+
+        def begin(needs: Needs) -> Room:
             if torch.cuda.is_initialized() and not leaving.keeps_cache:
                 self._parts.empty_cache("offload_others")
             leaving.begin()
-            return room(needs, leaving.tags(), behind=may_stay)
+            return room(needs, leaving.tags(), behind=behind)
 
         with self._peers.at("offload_others"):
             if not all(self._peers.agree(may_begin)):
                 return False
         with report.timed("offload_others", moves=True), self._peers.at("offload_others"):
-            rooms = self._peers.agree(prepare, as_type=Room)
-            # An engine that is left out for want of memory would not be asked again.
-            leaving.keeps_cache = self._on_failure == "abort" and is_ample(rooms)
-            needs = rooms[self._peers.rank].needs
+            needs = self._peers.agree(prepare, as_type=Needs)[self._peers.rank]
+            rooms = self._peers.agree(lambda: drop(needs), as_type=Room)
+            leaving.keeps_cache = aborts and cache_may_stay(rooms)
             rooms = self._peers.agree(lambda: begin(needs), as_type=Room)
             leaving.behind = holds_all(rooms)
         if not suffices(rooms):
@@ -353,6 +366,7 @@ class RolloutHandoff:
             of_others, of_weights = leaving.commit_behind(then)
             report.add("offload_others", [Moved(of_others, 0.0)])
             report.add("offload", [Moved(of_weights, 0.0)])
+            report.count_as_gone(of_others + of_weights)
 
         with report.timed("offload"), self._peers.at("offload"):
             self._peers.agree(commit)
@@ -361,7 +375,7 @@ class RolloutHandoff:
         """Wait for what the latest `sync` has left behind. A failure there is one of the step `offload`."""
         left, self._left = self._left, []
         if left:
-            with timed(report.seconds, "offload"), self._peers.at("offload"):
+            with report.timed("offload", moves=True), self._peers.at("offload"):
                 self._peers.agree(lambda: wait_for(left))
 
     def _empty_kept_cache(self, report: HandoffReport, leaving: Leaving) -> None:
@@ -385,7 +399,7 @@ class RolloutHandoff:
             return
         emptying = None
         if not leaving.behind:
-            emptying = Beside(lambda: self._parts.empty_cache("offload"), "rl-memory-cache")
+            emptying = Beside(lambda: self._parts.empty_cache("offload"), "rl-memory-cache").start()
         lacking = False
         try:
             wake()

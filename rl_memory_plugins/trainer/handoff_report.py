@@ -105,6 +105,10 @@ class HandoffReport:
                 took_ns = time.perf_counter_ns() - self._ended_ns
             self.steps.append(HandoffStep("training", start_ns, took_ns, held, held))
 
+    def count_as_gone(self, nbytes: int) -> None:
+        """These bytes of the trainer leave behind the current step: what is counted after it is without them."""
+        self._counted = max(self._counted - nbytes, 0)
+
     def _count(self, again: bool) -> int:
         if self._resident is not None and again:
             self._is_outdated = False

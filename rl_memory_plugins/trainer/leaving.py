@@ -76,11 +76,15 @@ class Leaving:
     def commit_behind(self, then: Callable[[], object]) -> tuple[int, int]:
         """Free the device memory behind this call; see `PausableMemory.commit_behind`.
 
+        Args:
+            then: Called once, when the last memory has left; not if one fails to.
+
         Returns: the bytes of `others` and of the weights that leave.
         """
         of_others = of_weights = 0
+        left = iter(reversed(range(len(self.tags()))))
         for memory, tags in self.tags().items():
-            sizes = memory.commit_behind(then)
+            sizes = memory.commit_behind(lambda: then() if next(left) == 0 else None)
             others = [tag for tag in tags if tag in self.others.get(memory, ())]
             of_others += sum(sizes.get(tag, 0) for tag in others)
             of_weights += sum(nbytes for tag, nbytes in sizes.items() if tag not in others)

@@ -12,6 +12,7 @@ be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -22,10 +23,12 @@ from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
-from rl_memory_plugins.trainer.offloading import sleepers
+from rl_memory_plugins.trainer.offloading import await_leaving, sleepers
 from rl_memory_plugins.trainer.pausable_part import PausablePart
 from rl_memory_plugins.trainer.pausable_tensors import PausableTensors, Pending
 from rl_memory_plugins.trainer.targets import GRADIENTS
+
+logger = logging.getLogger(__name__)
 
 
 class PausableMemory(PausableTensors):
@@ -193,10 +196,13 @@ class PausableMemory(PausableTensors):
     def commit_behind(self, then: Callable[[], object] = lambda: None) -> dict[str, int]:
         """`commit` of the prepared sleep, by a thread: this returns at once, and the tags leave behind it.
 
-        The thread waits for all work on the device, frees the device memory, and calls `then`. Every other call of this
-        memory waits for its end first, except `status`; so do the optimisers whose states are here. Nothing else may
-        use the tags from now on. Capture no CUDA graph in this process before `wait`: it would fail. A memory with
-        process groups, whose ranks sleep together, has committed when this returns.
+        The thread waits for all work on the device, frees the device memory, and calls `then`, which must not use a
+        `PausableMemory`. Every other call of this memory waits for the thread first, except `status`, `device_memory`,
+        `synchronize`, `abort` and `waits_before_use`; so do the optimisers of `torch.optim` whose states are here.
+        Nothing else may use the tags from now on: a write to a tensor that is leaving is lost without an error. Capture
+        no CUDA graph in this process before `wait`: it would fail. CUDA can also refuse the thread's calls meanwhile;
+        then the tags stay, and the next call that waits raises that. A memory with process groups, whose ranks sleep
+        together, has committed when this returns, and so has one in a process that can start no thread.
 
         Returns: by tag, the bytes that leave.
 
@@ -218,12 +224,17 @@ class PausableMemory(PausableTensors):
                 return sizes
 
             def run() -> None:
-                self._leave(pending, None, written=True)
-                then()
+                try:
+                    self._leave(pending, None, written=True)
+                    then()
+                except BaseException:
+                    logger.warning("a trainer's memory did not leave; its next call raises this too", exc_info=True)
+                    raise
 
-            self._pending = None
             # Not a daemon: the interpreter waits for it at exit, so it makes no CUDA call while torch shuts down.
-            self._leaves = Beside(run, "rl-memory-leaving", daemon=False)
+            leaves = Beside(run, "rl-memory-leaving", daemon=False)
+            self._leaves, self._pending = leaves, None  # before the start, which an interrupt may end
+            leaves.start()
             return sizes
 
     def _commit(self, *, written: bool, later: Collection[str] = (), tags: Collection[str] | None = None) -> Report:
@@ -287,6 +298,7 @@ class PausableMemory(PausableTensors):
         try:
             self._manager.prepare_wake(tags)
         except DeviceMemoryError:
+            await_leaving()
             self._manager.device.trim()
             try:
                 self._manager.prepare_wake(tags)

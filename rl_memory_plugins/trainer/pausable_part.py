@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +14,8 @@ from rl_memory_plugins.trainer.offloading import Moved
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Pausable(Protocol):
@@ -137,6 +140,8 @@ def wait_for(memories: Iterable[Pausable]) -> None:
             memory.wait()
         except Exception as error:
             failures.append(error)
+    for other in failures[1:]:
+        logger.warning("another memory failed to leave too: %s", other)
     if failures:
         raise failures[0]
 

@@ -184,7 +184,10 @@ class PausableTensors:
         """See `offloading.Sleeper`."""
         if storage.device != self.device:
             return None
-        self.wait()
+        if self._leaves is not None or self._manager.unfinished:
+            if not self.owned()(storage.data_ptr()):
+                return None  # a tensor of others does not wait for this memory, and does not get its errors
+            self.wait()
         copies = self._manager.host_copies(Block(storage.data_ptr(), storage.nbytes()))
         return sleeping_content(storage, copies)
 
@@ -204,16 +207,18 @@ class PausableTensors:
     def wait(self) -> None:
         """Wait for the content that a wake has left on its way, and for the tags that `commit_behind` lets leave.
 
-        Does nothing if there is neither. Everything else that this memory does to tensors waits by itself, except
-        `status`.
+        Does nothing if there is neither. Everything else that this memory does to tensors waits by itself.
 
         Raises:
             RLMemoryError: a copy failed. Of a wake, its tag, and those behind it, sleep again with their content in
-                host memory. Of a sleep, they are awake with their content; a later call raises no error for it again.
-            StateConflictError: a CUDA graph is being captured; wait before the capture.
+                host memory. Of a sleep, they are awake with their content; a later call raises no error for it again,
+                and other processes get none.
+            StateConflictError: a CUDA graph is being captured; wait before the capture. Or this is the function that
+                `commit_behind` calls.
         """
         if self._leaves is None and not self._manager.unfinished:
             return
+        self._require_not_leaving()
         with self._lock:
             if is_capturing():
                 raise StateConflictError(
@@ -230,6 +235,18 @@ class PausableTensors:
                 raise type(error)(message, **error.details) from error
             finally:
                 self._keep_while_asleep()
+
+    def _require_not_leaving(self) -> None:
+        """Refuse the thread of `commit_behind`: others hold the lock while they wait for it."""
+        leaves = self._leaves
+        if leaves is not None and leaves.is_here:
+            raise StateConflictError("the function behind a sleep must not use the memory that sleeps")
+
+    def await_leaving(self) -> None:
+        """See `offloading.Sleeper`."""
+        leaves = self._leaves
+        if leaves is not None:
+            leaves.join()
 
     def _end_leaving(self) -> None:
         """Wait for the thread of `commit_behind`, if any, and raise its error."""
@@ -275,10 +292,12 @@ class PausableTensors:
 
     def _keep_while_asleep(self) -> None:
         """Keep this memory alive while tensors sleep in it, and forget memories whose sleeping tensors are gone."""
-        with _asleep_lock:  # another thread may look at this memory just before its tags sleep
-            asleep.add(self)
-            for memory in [memory for memory in list(asleep) if not memory._sleeping()]:
+        asleep.add(self)
+        for memory in list(asleep):  # without a lock: a collection in here may end a memory, which comes here too
+            if not memory._sleeping():
                 asleep.discard(memory)
+                if memory._sleeping():  # another thread has put it to sleep meanwhile
+                    asleep.add(memory)
 
     def _sleeping(self) -> bool:
         unfinished = self._manager.unfinished
@@ -298,8 +317,6 @@ class PausableTensors:
 
 asleep: set[PausableTensors] = set()
 """The memories with sleeping tensors. Without this reference, the end of a memory would lose their content."""
-
-_asleep_lock = threading.Lock()
 
 
 def _close_arena(arena: PagedArena) -> None:

@@ -699,8 +699,8 @@ def test_tags_that_were_prepared_together_leave_one_after_the_other():
 # -- room ---------------------------------------------------------------------------------------------------
 
 
-def known(weights, free, everything=None, leaving=None):
-    return Room(Needs(weights, everything), free, leaving or {})
+def known(weights, free, everything=None, leaving=None, cache=None):
+    return Room(Needs(weights, everything), free, leaving or {}, cache or {})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import sys
 import textwrap
 import threading
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from test_leaving import (
     known,
 )
 from test_overlap import narrow
-from test_pausable import WIDTH, Tied, adamw, states, tensors_in, train
+from test_pausable import WIDTH, Paged, Tied, adamw, states, tensors_in, train
 from toy_engine import ToyEngine
 from toys import checkpoint
 
@@ -43,10 +44,21 @@ from rl_memory_plugins.errors import (
     RLMemoryError,
     StateConflictError,
 )
-from rl_memory_plugins.trainer import AsyncRolloutHandoff, PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer import (
+    AsyncRolloutHandoff,
+    ModelSource,
+    Offloader,
+    PausableMemory,
+    RolloutHandoff,
+    handoff,
+    offloading,
+    parts,
+    room,
+)
+from rl_memory_plugins.trainer.leaving import Leaving
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.pausable_tensors import asleep
-from rl_memory_plugins.trainer.room import AMPLE_BYTES, holds_all
+from rl_memory_plugins.trainer.room import AMPLE_BYTES, cache_may_stay, holds_all
 
 LONG_S = 30.0
 LOST = RuntimeError("an uncorrectable error")
@@ -150,21 +162,21 @@ class Ample(Behind):
 @contextmanager
 def held_back(gate, run):
     """Run a function in a thread, which must not end before the gate opens. The context's value is its outcome."""
-    outcome = []
+    outcome, was_open = [], []
 
     def keep():
         try:
             outcome.append(run())
         except Exception as error:
             outcome.append(error)
+        was_open.append(gate.is_set())
 
-    thread = threading.Thread(target=keep)
+    thread = threading.Thread(target=keep, daemon=True)
     thread.start()
-    thread.join(0.1)
-    was_held = thread.is_alive()
+    thread.join(0.1)  # one that does not wait has the time to end
     gate.set()
     thread.join(LONG_S)
-    assert was_held and not thread.is_alive()
+    assert was_open == [True]
     yield outcome[0]
 
 
@@ -198,6 +210,20 @@ def test_the_next_release_waits_before_the_engine_sleeps(monkeypatch):
     setup.assert_nothing_lost()
 
 
+def test_the_steps_count_what_leaves_as_gone_and_the_wait_for_it(monkeypatch):
+    monkeypatch.setattr(parts, "own_device", lambda: torch.device("cpu"))
+    setup = Ample(monkeypatch)
+    setup.step()
+    last = setup.report.steps[-1]
+    held = sum(status.bytes for tag, status in setup.memory.status().items() if tag != "gradients")
+    assert (last.name, last.trainer_bytes_before, last.trainer_bytes_after) == ("offload", held, 0)
+    with held_back(setup.link.gate, setup.handoff.release) as report:
+        first = report.steps[0]
+        assert (first.name, first.trainer_bytes_before, first.trainer_bytes_after) == ("offload", held, 0)
+        assert report.seconds["offload"] > 0
+    setup.assert_nothing_lost()
+
+
 def test_a_sync_waits_too(monkeypatch):
     setup = Ample(monkeypatch)
     setup.step()
@@ -210,8 +236,8 @@ def test_a_sync_waits_too(monkeypatch):
 
 def test_another_handoff_with_the_same_memory_waits(monkeypatch):
     setup = Ample(monkeypatch)
-    parts = setup.handoff._parts
-    other = RolloutHandoff(ToyEngine(), checkpoint(5), weights=parts.weights, others=parts.others, bucket_bytes=256)
+    own = setup.handoff._parts
+    other = RolloutHandoff(ToyEngine(), checkpoint(5), weights=own.weights, others=own.others, bucket_bytes=256)
     setup.step()
     with held_back(setup.link.gate, other.sync) as report:
         assert report.moved_bytes["load"] > 0  # the weights had gone
@@ -505,6 +531,52 @@ def test_all_must_fit_at_once_on_all_devices(found, expected):
     assert holds_all(found) is expected
 
 
+ROOM = AMPLE_BYTES + 10 * GiB
+
+
+@pytest.mark.parametrize(
+    ("free", "cache", "behind", "expected"),
+    [
+        (ROOM, 0, True, True),
+        (ROOM, 30 * GiB, True, True),  # it holds all with the cache
+        (ROOM - 1, 1, True, False),  # only without
+        (ROOM - 2, 1, True, True),  # neither way: so the cache goes while the engines wake
+        (ROOM - 1, 1, False, True),
+        (5 * GiB, AMPLE_BYTES + 5 * GiB, True, False),
+        (5 * GiB - 1, AMPLE_BYTES + 5 * GiB, True, False),
+        (5 * GiB - 1, 0, True, False),  # not even the weights fit
+    ],
+)
+def test_a_cache_does_not_keep_the_engines_from_opening_early(free, cache, behind, expected):
+    one = known({"GPU-a": GiB}, {"GPU-a": free}, {"GPU-a": 10 * GiB}, {"GPU-a": 40 * GiB}, {"GPU-a": cache})
+    assert cache_may_stay([one._replace(behind=behind)]) is expected
+
+
+def test_caches_of_two_processes_add_up():
+    one = known({}, {"GPU-a": ROOM - 2}, {"GPU-a": 5 * GiB}, {"GPU-a": 40 * GiB}, {"GPU-a": 1})
+    assert not cache_may_stay([one._replace(behind=True)] * 2)
+
+
+def test_a_cache_that_could_stay_is_emptied_if_it_hinders(monkeypatch):
+    setup = Ample(monkeypatch)
+    setup.step()
+    setup.leave()
+    held = [30 * GiB]
+    empty_cache = setup.handoff._parts.empty_cache
+
+    def empty(step):
+        held[0] = 0
+        return empty_cache(step)
+
+    monkeypatch.setattr(setup.memory, "device_memory", lambda: ("cpu:0", AMPLE_BYTES - 1 + 30 * GiB - held[0]))
+    monkeypatch.setattr(room, "cached_bytes", lambda device: held[0])
+    monkeypatch.setattr(setup.handoff._parts, "empty_cache", empty)
+    monkeypatch.setattr(handoff, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
+    assert setup.step() == [*BEGIN, *UPDATE, *OPEN]
+    setup.leave()
+    setup.assert_nothing_lost()
+
+
 # -- a memory -----------------------------------------------------------------------------------------------
 
 
@@ -533,6 +605,9 @@ class Gate:
 
     def clear(self):
         self._opened.clear()
+
+    def is_set(self):
+        return self._opened.is_set()
 
 
 class Setup:
@@ -701,17 +776,184 @@ def test_an_interrupted_wait_can_be_made_again(setup, monkeypatch):
     setup.assert_nothing_lost()
 
 
-def test_without_threads_the_next_use_frees_the_memory(setup, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_threads_the_call_itself_frees_the_memory(setup, monkeypatch, fails):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
+    setup.gate.set()
+    setup.gate.failures += [LOST] if fails else []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         setup.leave()
-        assert states(setup.memory)["optimizer"] == AWAKE
-        setup.gate.set()
+    assert states(setup.memory)["optimizer"] == (AWAKE if fails else ASLEEP)
+    if fails:
+        with pytest.raises(EngineFaultError, match="uncorrectable"):
+            setup.memory.wait()
+    setup.assert_nothing_lost()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_interrupt_while_the_thread_starts_loses_nothing(setup, monkeypatch, begun):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if begun:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            setup.leave()
+    setup.memory.abort()  # as a handoff does after an error
+    with held_back(setup.gate, setup.memory.wait):
+        assert states(setup.memory)["optimizer"] == ASLEEP
+    setup.assert_nothing_lost()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wake_of_another_memory_that_lacks_room_waits_for_what_leaves(setup, monkeypatch, fails):
+    other = PausableMemory()
+    kept = [torch.ones(1 << 20)]
+    other.adopt(kept, tag="mine")
+    other.sleep()
+    monkeypatch.setattr(
+        "rl_memory_plugins.memory.host.free_host_bytes",
+        lambda: 0 if states(setup.memory)["optimizer"] == AWAKE else 100 * GiB,
+    )
+    setup.gate.failures += [LOST] if fails else []
+    setup.leave()
+    with held_back(setup.gate, other.wake) as outcome:
+        assert isinstance(outcome, DeviceMemoryError) is fails
+    with pytest.raises(EngineFaultError, match="uncorrectable") if fails else nullcontext():
+        setup.memory.wait()  # the error is still this memory's own
+    monkeypatch.undo()
+    other.close()
+    setup.assert_nothing_lost()
+
+
+def test_a_load_that_lacks_room_waits_for_what_leaves(setup, monkeypatch):
+    tensor = torch.ones(1 << 10)
+    offloader = Offloader(tensor, moves=lambda one: True)
+    offloader.offload()
+    fill = offloading._fill
+
+    def lacking(copies):
+        if states(setup.memory)["optimizer"] == AWAKE:
+            raise torch.OutOfMemoryError
+        fill(copies)
+
+    monkeypatch.setattr(offloading, "_fill", lacking)
+    setup.leave()
+    with held_back(setup.gate, offloader.load) as outcome:
+        assert outcome.bytes == tensor.nbytes
+    assert bool((tensor == 1).all())
+    setup.assert_nothing_lost()
+
+
+def test_others_neither_wait_for_this_memory_nor_get_its_error(setup):
+    engine, model = ToyEngine(), Paged()
+    memory = PausableMemory(model)
+    weights = [memory.part("parameters")]
+    handoff = RolloutHandoff(
+        engine, ModelSource(dict(model.sent)), weights=weights, bucket_bytes=256, overlap=False, from_host=True
+    )
+    handoff.release()
+    setup.gate.failures.append(LOST)
+    setup.leave()
+    tensor = torch.ones(8)
+    assert host_view(tensor) is tensor
+    handoff.sync()
+    assert engine.open and is_awake(setup.memory) and setup.memory._leaves is not None
+    setup.gate.set()
+    with pytest.raises(EngineFaultError, match="uncorrectable"):
         setup.memory.wait()
-    assert states(setup.memory)["optimizer"] == ASLEEP
+    setup.assert_nothing_lost()
+
+
+def test_the_function_behind_may_not_use_the_memory(setup):
+    setup.leave(then=setup.memory.wait)
+    with held_back(setup.gate, setup.memory.wait) as outcome:
+        assert isinstance(outcome, StateConflictError) and "must not use the memory" in str(outcome)
+    setup.assert_nothing_lost()
+
+
+def test_failures_behind_are_logged(monkeypatch, caplog):
+    setup = Ample(monkeypatch, apart=True)
+    setup.link.failing |= {"optimizer": LOST, "parameters": LOST}
+    setup.step()
+    setup.link.gate.set()
+    with pytest.raises(EngineFaultError):
+        setup.handoff.release()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([line for line in told if "did not leave" in line]) == 2
+    assert len([line for line in told if "another memory failed to leave too" in line]) == 1
+    setup.assert_nothing_lost()
+
+
+def test_the_function_behind_is_called_once_after_the_last_memory(monkeypatch):
+    memories = [PausableMemory(), PausableMemory()]
+    kept = [torch.ones(1 << 16), torch.ones(1 << 16)]
+    for memory, tensor in zip(memories, kept, strict=True):
+        memory.adopt([tensor], tag="mine")
+    first, second = (Gate(monkeypatch, memory) for memory in memories)
+    leaving = Leaving([memories[0].part("mine")], [memories[1].part("mine")], early=True)
+    leaving.prepare()
+    leaving.begin()
+    found = []
+    leaving.commit_behind(lambda: found.append([states(memory)["mine"] for memory in memories]))
+    first.set()
+    memories[0].wait()
+    assert found == []
+    second.set()
+    memories[1].wait()
+    assert found == [[ASLEEP, ASLEEP]]
+    for memory in memories:
+        memory.close()
+
+
+def test_a_collection_while_a_memory_looks_at_others_may_end_one(setup, monkeypatch):
+    setup.gate.set()
+    other = PausableMemory()
+    other.adopt([torch.ones(1 << 16)], tag="mine")
+    other.sleep()
+    sleeping, closed = PausableMemory._sleeping, []
+
+    def collected(memory):
+        if not closed:
+            closed.append(True)
+            other.close()  # as a `__del__` may
+        return sleeping(memory)
+
+    monkeypatch.setattr(PausableMemory, "_sleeping", collected)
+    thread = threading.Thread(target=setup.memory.sleep, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive() and closed
+    assert setup.memory in asleep and other not in asleep
+    setup.assert_nothing_lost()
+
+
+def test_a_memory_that_falls_asleep_while_another_looks_is_kept(setup, monkeypatch):
+    setup.gate.set()
+    other = PausableMemory()
+    kept = [torch.ones(1 << 16)]
+    other.adopt(kept, tag="mine")
+    asleep.add(other)
+    sleeping, slept = PausableMemory._sleeping, []
+
+    def late(memory):
+        found = sleeping(memory)
+        if memory is other and not slept:
+            slept.append(True)
+            other.sleep()
+        return found
+
+    monkeypatch.setattr(PausableMemory, "_sleeping", late)
+    setup.memory.sleep()
+    assert slept and other in asleep
+    other.close()
     setup.assert_nothing_lost()
 
 
@@ -726,7 +968,7 @@ def test_too_little_memory_for_the_next_wake_is_its_own_error(setup, monkeypatch
     setup.assert_nothing_lost()
 
 
-def test_a_capture_does_not_begin_before_all_has_left(setup):
+def test_a_wait_in_a_capture_is_refused(setup):
     setup.leave()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
