@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from rl_memory_plugins.trainer.room import (
 )
 from rl_memory_plugins.trainer.sources.model import Tensors, only_reads
 from rl_memory_plugins.trainer.update import push_from_all, require_on_failure, require_options
+from rl_memory_plugins.weights.later import Frees
 
 
 class RolloutHandoff:
@@ -179,6 +180,7 @@ class RolloutHandoff:
         self._on_failure = on_failure
         self._update = update
         self._left: list[Pausable] = []  # what the latest `sync` has left behind; empty on all processes or on none
+        self._left_frees = Frees()
         self._lock = threading.Lock()  # one step at a time: a cancelled task leaves its step running
 
     @contextmanager
@@ -236,8 +238,9 @@ class RolloutHandoff:
                     leaving.behind = False
                     self._free_others(report, leaving)
                     self._empty_kept_cache(report, leaving)
+                    leaving.frees.run()
                     engines.take_back()
-                    self._update_engines(engines, report, weight_version)
+                    self._update_engines(engines, leaving, report, weight_version)
                 if not leaving.behind:
                     self._offload(report, leaving)
                 self._parts.limit(1.0)
@@ -260,9 +263,13 @@ class RolloutHandoff:
         """All engines, those that were left out before too."""
         return Participants(self.engines, self._peers, goes_on=self._on_failure == "continue")
 
-    def _update_engines(self, engines: Participants, report: HandoffReport, weight_version: str | None) -> None:
+    def _update_engines(
+        self, engines: Participants, leaving: Leaving, report: HandoffReport, weight_version: str | None
+    ) -> None:
         self._on_engines(engines, report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
-        with report.timed("sync"), self._peers.at("sync"):
+        # To free what the update has allocated on a GPU would wait for the copies of all that leaves.
+        frees = leaving.frees.noted() if leaving.behind else nullcontext()
+        with report.timed("sync"), self._peers.at("sync"), frees:
             report.update = push_from_all(
                 engines.for_update(),
                 self._source,
@@ -279,7 +286,7 @@ class RolloutHandoff:
     ) -> bool:
         """Update the engines. Returns `False` if one lacks memory which `leaving.others` will free."""
         try:
-            self._update_engines(engines, report, weight_version)
+            self._update_engines(engines, leaving, report, weight_version)
         except RLMemoryError as error:
             if not leaving.others or not lacks_memory(error):
                 raise
@@ -356,11 +363,12 @@ class RolloutHandoff:
         self._free_others(report, leaving)
         keeps_cache = leaving.keeps_cache
         self._parts.move(report, "offload", self._parts.weights, leaving.weights, keeps_cache=keeps_cache)
+        leaving.frees.run()
 
     def _leave_behind(self, report: HandoffReport, leaving: Leaving) -> None:
         """Let all leave behind this handoff. The last to leave is torch's cache, if it was to stay."""
         then = partial(self._parts.empty_cache, "offload") if leaving.keeps_cache else (lambda: 0.0)
-        self._left = list(leaving.tags())
+        self._left, self._left_frees = list(leaving.tags()), leaving.frees
 
         def commit() -> None:
             of_others, of_weights = leaving.commit_behind(then)
@@ -376,7 +384,10 @@ class RolloutHandoff:
         left, self._left = self._left, []
         if left:
             with report.timed("offload", moves=True), self._peers.at("offload"):
-                self._peers.agree(lambda: wait_for(left))
+                try:
+                    self._peers.agree(lambda: wait_for(left))
+                finally:
+                    self._left_frees.run()  # not done yet if something has failed to leave
 
     def _empty_kept_cache(self, report: HandoffReport, leaving: Leaving) -> None:
         """Empty torch's cache now, if it was to stay: on all processes, before an engine is asked again."""

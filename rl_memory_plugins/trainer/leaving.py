@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 from rl_memory_plugins.trainer.offloading import Moved
 from rl_memory_plugins.trainer.pausable_part import Pausable, commit_all, tags_of
+from rl_memory_plugins.weights.later import Frees
 
 
 class Leaving:
@@ -34,12 +35,14 @@ class Leaving:
         others, weights: By memory, the tags that are still to be committed.
         keeps_cache: Torch's cache stays until the last commit: to empty it would wait for the copies.
         behind: All of them leave behind the engines, which open beside them.
+        frees: What the update has allocated on a GPU, if it is to be freed after the copies.
     """
 
     keeps_cache = False
     behind = False
 
     def __init__(self, others: Iterable[object], weights: Iterable[object], *, early: bool) -> None:
+        self.frees = Frees()
         read = tags_of(weights)
         self.weights = read if early else {}
         self.others: dict[Pausable, list[str]] = {}
@@ -83,8 +86,14 @@ class Leaving:
         """
         of_others = of_weights = 0
         left = iter(reversed(range(len(self.tags()))))
+        frees, self.frees = self.frees, Frees()
+
+        def end() -> None:
+            frees.run()
+            then()
+
         for memory, tags in self.tags().items():
-            sizes = memory.commit_behind(lambda: then() if next(left) == 0 else None)
+            sizes = memory.commit_behind(lambda: end() if next(left) == 0 else None)
             others = [tag for tag in tags if tag in self.others.get(memory, ())]
             of_others += sum(sizes.get(tag, 0) for tag in others)
             of_weights += sum(nbytes for tag, nbytes in sizes.items() if tag not in others)
@@ -94,6 +103,7 @@ class Leaving:
     def abort(self) -> None:
         for memory in self.tags():
             memory.abort()
+        self.frees.run()
 
     def tags(self) -> dict[Pausable, list[str]]:
         """By memory, all tags that are still to be committed."""

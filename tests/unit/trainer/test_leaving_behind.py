@@ -59,6 +59,7 @@ from rl_memory_plugins.trainer.leaving import Leaving
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.pausable_tensors import asleep
 from rl_memory_plugins.trainer.room import AMPLE_BYTES, cache_may_stay, holds_all
+from rl_memory_plugins.weights import later
 
 LONG_S = 30.0
 LOST = RuntimeError("an uncorrectable error")
@@ -290,6 +291,87 @@ def test_the_cache_goes_after_the_last_copy(monkeypatch):
     assert cache.emptied == []
     setup.leave()
     assert cache.emptied == ["sleep", "offload"] and cache.beside == [ASLEEP]
+
+
+def noting_frees(monkeypatch, link):
+    """An update frees what it has allocated on a GPU by adding "free the slots" to the link's log."""
+    push = handoff.push_from_all
+
+    def push_from_all(*arguments, **options):
+        report = push(*arguments, **options)
+        later.free(lambda: link.log.append("free the slots"))
+        return report
+
+    monkeypatch.setattr(handoff, "push_from_all", push_from_all)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one memory", "two memories"])
+def test_what_the_update_has_allocated_is_freed_after_the_last_copy(monkeypatch, apart):
+    """The driver would wait for the copies."""
+    setup = Ample(monkeypatch, apart=apart)
+    noting_frees(monkeypatch, setup.link)
+    for _ in range(2):
+        assert setup.step() == [*BEGIN, *UPDATE, *OPEN]
+        log = setup.leave()
+        assert log[-1] == "free the slots" and log.count("free the slots") == 1
+    setup.assert_nothing_lost()
+
+
+def test_without_room_it_is_freed_by_the_update(monkeypatch):
+    setup = Ample(monkeypatch)
+    narrow(monkeypatch, setup.memory)
+    noting_frees(monkeypatch, setup.link)
+    with setup.handoff.training():
+        setup.learn()
+        setup.link.log.clear()
+    assert setup.link.log.index("free the slots") < setup.link.log.index(WEIGHTS[-1])
+
+
+def test_it_is_freed_before_the_trainer_makes_room_for_an_engine(monkeypatch):
+    setup = Ample(monkeypatch)
+    noting_frees(monkeypatch, setup.link)
+    wake, seen = setup.engine.wake_up, []
+
+    def wake_up(asked=None):
+        if asked is None:
+            seen.append("free the slots" in setup.link.log)
+            if len(seen) == 1:
+                setup.link.gate.set()
+                raise SHORT
+        wake(asked)
+
+    monkeypatch.setattr(setup.engine, "wake_up", wake_up)
+    setup.step()
+    assert seen == [False, True]
+
+
+def test_it_is_freed_in_the_end_if_the_trainer_fails_to_leave(monkeypatch):
+    setup = Ample(monkeypatch)
+    noting_frees(monkeypatch, setup.link)
+    setup.link.failing["parameters"] = LOST
+    setup.step()
+    setup.link.gate.set()
+    with pytest.raises(EngineFaultError):
+        setup.handoff.release()
+    assert setup.link.log.count("free the slots") == 1
+    setup.assert_nothing_lost()
+
+
+def test_it_is_freed_if_the_engine_does_not_open(monkeypatch):
+    setup = Ample(monkeypatch)
+    noting_frees(monkeypatch, setup.link)
+    wake = setup.engine.wake_up
+
+    def wake_up(asked=None):
+        if asked is None:
+            setup.link.gate.set()
+            raise StateConflictError("busy")
+        wake(asked)
+
+    monkeypatch.setattr(setup.engine, "wake_up", wake_up)
+    with pytest.raises(StateConflictError):
+        setup.step()
+    assert setup.link.log.count("free the slots") == 1
 
 
 def test_an_engine_that_lacks_memory_after_all_opens_once_the_trainer_has_left(monkeypatch):
