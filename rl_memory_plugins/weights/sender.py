@@ -12,7 +12,7 @@ import msgspec
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.timing import LONGEST_S, timed
-from rl_memory_plugins.weights import cuda_ipc, later, wire
+from rl_memory_plugins.weights import cuda_ipc, wire
 from rl_memory_plugins.weights.answers import Alone, Findings, Senders, of_ranks
 from rl_memory_plugins.weights.buffers import SENT, TRANSPORTS, NcclStaging, StreamedStaging
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, SEAL_BYTES, joining
@@ -61,7 +61,7 @@ class WeightSender:
             let this process contribute its shards to an update of others.
         bucket_bytes: The largest bucket, in bytes; a single row of a tensor may exceed it. Large buckets are fastest on
             a GPU, because the two processes take turns there. If memory is short, the sender uses smaller ones.
-        slots: The number of buckets that exist at a time; by default 2, and 3 if all are packed on another GPU.
+        slots: The number of buckets that exist at a time; by default 2, and 3 if all travel from one GPU to another.
         timeout_s: The longest wait for a receiver at any point, in seconds.
         directory: The parent of the private directory for the socket; by default the directory for temporary files.
             The engine must see it under the same path, which must be short: the path of a socket has at most 107 bytes.
@@ -216,7 +216,7 @@ class WeightSender:
                 "gathered": None if sharded is None else sharded.gathered,
             }
             with timed(self._seconds, "close"):  # waits for all other work of this process on the GPU
-                later.free(routes.close)
+                routes.close()
             return report
         except BaseException as error:
             known = wire.as_update_error(error)
