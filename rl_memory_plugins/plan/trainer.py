@@ -22,11 +22,6 @@ from rl_memory_plugins.plan.options import Options
 
 MIN_BUCKET_BYTES = 32 * MIB
 SLOTS = 2
-#: `GROUP_VALUES` of `trainer.sources.quantised`, which this module does not import: it needs torch.
-QUANTISED_GROUP = 256 * MIB
-#: Groups of rounded values that exist at once: one is made while others are packed, and torch's cache keeps some. From
-#: weights-sglang-0.5.23-7b-fp8.json, peak_extra_mib_trainer_staged 3256, less 2048 of slots: 302 MiB each.
-QUANTISED_GROUPS = 4
 
 
 @dataclass(frozen=True)
@@ -96,9 +91,8 @@ def plan_trainer(model: Model, options: Options) -> TrainerPlan:
 
 
 def _quantised_bytes(model: Model) -> int:
-    """Values of one byte each. A group ends with the tensor that fills it: three quarters of the largest, measured."""
-    group = QUANTISED_GROUP + model.largest_matrix * 3 // 4
-    return min(QUANTISED_GROUPS * group, model.matrices)
+    """A weight of one byte a value. The others are made in the slots; one that lies in two buckets is made first."""
+    return min(model.largest_matrix, model.matrices)
 
 
 def bucket_bytes(model: Model, options: Options) -> int:

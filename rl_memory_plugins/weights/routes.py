@@ -36,15 +36,16 @@ STREAMED_BUCKET_BYTES = 32 << 20
 """The largest bucket that travels over a connection. With smaller ones packing, sending and loading overlap more."""
 
 PEER_BUCKET_BYTES = 256 << 20
-"""The largest bucket that is packed from one GPU on another. The next one is packed while the receiver loads it: larger
-ones save 3 ms of 63 for 15 GB, and take the engine's memory."""
-
-NCCL_BUCKET_BYTES = 256 << 20
-"""The largest bucket that travels from GPU to GPU. It travels for 0.7 ms at 370 GB/s."""
+"""The largest bucket that is packed from one GPU on another. The next one is packed while the receiver loads it. Of 512
+MiB each update would take 10 ms more for 15 GB: the driver takes as long for the first such allocation there."""
 
 PEER_SLOTS = 3
-"""The slots for such buckets. One travels, one is loaded or packed, and the third gives either end's calls time. With
-two, 15 GB take 4 ms more by CUDA IPC; by NCCL 71 ms instead of 54, and 54 with twice the size and thus more memory."""
+"""The slots for such buckets: one is packed, one travels, one is loaded. With two, 15 GB take 55 ms instead of 51."""
+
+NCCL_BUCKET_BYTES = 512 << 20
+"""The largest bucket that travels from GPU to GPU. It travels for 1.4 ms at 370 GB/s. In that time the two ends make
+the calls for the next one, and the GPUs pack that one and load the former. Smaller ones are over before all that is
+done: 15 GB take 79 ms with 256 MiB, 71 with a third slot, and 53 with 512, of 41 for the bytes alone."""
 
 NCCL_PART_BUCKET_BYTES = 128 << 20
 """The same where several processes may send their parts of each bucket: a rank has a slot for each of them."""
@@ -160,9 +161,8 @@ class Routes:
         self._cut = manifest  # with smaller buckets where memory is short
 
     def _crosses(self, rank: ConnectedRank) -> bool:
-        """Whether buckets come to a rank from another GPU, if its best transport works."""
-        best = rank.candidate_transports[0]
-        return best == "nccl" or (best == "cuda_ipc" and self._own_gpu not in (None, rank.device))
+        """Whether buckets are packed on a rank's GPU from another one, if its best transport works."""
+        return rank.candidate_transports[0] == "cuda_ipc" and self._own_gpu not in (None, rank.device)
 
     def assign(self, rank: ConnectedRank) -> Route:
         """Assign the rank to the route of its best remaining transport. Creates the route if needed.

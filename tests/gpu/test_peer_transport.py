@@ -15,6 +15,7 @@ from rl_memory_plugins.weights import cuda_ipc
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
+PAGE = 2 << 20  # the least that the driver allocates by itself
 OPTIONS = {"bucket_bytes": BUCKET, "timeout_s": 20}
 
 
@@ -52,7 +53,7 @@ def test_auto_packs_on_the_engines_gpu(engine, copied, slots, count, bucket):
         tensors = randomised(seed=seed)
         report, error = engine.update(tensors, slots=slots, **{**OPTIONS, "bucket_bytes": bucket})
         assert error is None and report["transport"] == "cuda_ipc"
-        assert (count - 1) * bucket < report["staging_bytes"] <= count * bucket
+        assert (count - 1) * bucket < report["staging_bytes"] <= count * max(bucket, PAGE)
         assert engine.call("state")["mapped"] == 0
         assert_arrived(engine, tensors)
     assert sum(copied) == 2 * sum(tensor.nbytes for tensor in tensors.values())

@@ -73,11 +73,22 @@ def test_a_small_model_has_small_slots(gpus):
     made.close()
 
 
-@pytest.mark.parametrize(("options", "slots"), [({}, 3), ({"free_slots": False}, 2), ({"may_divide": True}, 2)])
-def test_there_is_a_third_slot_unless_others_send_too(gpus, options, slots):
-    rank = SimpleNamespace(device="GPU-1", connection=SimpleNamespace(is_local=False))
+@pytest.mark.parametrize(
+    ("transport", "options", "slots"),
+    [
+        ("cuda_ipc", {}, 3),
+        ("cuda_ipc", {"free_slots": False}, 2),
+        ("cuda_ipc", {"may_divide": True}, 2),
+        ("cuda_ipc", {"resident": [torch.ones(1)]}, 2),  # in host memory: no copy between GPUs overlaps
+        ("nccl", {}, 2),  # whose buckets are larger
+    ],
+)
+def test_there_is_a_third_slot_where_the_trainer_packs_on_another_gpu(gpus, monkeypatch, transport, options, slots):
+    monkeypatch.setattr(routes, "_source_gpu", lambda resident, local: None)
+    monkeypatch.setattr(routes, "_current_gpu", lambda gpus: "GPU-0")
+    rank = SimpleNamespace(device="GPU-1", connection=SimpleNamespace(is_local=transport == "cuda_ipc"))
     manifest, given = Manifest(SPECS, 1 << 20, 2), {"keep_mapped": False, "resident": None, "stable": False}
-    made = Routes(manifest, "nccl", [rank], **given, **{"free_slots": True, **options})
+    made = Routes(manifest, transport, [rank], **{**given, "free_slots": True, **options})
     assert made.manifest.slots == slots
 
 
