@@ -11,7 +11,8 @@ process on each GPU. A step is a rollout, the handoff to the trainer, a short tr
     native            the engine's own sleep and update by IPC; parameters and states move as verl moves those of FSDP2
     offloader         a `RolloutHandoff` with an `Offloader`
     pausable          a `RolloutHandoff` with a `PausableMemory`, without overlap
-    pausable_overlap  the same with overlap: the states return while forward and backward run
+    pausable_overlap  the same with overlap: the states return while forward and backward run; with room for all, the
+                      trainer leaves behind the open engine
 
     release_s            from the last token until the trainer may compute; `steps` are medians of the handoff's own,
                          with the parts of the update by its sender (`sync_`) and by the slowest rank (`sync_rank_`)

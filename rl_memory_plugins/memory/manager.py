@@ -79,7 +79,7 @@ class MemoryManager(SleepCopies):
     # -- status -------------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
-        """The state of the rank. Takes little time, and works in every state."""
+        """The state of the rank. Takes little time, and works in every state, also while another thread commits."""
         self._collect_eager_backup()
         free, total = self.device.memory_info()
         shared = self.arena.shared.held if self.arena.shared is not None else {}
@@ -87,7 +87,7 @@ class MemoryManager(SleepCopies):
             str(tag): TagStatus(
                 state=self._states[tag],
                 bytes=sum(block.nbytes for block in self.allocator.blocks(tag)),
-                host_bytes=self._backups[tag].nbytes if tag in self._backups else 0,
+                host_bytes=backup.nbytes if (backup := self._backups.get(tag)) is not None else 0,
             )
             for tag in self._states
         }

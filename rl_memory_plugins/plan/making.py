@@ -18,6 +18,9 @@ from rl_memory_plugins.plan.trainer import TrainerPlan, plan_trainer
 #: What a handoff keeps free beside the states that leave during an update (`trainer.room.ROOM_BYTES`).
 ROOM_BYTES = 4 << 30
 
+#: What it keeps free beside engines that open before the trainer has left (`trainer.room.AMPLE_BYTES`).
+AMPLE_BYTES = 16 << 30
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -52,6 +55,8 @@ class Plan:
         prepared: Bytes of the host that the engine keeps ready for copies of its weights from its start until its first
             level-2 sleep, while a quarter of the host stays free (`prepare_host_memory`).
         overlaps: Whether the optimiser's states may leave beside the update (`overlap` of a handoff).
+        beside: Bytes in use on each GPU when the engine opens before the trainer has left, which takes room for all of
+            both (`overlap` too); 0 without that room. `phases` are those of a trainer that leaves first.
         lacking_gpu, lacking_host: Bytes that lack; 0 if it fits.
         problems: What does not fit, one sentence each.
         advice: What to change. Each entry was planned as well.
@@ -68,6 +73,7 @@ class Plan:
     host: dict[str, int]
     prepared: int
     overlaps: bool
+    beside: int
     lacking_gpu: int
     lacking_host: int
     problems: list[str]
@@ -128,6 +134,7 @@ def make_plan(model: Model, options: Options) -> Plan:
         host=host,
         prepared=engine.weights * options.ranks if options.level == 2 else 0,
         overlaps=_overlaps(phases, trainer, options),
+        beside=_beside(phases, trainer, options),
         lacking_gpu=lacking + engine.lacking,
         lacking_host=lacking_host,
         problems=problems,
@@ -139,6 +146,17 @@ def _overlaps(phases: list[Phase], trainer: TrainerPlan, options: Options) -> bo
         return False
     waking = next(phase for phase in phases if phase.name == "wake_weights")
     return waking.free - trainer.optimizer >= ROOM_BYTES
+
+
+def _beside(phases: list[Phase], trainer: TrainerPlan, options: Options) -> int:
+    """What is in use when the engine opens beside the trainer, with torch's cache of its training if that can stay."""
+    if not _overlaps(phases, trainer, options) or options.offload != "all":
+        return 0
+    by_name = {phase.name: phase for phase in phases}
+    wakes = by_name["wake_kv_cache"].engine - by_name["sleep"].engine
+    with_cache, without = by_name["training"].total + wakes, by_name["load"].total + wakes
+    fit = [held for held in (with_cache, without) if held + AMPLE_BYTES <= options.card.total]
+    return fit[0] if fit else 0
 
 
 def _require_heads(model: Model, options: Options) -> None:

@@ -84,6 +84,11 @@ def _notes(plan: Plan) -> list[str]:
     if plan.options.trainer != "none":
         done = "leave beside the update" if plan.overlaps else "leave before the update"
         lines.append(f"The optimiser's states {done}.")
+    if plan.beside:
+        lines.append(
+            f"With a PausableMemory the engine opens before the trainer has left: {gib(plan.beside)} are then in use "
+            "on each GPU. The table has a trainer that leaves first."
+        )
     if plan.fits:
         return [*lines, f"It fits: {plan.peak.name} takes most, and leaves {gib(plan.peak.free)} on each GPU."]
     lines += [f"It does not fit: {problem}." for problem in plan.problems]

@@ -10,15 +10,17 @@
     offload             the trainer's weights leave the device
     wake_kv_cache       the engines map the rest of their memory, and admit requests again
 
-The device never holds the trainer's weights together with the KV cache. It holds the optimiser together with the
-engines' weights only if it has room for both, and `overlap` allows it.
+With `overlap` the optimiser leaves while the engines' weights wake, if the device has room for both. If it has ample
+room for everything, the engines open first, and all of the trainer leaves behind them, also after `sync` has returned.
+Otherwise the device never holds the trainer's weights together with the KV cache.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +32,24 @@ from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
 from rl_memory_plugins.trainer.handoff_report import HandoffReport
 from rl_memory_plugins.trainer.leaving import Leaving
+from rl_memory_plugins.trainer.offloading import Moved
 from rl_memory_plugins.trainer.participants import Participants
 from rl_memory_plugins.trainer.parts import TrainerParts
-from rl_memory_plugins.trainer.pausable_part import PausablePart, require_awake_groups
+from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, require_awake_groups, wait_for
 from rl_memory_plugins.trainer.peers import Peers
-from rl_memory_plugins.trainer.room import Needs, Room, is_ample, lacks_memory, needs_of, room, suffices
+from rl_memory_plugins.trainer.room import (
+    Needs,
+    Room,
+    cache_may_stay,
+    holds_all,
+    lacks_memory,
+    needs_of,
+    room,
+    suffices,
+)
 from rl_memory_plugins.trainer.sources.model import Tensors, only_reads
 from rl_memory_plugins.trainer.update import push_from_all, require_on_failure, require_options
+from rl_memory_plugins.weights.later import Frees
 
 
 class RolloutHandoff:
@@ -52,7 +65,9 @@ class RolloutHandoff:
     `wake_kv_cache`. The error keeps its type and gets `details["step"]`. All processes may then call `training` or
     `sync` again.
 
-    With `overlap`, `others` and `weights` are still on the device after a failure of `wake_weights` or `sync`.
+    With `overlap`, `others` and `weights` are still on the device after a failure of `wake_weights` or `sync`, and of
+    `wake_kv_cache` if they were to leave behind the engines. If they fail to leave behind open engines, the next call
+    raises that as a failure of `offload`; what has not left is awake.
 
     The body of `training` counts as the step `training`. A process whose body fails raises the error at once. The other
     processes raise at the end of their own body: an `RLMemoryError` with `details["trainer_rank"]`, or, if the failed
@@ -84,9 +99,13 @@ class RolloutHandoff:
             `PausableMemory.waits_before_use`. And `others` leave while the engines' weights wake and the update runs,
             if the devices have room for both, and if all `weights` are in a `PausableMemory` too. `weights` in a
             `PausableMemory` leave behind them, if the source only reads; see `weights.source.ReadingSource`. Where the
-            devices also have 16 GiB more than all that the engines wake, torch's cache stays until all have left.
+            devices also have 16 GiB more than all that the engines wake, torch's cache stays until all have left. And
+            where they have as much beside all that the trainer holds, at the latest once the cache is empty, `sync`
+            returns as soon as the engines are open, and all leave behind it; not with `on_failure="continue"`, nor with
+            `process_groups` of a `PausableMemory`.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
-            `load` until the weights are offloaded. The rest is for the memory that sleeping engines keep.
+            `load` until the weights are offloaded or, where they leave behind the engines, these open. The rest is for
+            the memory that sleeping engines keep.
         on_failure: What follows if an engine fails in a step. `abort`: the handoff fails. `continue`: it goes on
             without that engine, and `HandoffReport.failed` names the engine with its error and its state. An engine
             that was left out is closed before the others open, if it answers at all: none answers under former weights
@@ -160,6 +179,8 @@ class RolloutHandoff:
         self._memory_fraction = memory_fraction
         self._on_failure = on_failure
         self._update = update
+        self._left: list[Pausable] = []  # what the latest `sync` has left behind; empty on all processes or on none
+        self._left_frees = Frees()
         self._lock = threading.Lock()  # one step at a time: a cancelled task leaves its step running
 
     @contextmanager
@@ -185,6 +206,7 @@ class RolloutHandoff:
         """The first half: put the engines to sleep, and load the trainer."""
         report = self._new_report()
         with self._lock:
+            self._await_left(report)
             engines = self._participants()
             self._on_engines(engines, report, "sleep", lambda engine: engine.sleep(**self._sleep))
             self._parts.limit(self._memory_fraction)
@@ -194,6 +216,9 @@ class RolloutHandoff:
     def sync(self, weight_version: str | None = None, report: HandoffReport | None = None) -> HandoffReport:
         """The second half: send the weights, and open the engines.
 
+        With `overlap` and ample memory, the trainer's parts may still be leaving the devices when this returns. See
+        `PausableMemory.commit_behind` for who waits for that; the next half does.
+
         Args:
             weight_version: The name of the new weights on the engines; by default they count versions.
             report: A report to extend.
@@ -201,6 +226,7 @@ class RolloutHandoff:
         report = report or self._new_report()
         report.training_ended()
         with self._lock:
+            self._await_left(report)
             engines = self._participants()
             leaving = Leaving(self._parts.others, self._parts.weights, early=self._only_read)
             try:
@@ -209,21 +235,24 @@ class RolloutHandoff:
                     self._parts.move(report, "offload" if self._from_host else "load", self._parts.weights)
                     self._begin_weights(leaving)
                 if not self._updated_beside(engines, leaving, report, weight_version):
+                    leaving.behind = False
                     self._free_others(report, leaving)
                     self._empty_kept_cache(report, leaving)
+                    leaving.frees.run()
                     engines.take_back()
-                    self._update_engines(engines, report, weight_version)
-                self._free_others(report, leaving)
-                keeps_cache = leaving.keeps_cache
-                self._parts.move(report, "offload", self._parts.weights, leaving.weights, keeps_cache=keeps_cache)
+                    self._update_engines(engines, leaving, report, weight_version)
+                if not leaving.behind:
+                    self._offload(report, leaving)
+                self._parts.limit(1.0)
+                with self._peers.at("wake_kv_cache"):
+                    engines.close_the_rest()
+                self._open(engines, report, leaving)
+                with self._peers.at("wake_kv_cache"):
+                    engines.tell_states()
+                if leaving.behind:
+                    self._leave_behind(report, leaving)
             finally:
                 leaving.abort()
-            self._parts.limit(1.0)
-            with self._peers.at("wake_kv_cache"):
-                engines.close_the_rest()
-            self._open(engines, report, leaving)
-            with self._peers.at("wake_kv_cache"):
-                engines.tell_states()
             report.failed = engines.failures
         return report
 
@@ -234,9 +263,13 @@ class RolloutHandoff:
         """All engines, those that were left out before too."""
         return Participants(self.engines, self._peers, goes_on=self._on_failure == "continue")
 
-    def _update_engines(self, engines: Participants, report: HandoffReport, weight_version: str | None) -> None:
+    def _update_engines(
+        self, engines: Participants, leaving: Leaving, report: HandoffReport, weight_version: str | None
+    ) -> None:
         self._on_engines(engines, report, "wake_weights", lambda engine: engine.wake_up(["weights"]))
-        with report.timed("sync"), self._peers.at("sync"):
+        # To free what the update has allocated on a GPU would wait for the copies of all that leaves.
+        frees = leaving.frees.noted() if leaving.behind else nullcontext()
+        with report.timed("sync"), self._peers.at("sync"), frees:
             report.update = push_from_all(
                 engines.for_update(),
                 self._source,
@@ -253,7 +286,7 @@ class RolloutHandoff:
     ) -> bool:
         """Update the engines. Returns `False` if one lacks memory which `leaving.others` will free."""
         try:
-            self._update_engines(engines, report, weight_version)
+            self._update_engines(engines, leaving, report, weight_version)
         except RLMemoryError as error:
             if not leaving.others or not lacks_memory(error):
                 raise
@@ -273,32 +306,38 @@ class RolloutHandoff:
             awake = all(isinstance(part, PausablePart) and part.is_awake() for part in self._parts.weights)
             return bool(leaving.others) and awake
 
-        def prepare() -> Room:
-            asking = Beside(lambda: needs_of(self.engines), "rl-memory-needs")  # both take milliseconds
+        def prepare() -> Needs:
+            asking = Beside(lambda: needs_of(self.engines), "rl-memory-needs").start()  # both take milliseconds
             try:
                 leaving.prepare()
             finally:
                 needs = asking.result()
-            return room(needs, leaving.tags())
+            return needs
 
-        def begin(needs: Needs) -> Room:
+        aborts = self._on_failure == "abort"  # an engine that is left out for want of memory would not be asked again
+        behind = aborts and leaving.may_stay
+
+        def drop(needs: Needs) -> Room:
             report.add("offload_others", [part.offload() for part in rest])
             leaving.drop_gradients()
+            return room(needs, leaving.tags(), behind=behind)
+
+        def begin(needs: Needs) -> Room:
             if torch.cuda.is_initialized() and not leaving.keeps_cache:
                 self._parts.empty_cache("offload_others")
             leaving.begin()
-            return room(needs, leaving.tags())
+            return room(needs, leaving.tags(), behind=behind)
 
         with self._peers.at("offload_others"):
             if not all(self._peers.agree(may_begin)):
                 return False
         with report.timed("offload_others", moves=True), self._peers.at("offload_others"):
-            rooms = self._peers.agree(prepare, as_type=Room)
-            # An engine that is left out for want of memory would not be asked again.
-            leaving.keeps_cache = self._on_failure == "abort" and is_ample(rooms)
-            needs = rooms[self._peers.rank].needs
-            fits = suffices(self._peers.agree(lambda: begin(needs), as_type=Room))
-        if not fits:
+            needs = self._peers.agree(prepare, as_type=Needs)[self._peers.rank]
+            rooms = self._peers.agree(lambda: drop(needs), as_type=Room)
+            leaving.keeps_cache = aborts and cache_may_stay(rooms)
+            rooms = self._peers.agree(lambda: begin(needs), as_type=Room)
+            leaving.behind = holds_all(rooms)
+        if not suffices(rooms):
             self._free_others(report, leaving)
             self._empty_kept_cache(report, leaving)  # memory has gone since it was to stay
         return True
@@ -319,6 +358,37 @@ class RolloutHandoff:
             with report.timed("offload_others", moves=True), self._peers.at("offload_others"):
                 self._peers.agree(lambda: report.add("offload_others", leaving.free_others()))
 
+    def _offload(self, report: HandoffReport, leaving: Leaving) -> None:
+        """Wait for all that leaves, and free the device memory. Weights that leave only now are copied too."""
+        self._free_others(report, leaving)
+        keeps_cache = leaving.keeps_cache
+        self._parts.move(report, "offload", self._parts.weights, leaving.weights, keeps_cache=keeps_cache)
+        leaving.frees.run()
+
+    def _leave_behind(self, report: HandoffReport, leaving: Leaving) -> None:
+        """Let all leave behind this handoff. The last to leave is torch's cache, if it was to stay."""
+        then = partial(self._parts.empty_cache, "offload") if leaving.keeps_cache else (lambda: 0.0)
+        self._left, self._left_frees = list(leaving.tags()), leaving.frees
+
+        def commit() -> None:
+            of_others, of_weights = leaving.commit_behind(then)
+            report.add("offload_others", [Moved(of_others, 0.0)])
+            report.add("offload", [Moved(of_weights, 0.0)])
+            report.count_as_gone(of_others + of_weights)
+
+        with report.timed("offload"), self._peers.at("offload"):
+            self._peers.agree(commit)
+
+    def _await_left(self, report: HandoffReport) -> None:
+        """Wait for what the latest `sync` has left behind. A failure there is one of the step `offload`."""
+        left, self._left = self._left, []
+        if left:
+            with report.timed("offload", moves=True), self._peers.at("offload"):
+                try:
+                    self._peers.agree(lambda: wait_for(left))
+                finally:
+                    self._left_frees.run()  # not done yet if something has failed to leave
+
     def _empty_kept_cache(self, report: HandoffReport, leaving: Leaving) -> None:
         """Empty torch's cache now, if it was to stay: on all processes, before an engine is asked again."""
         if leaving.keeps_cache:
@@ -327,15 +397,20 @@ class RolloutHandoff:
                 self._peers.agree(lambda: self._parts.empty_cache("offload_others"))
 
     def _open(self, engines: Participants, report: HandoffReport, leaving: Leaving) -> None:
-        """Wake the rest of the engines. Torch's cache, if it was to stay, is emptied beside: all copies have ended."""
+        """Wake the rest of the engines, again if one lacks memory that the trainer still has.
+
+        Torch's cache, if it was to stay, is emptied beside, unless copies go on: to empty it would wait for them.
+        """
 
         def wake() -> None:
             self._on_engines(engines, report, "wake_kv_cache", lambda engine: engine.wake_up())
 
-        if not leaving.keeps_cache:
+        if not (leaving.keeps_cache or leaving.behind):
             wake()
             return
-        emptying = Beside(lambda: self._parts.empty_cache("offload"), "rl-memory-cache")
+        emptying = None
+        if not leaving.behind:
+            emptying = Beside(lambda: self._parts.empty_cache("offload"), "rl-memory-cache").start()
         lacking = False
         try:
             wake()
@@ -343,9 +418,13 @@ class RolloutHandoff:
             if not lacks_memory(error):
                 raise
             lacking = True
-        with report.timed("offload"), self._peers.at("offload"):
-            self._peers.agree(emptying.result)
+        if emptying is not None:
+            with report.timed("offload"), self._peers.at("offload"):
+                self._peers.agree(emptying.result)
         if lacking:
+            if leaving.behind:
+                leaving.behind = False
+                self._offload(report, leaving)
             self._empty_kept_cache(report, leaving)  # of garbage too
             wake()
 

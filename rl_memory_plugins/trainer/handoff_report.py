@@ -28,8 +28,10 @@ class HandoffReport:
 
     Attributes:
         seconds: Seconds by step; 0.0 for a step that did not run or had nothing to do. Of what leaves during the
-            update, only those in which the handoff did nothing else.
-        moved_bytes: Bytes of the trainer that were loaded or offloaded, by step.
+            update, only those in which the handoff did nothing else. What leaves behind open engines takes none; if the
+            next half must wait for it, the seconds are those of `offload` in its report.
+        moved_bytes: Bytes of the trainer that were loaded or offloaded, by step. What leaves behind open engines counts
+            at once.
         update: The result of `push_from_all`.
         failed: With `on_failure="continue"` the engines of all processes that the handoff has gone on without. The
             `details["step"]` of an error names the step.
@@ -102,6 +104,10 @@ class HandoffReport:
             else:
                 took_ns = time.perf_counter_ns() - self._ended_ns
             self.steps.append(HandoffStep("training", start_ns, took_ns, held, held))
+
+    def count_as_gone(self, nbytes: int) -> None:
+        """These bytes of the trainer leave behind the current step: what is counted after it is without them."""
+        self._counted = max(self._counted - nbytes, 0)
 
     def _count(self, again: bool) -> int:
         if self._resident is not None and again:

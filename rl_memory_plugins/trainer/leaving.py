@@ -1,17 +1,23 @@
 """What leaves the trainer's devices while the engines' weights wake and the update runs.
 
     link to host memory   | copies of others | copies of weights |
-    this process          | engines wake, update |  free others  |  free weights
+    this process          | engines wake, update |  free others  |  free weights  | engines open
 
 The update only reads the weights. The link is never idle from the end of the training until the last byte has left.
+Where the devices have room for all of the engines beside all of the trainer, nobody waits for the copies:
+
+    link to host memory   | copies of others | copies of weights |
+    threads of memories   |                                      |  free all
+    this process          | engines wake, update | engines open |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rl_memory_plugins.trainer.offloading import Moved
 from rl_memory_plugins.trainer.pausable_part import Pausable, commit_all, tags_of
+from rl_memory_plugins.weights.later import Frees
 
 
 class Leaving:
@@ -28,11 +34,15 @@ class Leaving:
     Attributes:
         others, weights: By memory, the tags that are still to be committed.
         keeps_cache: Torch's cache stays until the last commit: to empty it would wait for the copies.
+        behind: All of them leave behind the engines, which open beside them.
+        frees: What the update has allocated on a GPU, if it is to be freed after the copies.
     """
 
     keeps_cache = False
+    behind = False
 
     def __init__(self, others: Iterable[object], weights: Iterable[object], *, early: bool) -> None:
+        self.frees = Frees()
         read = tags_of(weights)
         self.weights = read if early else {}
         self.others: dict[Pausable, list[str]] = {}
@@ -61,9 +71,39 @@ class Leaving:
         others, self.others = self.others, {}
         return commit_all(others, only=others)
 
+    @property
+    def may_stay(self) -> bool:
+        """Whether all of them can leave behind: the update only reads the weights, and no ranks must meet for it."""
+        return bool(self.weights) and not any(memory.process_groups for memory in self.tags())
+
+    def commit_behind(self, then: Callable[[], object]) -> tuple[int, int]:
+        """Free the device memory behind this call; see `PausableMemory.commit_behind`.
+
+        Args:
+            then: Called once, when the last memory has left; not if one fails to.
+
+        Returns: the bytes of `others` and of the weights that leave.
+        """
+        of_others = of_weights = 0
+        left = iter(reversed(range(len(self.tags()))))
+        frees, self.frees = self.frees, Frees()
+
+        def end() -> None:
+            frees.run()
+            then()
+
+        for memory, tags in self.tags().items():
+            sizes = memory.commit_behind(lambda: end() if next(left) == 0 else None)
+            others = [tag for tag in tags if tag in self.others.get(memory, ())]
+            of_others += sum(sizes.get(tag, 0) for tag in others)
+            of_weights += sum(nbytes for tag, nbytes in sizes.items() if tag not in others)
+        self.others, self.weights = {}, {}
+        return of_others, of_weights
+
     def abort(self) -> None:
         for memory in self.tags():
             memory.abort()
+        self.frees.run()
 
     def tags(self) -> dict[Pausable, list[str]]:
         """By memory, all tags that are still to be committed."""

@@ -167,13 +167,11 @@ class Offloader:
             return Moved()
         total = sum(content.nbytes for content in copies.values())
         try:
-            for group in in_groups({storage: content.nbytes for storage, content in copies.items()}):
-                with suppress(torch.OutOfMemoryError):  # torch may have room for the storages one by one
-                    make_room([copies[storage].nbytes for storage in group], group[0].device)
-                for storage in group:
-                    storage.resize_(copies[storage].nbytes)
-                for storage in group:  # torch allocates the next group meanwhile
-                    bytes_of(storage).copy_(copies[storage], non_blocking=True)
+            try:
+                _fill(copies)
+            except torch.OutOfMemoryError:
+                await_leaving()
+                _fill(copies)
         except torch.OutOfMemoryError as error:
             _synchronize(copies)  # the copies that have begun still write
             for storage in copies:
@@ -222,6 +220,17 @@ class Offloader:
         for target in self._targets:
             for tensor in tensors_of(target, self._gradients):
                 yield from plain_parts(tensor)
+
+
+def _fill(copies: Mapping[Any, Any]) -> None:
+    """Give each of these storages its memory, and start the copy of its content."""
+    for group in in_groups({storage: content.nbytes for storage, content in copies.items()}):
+        with suppress(torch.OutOfMemoryError):  # torch may have room for the storages one by one
+            make_room([copies[storage].nbytes for storage in group], group[0].device)
+        for storage in group:
+            storage.resize_(copies[storage].nbytes)
+        for storage in group:  # torch allocates the next group meanwhile
+            bytes_of(storage).copy_(copies[storage], non_blocking=True)
 
 
 def _new_arena(device: torch.device) -> PagedArena:
@@ -336,6 +345,9 @@ class Sleeper(Protocol):
     def owned(self) -> Callable[[int], bool]:
         """A function that tells whether an address belongs to a tag of this memory, awake or asleep."""
 
+    def await_leaving(self) -> None:
+        """Wait until device memory that leaves behind an earlier call is free. Raises nothing."""
+
 
 sleepers: weakref.WeakSet[Sleeper] = weakref.WeakSet()
 """All memories that `host_view` and `owned_elsewhere` ask."""
@@ -345,6 +357,15 @@ def owned_elsewhere(own: Sleeper | None = None) -> Callable[[int], bool]:
     """A function that tells whether an address belongs to a memory other than `own`."""
     others = [sleeper.owned() for sleeper in list(sleepers) if sleeper is not own]
     return lambda address: any(is_owned(address) for is_owned in others)
+
+
+def await_leaving() -> None:
+    """Wait for all that still leaves in this process behind earlier calls, before device memory counts as lacking.
+
+    What fails to leave is an error of the next call of its own memory.
+    """
+    for sleeper in list(sleepers):
+        sleeper.await_leaving()
 
 
 def _sleeping_copy(tensor: torch.Tensor) -> torch.Tensor | None:

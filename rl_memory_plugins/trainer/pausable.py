@@ -12,19 +12,23 @@ be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError
 from rl_memory_plugins.memory.ranges import subtract
+from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
-from rl_memory_plugins.trainer.offloading import sleepers
+from rl_memory_plugins.trainer.offloading import await_leaving, sleepers
 from rl_memory_plugins.trainer.pausable_part import PausablePart
 from rl_memory_plugins.trainer.pausable_tensors import PausableTensors, Pending
 from rl_memory_plugins.trainer.targets import GRADIENTS
+
+logger = logging.getLogger(__name__)
 
 
 class PausableMemory(PausableTensors):
@@ -189,6 +193,50 @@ class PausableMemory(PausableTensors):
         with self._lock:
             return self._commit(written=True, later=[tag for tag in later if self.waits_before_use(tag)], tags=tags)
 
+    def commit_behind(self, then: Callable[[], object] = lambda: None) -> dict[str, int]:
+        """`commit` of the prepared sleep, by a thread: this returns at once, and the tags leave behind it.
+
+        The thread waits for all work on the device, frees the device memory, and calls `then`, which must not use a
+        `PausableMemory`. Every other call of this memory waits for the thread first, except `status`, `device_memory`,
+        `synchronize`, `abort` and `waits_before_use`; so do the optimisers of `torch.optim` whose states are here.
+        Nothing else may use the tags from now on: a write to a tensor that is leaving is lost without an error. Capture
+        no CUDA graph in this process before `wait`: it would fail. CUDA can also refuse the thread's calls meanwhile;
+        then the tags stay, and the next call that waits raises that. A memory with process groups, whose ranks sleep
+        together, has committed when this returns, and so has one in a process that can start no thread.
+
+        Returns: by tag, the bytes that leave.
+
+        Raises:
+            StateConflictError: no sleep is prepared.
+            RLMemoryError: from the next call that waits, once: a copy or a release failed. The tags that had not left
+                before are awake with their content; `details["changed"]` names those that had.
+        """
+        with self._lock:
+            if self._pending is None or not self._pending.sleeps:
+                raise StateConflictError("no sleep is prepared")
+            self.drop_gradients()  # here: the caller may look at them
+            pending, blocks = self._pending, self._allocator.blocks
+            leave = [tag for tag in pending.tags if tag in pending.changing]
+            sizes = {tag: sum(block.nbytes for block in blocks(tag)) for tag in leave}
+            if self._groups.own:
+                self._commit(written=True)
+                then()
+                return sizes
+
+            def run() -> None:
+                try:
+                    self._leave(pending, None, written=True)
+                    then()
+                except BaseException:
+                    logger.warning("a trainer's memory did not leave; its next call raises this too", exc_info=True)
+                    raise
+
+            # Not a daemon: the interpreter waits for it at exit, so it makes no CUDA call while torch shuts down.
+            leaves = Beside(run, "rl-memory-leaving", daemon=False)
+            self._leaves, self._pending = leaves, None  # before the start, which an interrupt may end
+            leaves.start()
+            return sizes
+
     def _commit(self, *, written: bool, later: Collection[str] = (), tags: Collection[str] | None = None) -> Report:
         """Commit. `written`: tensors may have been written since the preparation."""
         pending, self._pending = self._pending, None
@@ -228,7 +276,7 @@ class PausableMemory(PausableTensors):
         return not any(self._allocator.blocks(tag) for tag in self._manager.tags if self._manager.is_resident(tag))
 
     def abort(self) -> None:
-        """Undo `prepare_sleep` or `prepare_wake`. Does nothing if nothing is prepared."""
+        """Undo `prepare_sleep` or `prepare_wake`. Does nothing if nothing is prepared: not to what leaves behind."""
         with self._lock:
             pending, self._pending = self._pending, None
             if pending is not None:
@@ -250,6 +298,7 @@ class PausableMemory(PausableTensors):
         try:
             self._manager.prepare_wake(tags)
         except DeviceMemoryError:
+            await_leaving()
             self._manager.device.trim()
             try:
                 self._manager.prepare_wake(tags)
@@ -299,13 +348,14 @@ class PausableMemory(PausableTensors):
 
         Raises:
             DeviceMemoryError: as for `wake`.
+            RLMemoryError: as for `wait`; the memory is not closed.
         """
         with self._lock:
             if self._closed:
                 return
+            self.wait()
             if self._sleeping() or self._groups.sleeps():
                 self.wake()
-            self.wait()
             self._groups.close()
             self.free_host_memory()
             for tag in self._manager.tags:

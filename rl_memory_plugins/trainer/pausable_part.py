@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,8 @@ from rl_memory_plugins.trainer.offloading import Moved
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Pausable(Protocol):
@@ -28,6 +31,8 @@ class Pausable(Protocol):
     def synchronize(self) -> None: ...
     def begin(self) -> None: ...
     def commit(self, later: Collection[str] = (), *, tags: Collection[str] | None = None) -> Report: ...
+    def commit_behind(self, then: Callable[[], object] = ...) -> Mapping[str, int]: ...
+    def wait(self) -> None: ...
     def abort(self) -> None: ...
     def device_memory(self) -> tuple[str, int]: ...
     def status(self) -> Mapping[str, TagStatus]: ...
@@ -51,7 +56,8 @@ class PausablePart:
         return moved(self.memory.wake(self.tags))
 
     def is_awake(self) -> bool:
-        """Whether all of the tags are on the device."""
+        """Whether all of the tags are on the device. Waits for those that still leave; raises as `wait` does."""
+        self.memory.wait()
         status = self.memory.status()
         return all(status[tag].state is TagState.RESIDENT for tag in self.tags)
 
@@ -120,6 +126,24 @@ def commit_all(
     if failures:
         raise failures[0]
     return moves
+
+
+def wait_for(memories: Iterable[Pausable]) -> None:
+    """Wait for what leaves these memories, all of them even if one fails.
+
+    Raises:
+        Exception: the error of the first memory that failed.
+    """
+    failures = []
+    for memory in memories:
+        try:
+            memory.wait()
+        except Exception as error:
+            failures.append(error)
+    for other in failures[1:]:
+        logger.warning("another memory failed to leave too: %s", other)
+    if failures:
+        raise failures[0]
 
 
 def moved(report: Report) -> Moved:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.memory.select import choose_allocator
+from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.records import TagChange
 from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import is_capturing, with_index
@@ -81,7 +82,8 @@ class PausableTensors:
         self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
         self._regions: Counter[str] = Counter()  # the open regions by tag
         self._pending: Pending | None = None
-        self._lock = threading.RLock()
+        self._leaves: Beside[None] | None = None  # commits a sleep; whoever touches tensors or the manager waits for it
+        self._lock = threading.RLock()  # the thread of `_leaves` never takes it: callers hold it while they wait
         self._closed = False
         weakref.finalize(self, _close_arena, arena).atexit = False
         sleepers.add(self)
@@ -152,7 +154,7 @@ class PausableTensors:
         with self._lock:
             if self._closed:
                 return True
-            if self._pending is not None:
+            if self._pending is not None or self._leaves is not None:
                 return False
             self._adopt_new()
             return True
@@ -182,8 +184,13 @@ class PausableTensors:
         """See `offloading.Sleeper`."""
         if storage.device != self.device:
             return None
-        self.wait()
+        if self._leaves is not None or self._manager.unfinished:
+            if not self.owned()(storage.data_ptr()):
+                return None  # a tensor of others does not wait for this memory, and does not get its errors
+            self.wait()
         copies = self._manager.host_copies(Block(storage.data_ptr(), storage.nbytes()))
+        if copies and not self.owned()(storage.data_ptr()):
+            return None  # a tensor that ended while it slept left its address to this one
         return sleeping_content(storage, copies)
 
     def _unchanging(self, tag: str) -> Iterable[Block]:
@@ -200,19 +207,28 @@ class PausableTensors:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for the content that a wake has left on its way. Does nothing if there is none.
+        """Wait for the content that a wake has left on its way, and for the tags that `commit_behind` lets leave.
 
-        Everything else that this memory does to tensors waits by itself, except `status`.
+        Does nothing if there is neither. Everything else that this memory does to tensors waits by itself.
 
         Raises:
-            RLMemoryError: a copy failed. Its tag, and those behind it, sleep again with their content in host memory.
-            StateConflictError: a CUDA graph is being captured; wait before the capture.
+            RLMemoryError: a copy failed. Of a wake, its tag, and those behind it, sleep again with their content in
+                host memory. Of a sleep, they are awake with their content; a later call raises no error for it again,
+                and other processes get none.
+            StateConflictError: a CUDA graph is being captured; wait before the capture. Or this is the function that
+                `commit_behind` calls.
         """
-        if not self._manager.unfinished:
+        if self._leaves is None and not self._manager.unfinished:
             return
+        self._require_not_leaving()
         with self._lock:
             if is_capturing():
-                raise StateConflictError("a CUDA graph is captured while a wake is unfinished: call wait() before")
+                raise StateConflictError(
+                    "a CUDA graph is captured while a sleep or wake is unfinished: call wait() before"
+                )
+            self._end_leaving()
+            if not self._manager.unfinished:
+                return
             try:
                 self._manager.finish_wake()
             except RLMemoryError as error:
@@ -221,6 +237,31 @@ class PausableTensors:
                 raise type(error)(message, **error.details) from error
             finally:
                 self._keep_while_asleep()
+
+    def _require_not_leaving(self) -> None:
+        """Refuse the thread of `commit_behind`: others hold the lock while they wait for it."""
+        leaves = self._leaves
+        if leaves is not None and leaves.is_here:
+            raise StateConflictError("the function behind a sleep must not use the memory that sleeps")
+
+    def await_leaving(self) -> None:
+        """See `offloading.Sleeper`."""
+        leaves = self._leaves
+        if leaves is not None:
+            leaves.join()
+
+    def _end_leaving(self) -> None:
+        """Wait for the thread of `commit_behind`, if any, and raise its error."""
+        if self._leaves is None:
+            return
+        failure = self._leaves.end()  # an interrupted wait leaves it as it is
+        self._leaves = None
+        if failure is not None:
+            error = as_rl_memory_error(failure)
+            raise type(error)(
+                f"{error.message}. It was an error of the sleep before: what it has not put to sleep is awake",
+                **error.details,
+            ) from failure
 
     def waits_before_use(self, tag: str) -> bool:
         """Whether the users of a tag wait for its content by themselves.
@@ -254,8 +295,11 @@ class PausableTensors:
     def _keep_while_asleep(self) -> None:
         """Keep this memory alive while tensors sleep in it, and forget memories whose sleeping tensors are gone."""
         asleep.add(self)
-        for memory in [memory for memory in list(asleep) if not memory._sleeping()]:
-            asleep.discard(memory)
+        for memory in list(asleep):  # without a lock: a collection in here may end a memory, which comes here too
+            if not memory._sleeping():
+                asleep.discard(memory)
+                if memory._sleeping():  # another thread has put it to sleep meanwhile
+                    asleep.add(memory)
 
     def _sleeping(self) -> bool:
         unfinished = self._manager.unfinished

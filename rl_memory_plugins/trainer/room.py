@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError
 from rl_memory_plugins.tags import PUBLIC_TAGS, Tag, TagState
 from rl_memory_plugins.trainer.engine_handle import EngineHandle
@@ -15,8 +17,8 @@ ROOM_BYTES = 4 << 30
 
 
 AMPLE_BYTES = 16 << 30
-"""Bytes of a GPU that must be free beside awake engines if torch's cache of the trainer goes only while they wake.
-Engines compute with memory that they do not count as asleep."""
+"""Bytes of a GPU that must be free beside awake engines if torch's cache of the trainer goes only while they wake, or
+all of the trainer only behind them. Engines compute with memory that they do not count as asleep."""
 
 
 class Needs(NamedTuple):
@@ -38,11 +40,15 @@ class Room(NamedTuple):
         needs: What its engines need.
         free: What is free on the devices of its memories.
         leaving: What its memories will free there: tags that sleep already free nothing.
+        cache: What torch's cache of this process holds there, and an emptying would free.
+        behind: Whether its parts can leave while the engines answer.
     """
 
     needs: Needs
     free: dict[str, int]
     leaving: dict[str, int]
+    cache: dict[str, int]
+    behind: bool = False
 
 
 def needs_of(engines: Sequence[EngineHandle]) -> Needs:
@@ -65,17 +71,25 @@ def needs_of(engines: Sequence[EngineHandle]) -> Needs:
     return Needs(weights, everything if all_tell else None)
 
 
-def room(needs: Needs, memories: Mapping[Pausable, Iterable[str]]) -> Room:
+def room(needs: Needs, memories: Mapping[Pausable, Iterable[str]], *, behind: bool = False) -> Room:
     """What this process knows now. `memories`: the tags that will leave, by memory."""
     free: dict[str, int] = {}
     leaving: dict[str, int] = {}
+    cache: dict[str, int] = {}
     for memory, tags in memories.items():
         device, free_bytes = memory.device_memory()
         status = memory.status()
-        free[device] = free_bytes
+        free[device], cache[device] = free_bytes, cached_bytes(memory.device)
         awake = [status[tag] for tag in set(tags) if status[tag].state is TagState.RESIDENT]
         leaving[device] = leaving.get(device, 0) + sum(tag.bytes for tag in awake)
-    return Room(needs, free, leaving)
+    return Room(needs, free, leaving, cache, behind)
+
+
+def cached_bytes(device: torch.device) -> int:
+    """Bytes that torch's cache holds on this device in this process."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def suffices(rooms: Sequence[Room]) -> bool:
@@ -91,6 +105,29 @@ def suffices(rooms: Sequence[Room]) -> bool:
 
 def is_ample(rooms: Sequence[Room]) -> bool:
     """Whether the trainer's caches can stay until the engines wake all of their memory."""
+    return suffices(rooms) and _all_fit(rooms)
+
+
+def cache_may_stay(rooms: Sequence[Room]) -> bool:
+    """Whether the trainer's caches can stay, as by `is_ample`, and do not keep the engines from opening early.
+
+    To empty a cache before the copies takes milliseconds, and to wait for the copies may take seconds.
+    """
+    emptied = [one._replace(leaving=one.cache) for one in rooms]
+    return is_ample(rooms) and (holds_all(rooms) or not (_leave_behind(rooms) and _all_fit(emptied)))
+
+
+def holds_all(rooms: Sequence[Room]) -> bool:
+    """Whether the engines can open beside all that the trainer has, which then leaves behind them."""
+    return _leave_behind(rooms) and _all_fit([one._replace(leaving={}) for one in rooms])
+
+
+def _leave_behind(rooms: Iterable[Room]) -> bool:
+    return all(one.behind for one in rooms)
+
+
+def _all_fit(rooms: Iterable[Room]) -> bool:
+    """Whether all of the engines fit once `leaving` has gone, with ample room."""
     needed: dict[str, int] = {}
     freed: dict[str, int] = {}
     for one in rooms:
@@ -99,8 +136,7 @@ def is_ample(rooms: Sequence[Room]) -> bool:
         _add(needed, one.needs.everything.items())
         _add(freed, one.leaving.items())
     free = _free(rooms)
-    ample = all(needed.get(device, 0) + AMPLE_BYTES <= free[device] + freed.get(device, 0) for device in free)
-    return ample and suffices(rooms)
+    return all(needed.get(device, 0) + AMPLE_BYTES <= free[device] + freed.get(device, 0) for device in free)
 
 
 def _free(rooms: Iterable[Room]) -> dict[str, int]:

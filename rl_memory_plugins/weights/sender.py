@@ -12,7 +12,7 @@ import msgspec
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.timing import LONGEST_S, timed
-from rl_memory_plugins.weights import cuda_ipc, wire
+from rl_memory_plugins.weights import cuda_ipc, later, wire
 from rl_memory_plugins.weights.answers import Alone, Findings, Senders, of_ranks
 from rl_memory_plugins.weights.buffers import SENT, TRANSPORTS, NcclStaging, StreamedStaging
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, SEAL_BYTES, joining
@@ -216,7 +216,7 @@ class WeightSender:
                 "gathered": None if sharded is None else sharded.gathered,
             }
             with timed(self._seconds, "close"):  # waits for all other work of this process on the GPU
-                routes.close()
+                later.free(routes.close)
             return report
         except BaseException as error:
             known = wire.as_update_error(error)

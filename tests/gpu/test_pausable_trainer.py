@@ -15,6 +15,7 @@ from torch import nn
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.trainer import PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer.room import AMPLE_BYTES, cached_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -215,6 +216,37 @@ def test_a_tag_leaves_while_the_copies_of_another_run(close, monkeypatch):
     assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
 
 
+def test_a_sleep_goes_on_behind_its_caller(close, monkeypatch):
+    model = layers()
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    close(memory)
+    train(model, optimizer)
+    expected = [tensor.clone().cpu() for tensor in tensors_in(model, optimizer)]
+    asleep_bytes = []
+    for _ in range(2):  # the first allocates the host memory
+        awake = free_bytes()
+        memory.sleep()
+        asleep_bytes.append(free_bytes() - awake)
+        memory.wake()
+    other = torch.ones(8, WIDTH, device="cuda")
+    assert (other + other).isfinite().all()  # loads the kernels: CUDA would wait for the slow copy to do so
+    slow_down(monkeypatch, memory, "begin_copy_to_host")
+    awake = free_bytes()
+    start = time.perf_counter()
+    memory.prepare_sleep()
+    memory.begin()
+    sizes = memory.commit_behind(torch.cuda.empty_cache)
+    assert (other + other).isfinite().all()
+    assert memory.status()["optimizer"].state == "resident"  # the copies of a second go on
+    memory.wait()
+    assert time.perf_counter() - start > 0.7  # it waited for the copies
+    assert {str(status.state) for status in memory.status().values()} == {"preserved", "discarded"}
+    assert free_bytes() - awake >= 0.9 * asleep_bytes[-1] and sum(sizes.values()) >= 0.9 * asleep_bytes[-1]
+    memory.wake()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors_in(model, optimizer), expected, strict=True))
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_losses_stay_over_handoffs(overlap, close):
     model = layers()
@@ -234,6 +266,9 @@ def test_losses_stay_over_handoffs(overlap, close):
         with handoff.training():
             assert memory._manager.unfinished == (["optimizer"] if overlap and step else [])
             assert train(model, optimizer) == train(twin, twin_optimizer)
+            ample = memory.device_memory()[1] + cached_bytes(memory.device) >= AMPLE_BYTES
+        assert (memory._leaves is not None) == (overlap and ample)
+        memory.wait()
         assert {str(status.state) for status in memory.status().values()} == {"preserved", "discarded"}
 
 

@@ -44,6 +44,13 @@ def test_a_plan_that_fits_is_shown_and_its_exit_code_is_0(folder):
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(("│", "┃")))
 
 
+def test_it_says_what_is_in_use_if_the_engine_opens_beside_the_trainer(folder):
+    words = (folder, "--gpu", "h100-80", "--kv-gib", 1)
+    found = json.loads(run(*words, "--json").stdout)["beside"]
+    assert f"opens before the trainer has left: {found / (1 << 30):.1f} GiB are then in use" in run(*words).stdout
+    assert "before the trainer has left" not in run(*words, "--from-host").stdout
+
+
 def test_a_plan_that_does_not_fit_says_what_to_change_and_has_its_own_exit_code(folder):
     done = run(folder, "--gpu", "rtx4090-24")
     assert done.exit_code == DOES_NOT_FIT == 3

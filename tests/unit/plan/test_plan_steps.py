@@ -99,6 +99,29 @@ def test_the_states_leave_beside_the_update_only_if_there_is_room(folder):
     assert not plan(folder, gpu="h100-80", from_host=True).overlaps
 
 
+def test_the_engine_opens_beside_the_trainer_only_if_there_is_room_for_all(folder):
+    made = plan(folder, gpu="h100-80", kv_gib=1)
+    wakes = made.phase("wake_kv_cache").engine - made.phase("sleep").engine
+    needed = made.phase("training").total + wakes
+    assert made.beside == needed
+    assert plan(folder, gpu=(needed + 16 * GIB + MIB) / GIB, kv_gib=1).beside == needed
+    without = made.phase("load").total + wakes  # torch's cache goes first
+    assert plan(folder, gpu=(needed + 16 * GIB - MIB) / GIB, kv_gib=1).beside == without
+    assert not plan(folder, gpu=(without + 16 * GIB - MIB) / GIB, kv_gib=1).beside
+    assert not plan(folder, gpu="h100-80").beside  # the cache takes the rest
+    for options in ({"from_host": True}, {"offload": "optimizer"}, {"offload": "none"}, {"trainer": "none"}):
+        assert not plan(folder, gpu="h100-80", kv_gib=1, **options).beside
+
+
+def test_torchs_cache_goes_first_where_it_holds_more_than_what_leaves(folder):
+    options = {"kv_gib": 1, "micro_tokens": 1 << 22, "checkpointing": False, "max_running": 4}
+    made = plan(folder, gpu="b200-180", **options)
+    wakes = made.phase("wake_kv_cache").engine - made.phase("sleep").engine
+    without = made.phase("load").total + wakes
+    assert made.phase("training").total > made.phase("load").total + 16 * GIB
+    assert plan(folder, gpu=(without + 16 * GIB + MIB) / GIB, **options).beside == without
+
+
 def test_quantised_weights_cost_the_update_more(tmp_path):
     given = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     folder = written(tmp_path, configured("llama", quantization_config=given))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_overlap import Handoff
+from test_overlap import Handoff, narrow
 from test_pausable import Paged, adamw, learn, states, tensors_in
 from toy_engine import ToyEngine
 from toys import checkpoint
@@ -174,7 +174,7 @@ class Cache:
         trim(*least)
 
 
-@pytest.mark.parametrize(("free", "kept"), [(31 * GiB, True), (29 * GiB, False)])
+@pytest.mark.parametrize(("free", "kept"), [(30 * GiB - 1, True), (29 * GiB, False)])
 def test_the_cache_goes_while_the_engine_opens_where_the_device_has_ample_memory(monkeypatch, free, kept):
     setup = Setup(monkeypatch)
     setup.step()
@@ -205,7 +205,7 @@ def fail():
 def test_the_cache_goes_if_an_engine_lacks_memory_after_all(monkeypatch, tags):
     setup = Setup(monkeypatch)
     setup.step()
-    cache = Cache(monkeypatch, setup, 100 * GiB)
+    cache = Cache(monkeypatch, setup, AMPLE_BYTES - 1)
     wake, refused = setup.engine.wake_up, []
 
     def wake_up(asked=None):
@@ -444,12 +444,13 @@ def everything(model, optimizer):
 class Behind:
     """As `Setup`: a trainer that has handed over once, its undisturbed twin, and what its link and engine did since."""
 
-    def __init__(self, monkeypatch, *, source=None, others=None, apart=False, **options):
+    def __init__(self, monkeypatch, *, source=None, others=None, apart=False, link=Link, **options):
         self.model, self.twin = Paged(), Paged()
         self.optimizer, self.twin_optimizer = adamw(self.model), adamw(self.twin)
         self.memory = PausableMemory(self.model)
         self.of_state = PausableMemory() if apart else self.memory
         self.of_state.adopt(self.optimizer)
+        narrow(monkeypatch, self.memory, self.of_state)
         self.engine = Engine()
         sent = ModelSource({name: parameter.detach() for name, parameter in self.model.sent.items()})
         self.handoff = RolloutHandoff(
@@ -462,7 +463,7 @@ class Behind:
         )
         with self.handoff.training():
             self.learn()
-        self.link = Link(monkeypatch, self.engine, *dict.fromkeys([self.memory, self.of_state]))
+        self.link = link(monkeypatch, self.engine, *dict.fromkeys([self.memory, self.of_state]))
 
     def learn(self):
         assert learn(self.model, self.optimizer) == learn(self.twin, self.twin_optimizer)
@@ -698,8 +699,8 @@ def test_tags_that_were_prepared_together_leave_one_after_the_other():
 # -- room ---------------------------------------------------------------------------------------------------
 
 
-def known(weights, free, everything=None, leaving=None):
-    return Room(Needs(weights, everything), free, leaving or {})
+def known(weights, free, everything=None, leaving=None, cache=None):
+    return Room(Needs(weights, everything), free, leaving or {}, cache or {})
 
 
 @pytest.mark.parametrize(
@@ -839,6 +840,7 @@ def handoff_of_two_without_host_memory(rank):
     model = torch.nn.Linear(512, 512)
     optimizer = adamw(model)
     memory = PausableMemory(model, optimizer)
+    memory.device_memory = lambda: ("cpu:0", AMPLE_BYTES - 1)
     model(torch.ones(1, 512)).sum().backward()
     optimizer.step()
     expected = [tensor.clone() for tensor in everything(model, optimizer)]
@@ -875,7 +877,7 @@ def handoff_of_two_caches(rank, folder, tags):
     memory = PausableMemory(model)
     state = PausableMemory()
     state.adopt([torch.ones(512)], tag="state")
-    memory.device_memory = state.device_memory = lambda: (f"GPU-{rank}", 100 * GiB)
+    memory.device_memory = state.device_memory = lambda: (f"GPU-{rank}", AMPLE_BYTES - 1)
     engine = Engine()
     wake = engine.wake_up
 

@@ -193,7 +193,7 @@ def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
 
     def full(storage, nbytes):
         calls.append(nbytes)
-        if len(calls) == 5:
+        if nbytes and len(calls) >= 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return resize(storage, nbytes)
 
@@ -202,6 +202,7 @@ def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
         offloader.load()
     assert caught.value.details["needed_bytes"] == away == offloader.offloaded_bytes
     assert set(storage_bytes(*model.parameters())) == {0}
+    monkeypatch.undo()
     offloader.load()
     same(whole(model), expected)
 

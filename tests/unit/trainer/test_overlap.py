@@ -15,6 +15,7 @@ from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, StateC
 from rl_memory_plugins.trainer import ModelSource, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.pausable_tensors import asleep
+from rl_memory_plugins.trainer.room import AMPLE_BYTES
 
 
 class LateCopies:
@@ -321,11 +322,18 @@ def test_an_optimiser_does_not_keep_its_memory():
 # -- in a handoff -------------------------------------------------------------------------------------------
 
 
+def narrow(monkeypatch, *memories):
+    """Their device has ample memory for the engines once the trainer has left, and not before."""
+    for memory in memories:
+        monkeypatch.setattr(memory, "device_memory", lambda: ("cpu:0", AMPLE_BYTES - 1))
+
+
 class Handoff:
     def __init__(self, monkeypatch, engine=None, **options):
         self.model = Paged()
         self.optimizer = adamw(self.model)
         self.memory = PausableMemory(self.model, self.optimizer)
+        narrow(monkeypatch, self.memory)
         self.engine = engine or ToyEngine()
         self.handoff = RolloutHandoff(
             self.engine,

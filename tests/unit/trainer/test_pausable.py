@@ -728,6 +728,22 @@ def test_sleeping_tensors_are_read_in_host_memory():
         pass
 
 
+def test_the_copy_of_a_tensor_that_has_ended_is_not_that_of_the_next_at_its_address():
+    pages = mmap.mmap(-1, 8 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    model = nn.Module()
+    model.former = nn.Parameter(torch.frombuffer(pages, dtype=torch.float32), requires_grad=False)
+    memory, address, other = PausableMemory(model), model.former.data_ptr(), torch.frombuffer(pages, dtype=torch.uint8)
+    other.fill_(1)
+    memory.sleep()
+    assert not other.any() and (host_view(other) == 1).all()
+    model.former, other = None, None
+    for following in (torch.frombuffer(pages, dtype=torch.uint8), torch.frombuffer(pages, dtype=torch.float32)[9:12]):
+        following.fill_(2)
+        assert address <= following.data_ptr() < address + 8 * PAGE
+        assert host_view(following) is following
+    memory.close()
+
+
 # -- sharded modules ----------------------------------------------------------------------------------------------
 
 

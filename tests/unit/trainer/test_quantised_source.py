@@ -243,6 +243,24 @@ def test_weights_are_made_in_their_places_in_each_bucket(monkeypatch: pytest.Mon
     assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in found.items())
 
 
+def test_a_weight_on_another_device_than_the_bucket_is_made_where_it_lies() -> None:
+    """A kernel there would write to an address of the bucket's device."""
+    source = QuantisedSource({"a.weight": weight()}, BLOCKS, ["a.weight_scale_inv"])
+    places = {spec.name: torch.empty(spec.shape, device="meta") for spec in source.specs()}
+    made = dict(source.tensors_in(places))
+    assert all(made[name].device.type == "cpu" for name in places)
+
+
+def test_whether_a_source_is_stable_is_found_out_again_for_each_update() -> None:
+    inner = ModelSource({"a.weight": weight()})
+    source = QuantisedSource(inner, BLOCKS, ["a.weight_scale_inv"])
+    assert source.stable
+    source._source = ModelSource({"a.weight": weight()}, dtype=torch.float16)
+    assert not source.stable
+    source.specs()
+    assert not source.stable
+
+
 def test_a_source_that_makes_its_tensors_gives_one_at_a_time() -> None:
     tensors = {"a.weight": weight(), "b.weight": weight()}
     source = QuantisedSource(ModelSource(tensors, dtype=torch.float16), BLOCKS, ["a.weight_scale_inv"])
