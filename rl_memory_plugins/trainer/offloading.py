@@ -24,6 +24,7 @@ from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
+from rl_memory_plugins.trainer.sleeping_content import remnants
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
 
@@ -350,12 +351,16 @@ class Sleeper(Protocol):
 
 
 sleepers: weakref.WeakSet[Sleeper] = weakref.WeakSet()
-"""All memories that `host_view` and `owned_elsewhere` ask."""
+"""The memories that exist."""
+
+
+def _all_sleepers() -> list[Sleeper]:
+    return [*sleepers, *remnants]
 
 
 def owned_elsewhere(own: Sleeper | None = None) -> Callable[[int], bool]:
     """A function that tells whether an address belongs to a memory other than `own`."""
-    others = [sleeper.owned() for sleeper in list(sleepers) if sleeper is not own]
+    others = [sleeper.owned() for sleeper in _all_sleepers() if sleeper is not own]
     return lambda address: any(is_owned(address) for is_owned in others)
 
 
@@ -364,14 +369,15 @@ def await_leaving() -> None:
 
     What fails to leave is an error of the next call of its own memory.
     """
-    for sleeper in list(sleepers):
+    for sleeper in _all_sleepers():
         sleeper.await_leaving()
 
 
 def _sleeping_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    if not sleepers or hasattr(tensor, "__tensor_flatten__") or not has_memory(tensor.untyped_storage()):
+    asked = _all_sleepers()
+    if not asked or hasattr(tensor, "__tensor_flatten__") or not has_memory(tensor.untyped_storage()):
         return None
-    found = (sleeper.host_bytes(tensor.untyped_storage()) for sleeper in list(sleepers))
+    found = (sleeper.host_bytes(tensor.untyped_storage()) for sleeper in asked)
     return next((content for content in found if content is not None), None)
 
 

@@ -354,7 +354,7 @@ class PausableMemory(PausableTensors):
             if self._closed:
                 return
             self.wait()
-            if self._sleeping() or self._groups.sleeps():
+            if self._content.exists() or self._groups.sleeps():
                 self.wake()
             self._groups.close()
             self.free_host_memory()

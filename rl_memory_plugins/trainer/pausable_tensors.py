@@ -5,20 +5,18 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, StateConflictError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
-from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.records import TagChange
@@ -27,7 +25,7 @@ from rl_memory_plugins.trainer.gpu import is_capturing, with_index
 from rl_memory_plugins.trainer.offloading import Target, owned_elsewhere, sleepers
 from rl_memory_plugins.trainer.pause_options import PauseOptions
 from rl_memory_plugins.trainer.process_groups import groups_of
-from rl_memory_plugins.trainer.sleeping_content import sleeping_content
+from rl_memory_plugins.trainer.sleeping_content import SleepingContent, forget_ended, memory_ended, within
 from rl_memory_plugins.trainer.state_hooks import StateHooks
 from rl_memory_plugins.trainer.state_size import expected_state_bytes
 from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets, default_tag
@@ -61,18 +59,19 @@ class PausableTensors:
     ) -> None:
         self.device = with_index(device)
         self._groups = groups_of(process_groups, self.device)
-        self._dropped, self._frozen = frozenset(dropped), frozenset(frozen)
+        drops = self._dropped = frozenset(dropped)
+        self._frozen = frozenset(frozen)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed else 0
         self._allocator, arena = choose_allocator(PauseOptions(**options), self.device, rank)
-        self._manager = MemoryManager(
+        self._manager = MemoryManager(  # may outlive this memory, and must not keep it
             rank,
             self._allocator,
             arena,
-            self._unchanging,
+            partial(_unchanging_of, weakref.WeakMethod(self._unchanging)),
             tags=(GRADIENTS, PARAMETERS, OPTIMIZER),
-            preserves=lambda level, tag: tag not in self._dropped,
-            zero_on_wake=self._dropped,
+            preserves=lambda level, tag: tag not in drops,
+            zero_on_wake=drops,
         )
         for tag in (*dropped, *frozen):
             self._manager.add_tag(tag)
@@ -85,7 +84,9 @@ class PausableTensors:
         self._leaves: Beside[None] | None = None  # commits a sleep; whoever touches tensors or the manager waits for it
         self._lock = threading.RLock()  # the thread of `_leaves` never takes it: callers hold it while they wait
         self._closed = False
-        weakref.finalize(self, _close_arena, arena).atexit = False
+        self._content = SleepingContent(self._manager, self._allocator, self.device)
+        weakref.finalize(self, memory_ended, self._content).atexit = False
+        forget_ended()
         sleepers.add(self)
         if targets:
             self.adopt(*targets)
@@ -171,14 +172,7 @@ class PausableTensors:
 
     def owned(self) -> Callable[[int], bool]:
         """See `offloading.Sleeper`."""
-        extents = merge(block for tag in self._manager.tags for block in self._allocator.extents(tag))
-        starts, ends = [block.address for block in extents], [block.end for block in extents]
-
-        def is_owned(address: int) -> bool:
-            at = bisect_right(starts, address)
-            return at > 0 and address < ends[at - 1]
-
-        return is_owned
+        return within(self._allocator, self._manager.tags)
 
     def host_bytes(self, storage: Any) -> torch.Tensor | None:
         """See `offloading.Sleeper`."""
@@ -188,10 +182,7 @@ class PausableTensors:
             if not self.owned()(storage.data_ptr()):
                 return None  # a tensor of others does not wait for this memory, and does not get its errors
             self.wait()
-        copies = self._manager.host_copies(Block(storage.data_ptr(), storage.nbytes()))
-        if copies and not self.owned()(storage.data_ptr()):
-            return None  # a tensor that ended while it slept left its address to this one
-        return sleeping_content(storage, copies)
+        return self._content.host_bytes(storage)
 
     def _unchanging(self, tag: str) -> Iterable[Block]:
         """The parts of a tag that need no copy, or no second copy."""
@@ -293,18 +284,12 @@ class PausableTensors:
         return self._groups.own
 
     def _keep_while_asleep(self) -> None:
-        """Keep this memory alive while tensors sleep in it, and forget memories whose sleeping tensors are gone."""
-        asleep.add(self)
-        for memory in list(asleep):  # without a lock: a collection in here may end a memory, which comes here too
-            if not memory._sleeping():
-                asleep.discard(memory)
-                if memory._sleeping():  # another thread has put it to sleep meanwhile
-                    asleep.add(memory)
+        """Let the optimisers keep this memory while it sleeps, so that their steps are refused or wait.
 
-    def _sleeping(self) -> bool:
-        unfinished = self._manager.unfinished
-        tags = [tag for tag in self._manager.tags if tag in unfinished or not self._manager.is_resident(tag)]
-        return any(self._allocator.blocks(tag) for tag in tags)
+        Without an optimiser nobody keeps it: its tensors are read by `SleepingContent`.
+        """
+        self._hooks.keep(self if self._content.exists() else None)
+        forget_ended()
 
     def _prepare(self, expected: Mapping[str, int] = types.MappingProxyType({})) -> None:
         """Obtain host memory for tags that had none. `expected`: bytes that a tag will have beside its present ones."""
@@ -317,11 +302,6 @@ class PausableTensors:
             self._manager.arena.prepare([sizes[tag] for tag in new])
 
 
-asleep: set[PausableTensors] = set()
-"""The memories with sleeping tensors. Without this reference, the end of a memory would lose their content."""
-
-
-def _close_arena(arena: PagedArena) -> None:
-    # The garbage collector may run in any thread, also in those that the arena waits for or that hold its lock.
-    with suppress(RuntimeError):  # no thread starts while the interpreter ends
-        threading.Thread(target=arena.close, name="rl-memory-close").start()
+def _unchanging_of(method: weakref.WeakMethod[Callable[[str], Iterable[Block]]], tag: str) -> Iterable[Block]:
+    found = method()
+    return () if found is None else found(tag)

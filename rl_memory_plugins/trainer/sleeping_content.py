@@ -1,16 +1,104 @@
-"""The content of a sleeping storage, put together from the copies of its parts."""
+"""The content of a memory's sleeping tensors, which can be read in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.adoption import bytes_of
-from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.fingerprint import memory_view
+from rl_memory_plugins.memory.ranges import merge
 
 if TYPE_CHECKING:
     import torch
+
+    from rl_memory_plugins.memory.manager import MemoryManager
+
+
+class SleepingContent:
+    """The sleeping tensors of a `PausableMemory` on one device. It refers to no target of the memory.
+
+    After the end of the memory they can still be read, and no more be woken.
+    """
+
+    def __init__(self, manager: MemoryManager, allocator: Allocator, device: torch.device) -> None:
+        self._manager = manager
+        self._allocator = allocator
+        self._device = device
+
+    @property
+    def _tags(self) -> list[str]:
+        return [tag for tag in self._manager.tags if not self._manager.is_resident(tag)]
+
+    @property
+    def may_exist(self) -> bool:
+        """Whether a tag sleeps, or its content is on its way."""
+        return bool(self._tags or self._manager.unfinished)
+
+    def exists(self) -> bool:
+        """Whether a tensor sleeps, or its content is on its way."""
+        return any(self._allocator.blocks(tag) for tag in {*self._tags, *self._manager.unfinished})
+
+    def owned(self) -> Callable[[int], bool]:
+        """A function that tells whether an address belongs to a sleeping tag."""
+        return within(self._allocator, self._tags)
+
+    def host_bytes(self, storage: Any) -> torch.Tensor | None:
+        """The content of a sleeping storage in host memory, uint8, [bytes]; `None` if the storage is not asleep."""
+        if storage.device != self._device:
+            return None
+        copies = self._manager.host_copies(Block(storage.data_ptr(), storage.nbytes()))
+        if copies and not self.owned()(storage.data_ptr()):
+            return None  # a tensor that ended while it slept left its address to this one
+        return sleeping_content(storage, copies)
+
+    def await_leaving(self) -> None:
+        """Nothing leaves: a thread that lets tags leave keeps their memory."""
+
+    def end(self) -> None:
+        """Wait for what is on its way, and free the host memory."""
+        with suppress(RLMemoryError):
+            self._manager.finish_wake()
+        # The garbage collector may run in any thread, also in those that the arena waits for or that hold its lock.
+        with suppress(RuntimeError):  # no thread starts while the interpreter ends
+            threading.Thread(target=self._manager.arena.close, name="rl-memory-close").start()
+
+
+remnants: set[SleepingContent] = set()
+"""What sleeps of memories that have ended."""
+
+
+def memory_ended(content: SleepingContent) -> None:
+    """The end of the memory. The garbage collector may call this in any thread."""
+    if content.may_exist:
+        remnants.add(content)
+    else:
+        content.end()
+
+
+def forget_ended() -> None:
+    """Free the host memory of remnants whose tensors have ended too."""
+    for content in list(remnants):  # without a lock: a collection in here may end a memory, which adds to them
+        if not content.exists():
+            remnants.discard(content)
+            content.end()
+
+
+def within(allocator: Allocator, tags: Iterable[str]) -> Callable[[int], bool]:
+    """A function that tells whether an address belongs to a tensor of one of these tags."""
+    extents = merge(block for tag in tags for block in allocator.extents(tag))
+    starts, ends = [block.address for block in extents], [block.end for block in extents]
+
+    def is_within(address: int) -> bool:
+        at = bisect_right(starts, address)
+        return at > 0 and address < ends[at - 1]
+
+    return is_within
 
 
 def sleeping_content(storage: Any, copies: Sequence[tuple[Block, int]]) -> torch.Tensor | None:

@@ -28,6 +28,7 @@ class StateHooks:
     def __init__(self, before_use: weakref.ReferenceType[Callable[[torch.optim.Optimizer, bool], object]]) -> None:
         self._before_use = before_use
         self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+        self._kept = _Kept()
         self.captured = False
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -36,7 +37,7 @@ class StateHooks:
             steps = getattr(optimizer, "_optimizer_step_pre_hooks", None)
             if steps is None or optimizer in self._handles:  # None: a wrapper
                 continue
-            reading, loading = (partial(_before_use, weakref.ref(self), reads) for reads in (True, False))
+            reading, loading = (partial(_before_use, weakref.ref(self), self._kept, reads) for reads in (True, False))
             step = optimizer.register_step_pre_hook(reading)
             steps.move_to_end(step.id, last=False)  # earlier hooks may read the state
             self._handles[optimizer] = [
@@ -44,6 +45,10 @@ class StateHooks:
                 optimizer.register_state_dict_pre_hook(reading, prepend=True),
                 optimizer.register_load_state_dict_pre_hook(loading, prepend=True),
             ]
+
+    def keep(self, owner: object) -> None:
+        """Let the optimisers keep this object alive; `None` ends that."""
+        self._kept.owner = owner if self._handles else None  # without an optimiser the owner would keep itself
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -72,8 +77,14 @@ class StateHooks:
             before_use(optimizer, reads)
 
 
+class _Kept:
+    """A reference that optimisers hold."""
+
+    owner: object = None
+
+
 def _before_use(
-    hooks: weakref.ReferenceType[StateHooks], reads: bool, optimizer: torch.optim.Optimizer, *_: Any
+    hooks: weakref.ReferenceType[StateHooks], kept: _Kept, reads: bool, optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
     found = hooks()
     if found is not None:

@@ -57,7 +57,6 @@ from rl_memory_plugins.trainer import (
 )
 from rl_memory_plugins.trainer.leaving import Leaving
 from rl_memory_plugins.trainer.offloading import host_view
-from rl_memory_plugins.trainer.pausable_tensors import asleep
 from rl_memory_plugins.trainer.room import AMPLE_BYTES, cache_may_stay, holds_all
 from rl_memory_plugins.weights import later
 
@@ -995,50 +994,6 @@ def test_the_function_behind_is_called_once_after_the_last_memory(monkeypatch):
         memory.close()
 
 
-def test_a_collection_while_a_memory_looks_at_others_may_end_one(setup, monkeypatch):
-    setup.gate.set()
-    other = PausableMemory()
-    other.adopt([torch.ones(1 << 16)], tag="mine")
-    other.sleep()
-    sleeping, closed = PausableMemory._sleeping, []
-
-    def collected(memory):
-        if not closed:
-            closed.append(True)
-            other.close()  # as a `__del__` may
-        return sleeping(memory)
-
-    monkeypatch.setattr(PausableMemory, "_sleeping", collected)
-    thread = threading.Thread(target=setup.memory.sleep, daemon=True)
-    thread.start()
-    thread.join(LONG_S)
-    assert not thread.is_alive() and closed
-    assert setup.memory in asleep and other not in asleep
-    setup.assert_nothing_lost()
-
-
-def test_a_memory_that_falls_asleep_while_another_looks_is_kept(setup, monkeypatch):
-    setup.gate.set()
-    other = PausableMemory()
-    kept = [torch.ones(1 << 16)]
-    other.adopt(kept, tag="mine")
-    asleep.add(other)
-    sleeping, slept = PausableMemory._sleeping, []
-
-    def late(memory):
-        found = sleeping(memory)
-        if memory is other and not slept:
-            slept.append(True)
-            other.sleep()
-        return found
-
-    monkeypatch.setattr(PausableMemory, "_sleeping", late)
-    setup.memory.sleep()
-    assert slept and other in asleep
-    other.close()
-    setup.assert_nothing_lost()
-
-
 def test_too_little_memory_for_the_next_wake_is_its_own_error(setup, monkeypatch):
     setup.leave()
     setup.gate.set()
@@ -1070,7 +1025,6 @@ def test_a_memory_lives_until_it_has_left_and_then_as_long_as_its_tensors_sleep(
     setup.gate.set()
     found().wait()
     gc.collect()
-    assert found() in asleep
     found().wake()
     setup.train()
     gc.collect()

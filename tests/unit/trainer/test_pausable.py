@@ -3,7 +3,6 @@
 import copy
 import gc
 import mmap
-import threading
 import weakref
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.memory import backup
 from rl_memory_plugins.trainer import HandoffReport, ModelSource, Moved, Offloader, PausableMemory, RolloutHandoff
-from rl_memory_plugins.trainer.offloading import host_view, plain_parts, temporarily_loaded
+from rl_memory_plugins.trainer.offloading import plain_parts
 
 PAGE = mmap.PAGESIZE
 WIDTH = 192  # the weights of a block have some hundred pages
@@ -669,79 +668,6 @@ def test_tensors_belong_to_one_memory(asleep):
     same(whole(model), expected)
     with pytest.raises(StateConflictError, match="is closed"):
         memory.sleep()
-
-
-def test_a_memory_that_sleeps_outlives_its_last_reference():
-    model = Tied(width=WIDTH)
-    expected = whole(model)
-    memory = PausableMemory(model)
-    memory.sleep()
-    gone, arena = weakref.ref(memory), memory._manager.arena
-    del memory
-    gc.collect()
-    gone().wake()
-    same(whole(model), expected)
-    gc.collect()
-    assert gone() is None
-    for thread in [thread for thread in threading.enumerate() if thread.name == "rl-memory-close"]:
-        thread.join()
-    assert arena.held_bytes == 0
-
-
-def test_a_memory_whose_sleeping_tensors_are_gone_ends():
-    memory = PausableMemory()
-    with memory.region("mine"):
-        mine = torch.ones(WIDTH * WIDTH)
-    memory.sleep()
-    gone = weakref.ref(memory)
-    del memory, mine
-    gc.collect()
-    gone()._manager._reclaim.join()
-    other = PausableMemory(Tied(width=WIDTH))
-    other.sleep()
-    gc.collect()
-    assert gone() is None
-    other.close()
-
-
-# -- host copies of what sleeps -----------------------------------------------------------------------------------
-
-
-def test_sleeping_tensors_are_read_in_host_memory():
-    model = Tied(width=WIDTH)
-    expected = whole(model)
-    memory = PausableMemory(model)
-    assert host_view(model.blocks[0].up.weight.detach()) is not None
-    memory.sleep()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        assert torch.equal(host_view(tensor.detach()), expected[name]), name
-    assert torch.equal(host_view(model.blocks[0].up.weight.detach().t()), expected["blocks.0.up.weight"].t())
-    with (
-        pytest.raises(UnsupportedError, match="asleep in a PausableMemory"),
-        temporarily_loaded(model.blocks[0].up.weight),
-    ):
-        pass
-    memory.wake()
-    weight = model.blocks[0].up.weight.detach()
-    assert host_view(weight) is weight
-    with temporarily_loaded(weight):
-        pass
-
-
-def test_the_copy_of_a_tensor_that_has_ended_is_not_that_of_the_next_at_its_address():
-    pages = mmap.mmap(-1, 8 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    model = nn.Module()
-    model.former = nn.Parameter(torch.frombuffer(pages, dtype=torch.float32), requires_grad=False)
-    memory, address, other = PausableMemory(model), model.former.data_ptr(), torch.frombuffer(pages, dtype=torch.uint8)
-    other.fill_(1)
-    memory.sleep()
-    assert not other.any() and (host_view(other) == 1).all()
-    model.former, other = None, None
-    for following in (torch.frombuffer(pages, dtype=torch.uint8), torch.frombuffer(pages, dtype=torch.float32)[9:12]):
-        following.fill_(2)
-        assert address <= following.data_ptr() < address + 8 * PAGE
-        assert host_view(following) is following
-    memory.close()
 
 
 # -- sharded modules ----------------------------------------------------------------------------------------------
