@@ -330,7 +330,7 @@ def test_missing_tensors_are_an_error_and_the_next_sync_mends_it() -> None:
     short = dict(list(tensors.items())[:-1])
     with pytest.raises(ManifestError):
         policy(Tree(short), [engine]).broadcast_to_vllm(weight_version="1")
-    assert not engine.valid and engine.version is None
+    assert engine.valid and engine.version is None  # it has refused them before the first byte
     policy(Tree(tensors), [engine]).broadcast_to_vllm(weight_version="1")
     assert_holds(engine, tensors)
     assert engine.valid
@@ -363,6 +363,8 @@ def partitioned(seed: int) -> torch.nn.Module:
     import deepspeed
 
     os.environ["LOCAL_RANK"] = "0"  # as OpenRLHF's actor sets it
+    # Ranks that compile it wait for ever for the lock of a process that was killed in its compilation.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = Tree(checkpoint(seed))
     deepspeed.zero.Init(module=model, config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}})
