@@ -1,9 +1,9 @@
 """Sleep, wake and in-place weight updates for vLLM and SGLang, for reinforcement learning on shared GPUs.
 
-Users import from six modules. This module has the names that most programs need: the client of an engine's server,
-errors, records, options, and the functions that send weights. `rl_memory_plugins.trainer` has the trainer's side.
-`rl_memory_plugins.vllm` and `rl_memory_plugins.sglang` have the two engines, and `rl_memory_plugins.ray` has fleets of
-them. `rl_memory_plugins.doctor` checks an installation and a running engine.
+This module has the names that most programs need: the client of an engine's server, errors, records, options, and the
+functions that send weights. `rl_memory_plugins.trainer` has the trainer's side. `rl_memory_plugins.vllm` and
+`rl_memory_plugins.sglang` have the two engines, and `rl_memory_plugins.ray` has fleets of them. `plan` says what fits,
+`doctor` checks an installation and a running engine, and `timeline` draws what the memory did.
 
 Importing this package imports no engine, no torch, no FastAPI and no pydantic: the first use of a name imports them.
 """
@@ -97,7 +97,7 @@ _LAZY = {
     "release_mapped": "weights.cuda_ipc",
     "tensor_checksum": "weights.checksums",
 }
-_PACKAGES = ("doctor", "ray", "sglang", "trainer", "vllm")
+_PACKAGES = ("doctor", "plan", "ray", "sglang", "timeline", "trainer", "vllm")
 
 
 def __getattr__(name: str) -> Any:

@@ -193,6 +193,7 @@ class EngineClient:
         weight_version: str | None = None,
         mode: Any = "keep",
         update_timeout_s: float | None = None,
+        base_version: str | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Have the engine take weights from safetensors files on its own host.
@@ -203,10 +204,11 @@ class EngineClient:
             weight_version: The version of the weights after the update.
             mode: How the engine treats running requests during the update: a `PauseMode`.
             update_timeout_s: The longest silence of either side of the update, in seconds.
+            base_version: The version that the engine's weights must have. With another one the engine refuses.
             timeout_s: See above.
         """
         given = {"weight_version": weight_version, "mode": mode, "timeout_s": update_timeout_s}
-        body = {"path": os.fspath(path), "partial": partial, **given}
+        body = {"path": os.fspath(path), "partial": partial, "base_version": base_version, **given}
         limit = math.inf if timeout_s is None and self._has_default else timeout_s
         return self.call("POST", "/update_weights_from_checkpoint", body, timeout_s=limit)
 

@@ -19,6 +19,7 @@ class NotFound(NamedTuple):
 
 _PAST = "the call has ended, and its error has said it"
 _CALLER = "it is in the caller's program"
+_TRAINER = "it is in the trainer's program"
 
 #: By the text of the row's first cell.
 ROWS: dict[str, FoundBy | NotFound] = {
@@ -64,11 +65,21 @@ ROWS: dict[str, FoundBy | NotFound] = {
     "409, a partial update needs valid weights": FoundBy("updates"),
     "409, a weight update is running": FoundBy("updates"),
     "502, reason `unreachable`": FoundBy("same-place"),
+    "403 with `update_hosts` in the details": NotFound("the engine learns the trainer's address from the update"),
+    "502, reason `protocol`": FoundBy("versions"),
     "502, reason `stalled` or `lost`": NotFound("the update has ended; `admission` shows the content that it left"),
     "422, cannot create a socket in the temporary directory": FoundBy("sockets"),
     "the trainer's memory is not freed after an update with `keep_mapped=True`": NotFound(_CALLER),
     "an update is slower than expected": NotFound("the report of each update names its transport and the reasons"),
     "answers look like the old weights": NotFound("it takes the trainer's weights to compare the checksums"),
+    # Trainers
+    "the trainer runs out of device memory in the step `load` or in training": FoundBy("kept-memory"),
+    "the trainer still holds device memory after a handoff": NotFound(_TRAINER),
+    "an error of the step `offload` when the next step begins": NotFound(_PAST),
+    "`a CUDA graph is captured while a sleep or wake is unfinished: call wait() before`": NotFound(_TRAINER),
+    "`Trying to resize storage that is not resizable` from `torch.load`": NotFound("it is in the checkpoint's file"),
+    "`the trainer's processes are at different steps`": NotFound(_TRAINER),
+    "the trainer's processes hang in an update": NotFound(_TRAINER),
     # Calls
     "422 for `tags=[]`": NotFound(_CALLER),
     "409 from `wake_up` while a sleep waits": FoundBy("admission"),

@@ -142,7 +142,7 @@ INSTALLATION: Json = {
     "a vLLM server": _sent(
         Installation(
             version="1.2.3",
-            protocol=4,
+            protocol=6,
             python="3.11.14",
             versions={"vllm": "0.32.0", "torch": "2.13.0"},
             pid=4711,

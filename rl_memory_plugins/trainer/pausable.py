@@ -197,8 +197,9 @@ class PausableMemory(PausableTensors):
         """`commit` of the prepared sleep, by a thread: this returns at once, and the tags leave behind it.
 
         The thread waits for all work on the device, frees the device memory, and calls `then`, which must not use a
-        `PausableMemory`. Every other call of this memory waits for the thread first, except `status`, `device_memory`,
-        `synchronize`, `abort` and `waits_before_use`; so do the optimisers of `torch.optim` whose states are here.
+        `PausableMemory`. Every other call of this memory waits for the thread first, except `part`, `status`,
+        `device_memory`, `synchronize`, `abort` and `waits_before_use`; so do the optimisers of `torch.optim` whose
+        states are here.
         Nothing else may use the tags from now on: a write to a tensor that is leaving is lost without an error. Capture
         no CUDA graph in this process before `wait`: it would fail. CUDA can also refuse the thread's calls meanwhile;
         then the tags stay, and the next call that waits raises that. A memory with process groups, whose ranks sleep

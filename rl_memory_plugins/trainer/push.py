@@ -26,6 +26,7 @@ def push_weights(
     weight_version: str | None = None,
     mode: str = "keep",
     timeout_s: float | None = None,
+    base_version: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Update the weights of an engine.
@@ -42,6 +43,7 @@ def push_weights(
         mode: How the engine treats running requests during the update: a `PauseMode`.
         timeout_s: The longest silence of either side, in seconds. Default: `DEFAULT_TIMEOUT_S` for this side, and the
             option `update_timeout_s` for the engine.
+        base_version: The version that the engine's weights must have. With another one the engine refuses the update.
         **options: Options of `weights.sender.WeightSender`, e.g. `bucket_bytes`.
 
     Returns: the report of the sender, with the answer of the engine under `"engine"`.
@@ -50,6 +52,7 @@ def push_weights(
         RLMemoryError: the update failed. If both sides fail, the more specific error.
     """
     request = {"weight_version": weight_version, "mode": mode, "timeout_s": timeout_s}
+    request |= {} if base_version is None else {"base_version": base_version}
     source = with_draft(as_source(tensors, OwnSource), None if draft is None else as_source(draft, OwnSource))
     return _push(post, request, source, receivers, partial=partial, **options)
 
@@ -64,6 +67,7 @@ def push_adapter(
     adapter_version: str | None = None,
     peft_name: str = "default",
     timeout_s: float | None = None,
+    base_version: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Add a LoRA adapter to an engine, or replace it. The base weights stay as they are.
@@ -76,6 +80,7 @@ def push_adapter(
         config: PEFT's configuration, or the content of `adapter_config.json`. Default: that of the PEFT model.
         adapter_version: The version of the adapter after the update; a counter by default.
         peft_name: The name of the adapter in the PEFT model.
+        base_version: As for `push_weights`: the version of the base weights, not of the adapter.
         receivers, timeout_s, **options: As for `push_weights`.
 
     Returns: as `push_weights`.
@@ -91,6 +96,7 @@ def push_adapter(
         "adapter_version": adapter_version,
         "timeout_s": timeout_s,
     }
+    request |= {} if base_version is None else {"base_version": base_version}
     return _push(post, request, adapter.source(tensors, OwnSource), receivers, **options)
 
 

@@ -20,6 +20,9 @@ MAX_FAILURES = 64
 """The trace stops after this many failed names in a row. Each costs a call of the loader, and all names with a wrong
 prefix would take minutes."""
 
+LONGEST_SAID = 400
+"""The most characters of a loader's own error in a mismatch. vLLM's lists all parameters, for each unknown name."""
+
 
 def run_traced(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tuple[dict[str, Mismatch], Sequence[str]]:
     """Feed all names to the loader. Skip each name that the loader fails on, and go on.
@@ -53,7 +56,7 @@ def run_traced(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tu
             continue
         name = batch[0] if singly else tracer.current
         if name is None:  # the loader failed before it read a name
-            raise manifest_error([Mismatch("loader", "", f"{type(error).__name__}: {error}")])
+            raise manifest_error([Mismatch("loader", "", _said(error))])
         position = batch.index(name)
         tracer.forget(name)
         if position > 0:  # this name may have failed, or an earlier name that the loader deferred
@@ -80,10 +83,15 @@ def _needs_values(error: Exception) -> bool:
 
 def _mismatch(name: str, error: Exception) -> Mismatch:
     """The mismatch for a loader's exception. Loaders look up names in dicts and assert shapes."""
-    text = f"{type(error).__name__}: {error}"
+    text = _said(error)
     says_unknown = any(word in str(error).lower() for word in ("no module", "no parameter", "unexpected", "unknown"))
     if isinstance(error, (KeyError, AttributeError)) or says_unknown:
         return Mismatch("unknown", name, f"the model has no such parameter ({text})")
     if isinstance(error, (RuntimeError, AssertionError, ValueError, IndexError)):
         return Mismatch("shape", name, text)
     return Mismatch("loader", name, text)
+
+
+def _said(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= LONGEST_SAID else f"{text[:LONGEST_SAID]}…"

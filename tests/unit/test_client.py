@@ -141,6 +141,13 @@ def test_the_limits_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert limits_of(client, monkeypatch) == [None] * 10
 
 
+def test_an_update_from_files_names_the_version_that_the_weights_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[dict[str, Any]] = []
+    monkeypatch.setattr(EngineClient, "call", lambda self, method, path, body, **_: bodies.append(body))
+    EngineClient("http://127.0.0.1:9").update_weights_from_checkpoint("/models/any", base_version="41")
+    assert bodies[0]["base_version"] == "41"
+
+
 def test_an_address_with_a_path_is_shown_where_it_leads(url: str) -> None:
     with EngineClient(f"{url}/v1") as client, pytest.raises(RLMemoryError, match="/v1/v1/rl_memory/is_sleeping"):
         client.is_sleeping()

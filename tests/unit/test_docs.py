@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from fake_control import FakeControl
 
+import rl_memory_plugins
 from rl_memory_plugins import errors
 from rl_memory_plugins.config import ENV_PREFIX, RLMemoryConfig
 from rl_memory_plugins.engine_hooks import EngineHooks
 from rl_memory_plugins.server.auth import ControlAuth
+from rl_memory_plugins.server.examples import INSTALLATION
 from rl_memory_plugins.server.router import build_router
 from rl_memory_plugins.transition import STEPS
+from rl_memory_plugins.weights.wire import PROTOCOL
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -121,6 +124,19 @@ def test_each_known_bug_has_a_state_with_the_package_and_a_test():
         assert native.startswith(NATIVE_STATES), report
         assert ours.startswith(STATES), report
         assert shown == "no test" or re.fullmatch(r"(`tests/[\w/]+\.py::test_\w+`(, |$))+", shown), report
+
+
+def test_pythons_page_lists_what_the_package_exports():
+    exported = rows(DOCS / "python.md")
+    exported = exported[: next(i for i, row in enumerate(exported) if row[0] == "method")]  # the first table
+    listed = {name for row in exported for name in re.findall(r"`(\w+)`", row[0])}
+    assert listed - set(ERRORS) == set(rl_memory_plugins.__all__) - set(ERRORS) - {"__version__"}
+
+
+def test_the_example_of_an_installation_has_the_present_protocol():
+    [example] = INSTALLATION.values()
+    assert example["protocol"] == PROTOCOL
+    assert f'"protocol": {PROTOCOL},' in (DOCS / "http.md").read_text()
 
 
 def test_json_examples_are_json():

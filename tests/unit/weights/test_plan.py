@@ -204,6 +204,22 @@ def test_a_loader_that_collects_first_blames_the_right_name():
     assert mismatches(error) == {("unknown", "bogus")}
 
 
+def test_what_a_loader_says_is_cut_short_before_the_nearest_known_name():
+    def load(model, weights):
+        for name, weight in weights:
+            if name != "layers.0.weight":
+                raise ValueError(f"there is no parameter named {name!r} among {' '.join(map(str, range(9999)))}")
+            model.weight.data.copy_(weight)
+
+    specs = [TensorSpec(name, "float32", (4, 4)) for name in ("layers.0.weight", "layer.0.weight")]
+    with pytest.raises(ManifestError) as error:
+        trace(Odd(load).load_weights, Manifest(specs))
+    [mismatch] = error.value.details["mismatches"]
+    assert mismatch["kind"] == "unknown" and "no parameter named 'layer.0.weight'" in mismatch["message"]
+    assert mismatch["message"].endswith("; the nearest known name is layers.0.weight")
+    assert len(mismatch["message"]) < 600
+
+
 def test_a_fill_after_a_copy_that_failed_is_no_failure_of_its_own():
     def load(model, weights):
         for name, weight in weights:

@@ -25,7 +25,7 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.memory.weights_content import KeptWeights
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.trainer import ModelSource, push_weights
+from rl_memory_plugins.trainer import ModelSource, push_adapter, push_weights
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.listener import Listener
@@ -611,6 +611,21 @@ def test_push_weights_does_it_all():
     assert report["engine"]["version"] == "step-6"
     assert report["engine"]["report"] == report["receivers"][0]
     rank.model.assert_unchanged(loaded(tensors))
+
+
+def test_a_push_names_the_version_that_the_weights_must_have():
+    def refuse(body):
+        raise StateConflictError("another version", base_version=body.get("base_version"))
+
+    def version_of(push):
+        with pytest.raises(StateConflictError) as refused:
+            push()
+        return refused.value.details["base_version"]
+
+    assert version_of(lambda: push_weights(refuse, checkpoint(), base_version="41")) == "41"
+    assert version_of(lambda: push_weights(refuse, checkpoint())) is None
+    tensors, config = {"a.lora_A.weight": torch.zeros(1, 2)}, {"r": 1}
+    assert version_of(lambda: push_adapter(refuse, "policy", tensors, config, base_version="41")) == "41"
 
 
 def test_push_weights_raises_the_more_specific_error_and_does_not_wait_it_out():
