@@ -89,7 +89,7 @@ class MemoryManager(SleepCopies):
                 bytes=sum(block.nbytes for block in self.allocator.blocks(tag)),
                 host_bytes=backup.nbytes if (backup := self._backups.get(tag)) is not None else 0,
             )
-            for tag in self._states
+            for tag in self.tags  # another thread may add one
         }
         return RankStatus(
             rank=self.rank,
@@ -154,7 +154,7 @@ class MemoryManager(SleepCopies):
                     self._end_eager_backup(wanted=preserves(level, Tag.WEIGHTS))
             with self._timed("synchronize"):
                 self.device.synchronize()
-            with self._timed("backup"):
+            with self._acting(), self._timed("backup"):
                 for tag in tags:
                     if self._states[tag] is TagState.RESIDENT:
                         self._prepare_tag(prepared, tag)
@@ -207,7 +207,7 @@ class MemoryManager(SleepCopies):
         self._residual = None
         if prepared.is_split:
             self._seconds = Steps()  # those of the commit before
-        with self._naming_changes():
+        with self._acting(), self._naming_changes():
             try:
                 changes = self._release_tags(prepared, tags)
                 if prepared.states:
@@ -270,7 +270,7 @@ class MemoryManager(SleepCopies):
         prepared, self._prepared_sleep = self._prepared_sleep, None
         if prepared is not None:
             self._free_new_backups(prepared)
-        self._reclaim_later()
+            self._reclaim_later()
 
     # -- wake ---------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class MemoryManager(SleepCopies):
         self._begin_transition()
         reservations: dict[str, Reservation] = {}
         try:
-            with self._timed("reserve"):
+            with self._acting(), self._timed("reserve"):
                 for tag in reversed(tags):
                     if self._states[tag] is not TagState.RESIDENT:
                         reservations[tag] = self.allocator.reserve(tag)
@@ -313,7 +313,7 @@ class MemoryManager(SleepCopies):
             raise StateConflictError("no wake is prepared on this rank", rank=self.rank)
         former: dict[str, TagState] = {}
         changes = []
-        with self._naming_changes():
+        with self._acting(), self._naming_changes():
             try:
                 for tag in sorted(reservations, key=lambda tag: tag in later):  # the copies of `later` begin last
                     reservation = reservations.pop(tag)
@@ -356,7 +356,7 @@ class MemoryManager(SleepCopies):
             try:
                 for tag in list(self._unfinished):
                     self._await_content(tag)
-                    del self._unfinished[tag]
+                    self._unfinished.pop(tag, None)  # a signal handler may have waited meanwhile
             except BaseException:
                 for tag, state in self._unfinished.items():
                     self._unmap_tag(tag, state)
@@ -411,9 +411,10 @@ class MemoryManager(SleepCopies):
     def abort_wake(self) -> None:
         """Undo `prepare_wake`. Does nothing if no wake is prepared."""
         reservations, self._prepared_wake = self._prepared_wake, None
-        for reservation in (reservations or {}).values():
-            reservation.drop()
-        self._reclaim_later()
+        if reservations is not None:
+            for reservation in reservations.values():
+                reservation.drop()
+            self._reclaim_later()
 
     # -- internals ------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -67,6 +68,15 @@ class Transitions(WeightsContent):
         if self._reclaim is not None:
             self._reclaim.end()
             self._reclaim = None
+
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        """While the body runs, no other transition begins: a signal handler may ask for one."""
+        self._acts_in = os.getpid()
+        try:
+            yield
+        finally:
+            self._acts_in = 0
 
     @contextmanager
     def _naming_changes(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -90,6 +91,7 @@ class WeightsContent:
         self._withheld: int | None = None  # the epoch of weights that hold their values and must not answer
         self._prepared_sleep: PreparedSleep | None = None
         self._prepared_wake: dict[str, Reservation] | None = None
+        self._acts_in = 0  # the process in which a transition obtains memory or acts; not in its children by fork
 
     @property
     def tags(self) -> list[str]:
@@ -104,7 +106,7 @@ class WeightsContent:
         return self._states.get(tag, TagState.RESIDENT) is TagState.RESIDENT
 
     def _any_asleep(self) -> bool:
-        return any(state is not TagState.RESIDENT for state in self._states.values())
+        return any(state is not TagState.RESIDENT for state in list(self._states.values()))
 
     def add_tag(self, tag: str) -> None:
         """Take a tag of the allocator into sleeps and wakes. Does nothing for a known tag."""
@@ -112,7 +114,7 @@ class WeightsContent:
 
     def host_copies(self, block: Block) -> list[tuple[Block, int]]:
         """The parts of `block` whose content is in host memory only, each with the address of its copy."""
-        asleep = [backup for tag, backup in self._backups.items() if not self.is_resident(tag)]
+        asleep = [backup for tag, backup in list(self._backups.items()) if not self.is_resident(tag)]
         return [pair for backup in asleep for pair in backup.copies(block)]
 
     @property
@@ -280,6 +282,8 @@ class WeightsContent:
         return self._prepared_sleep is not None or self._prepared_wake is not None
 
     def _require_no_transition(self) -> None:
+        if self._acts_in == os.getpid():
+            raise StateConflictError("another transition runs on this rank, and has not ended", rank=self.rank)
         if self._in_transition():
             raise StateConflictError("another transition is already prepared on this rank", rank=self.rank)
 

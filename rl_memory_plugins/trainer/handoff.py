@@ -17,7 +17,6 @@ Otherwise the device never holds the trainer's weights together with the KV cach
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -48,6 +47,7 @@ from rl_memory_plugins.trainer.room import (
     suffices,
 )
 from rl_memory_plugins.trainer.sources.model import Tensors, only_reads
+from rl_memory_plugins.trainer.turns import Turns
 from rl_memory_plugins.trainer.update import push_from_all, require_on_failure, require_options
 from rl_memory_plugins.weights.later import Frees
 
@@ -72,7 +72,7 @@ class RolloutHandoff:
     The body of `training` counts as the step `training`. A process whose body fails raises the error at once. The other
     processes raise at the end of their own body: an `RLMemoryError` with `details["trainer_rank"]`, or, if the failed
     process has exited, an error about the lost connection. Processes that make different calls raise a
-    `StateConflictError`.
+    `StateConflictError`, and so does a call that a step or a signal handler during it makes.
 
     Save and load checkpoints of `weights` and `others` in the body of `training`. Elsewhere they are offloaded; see the
     module `offloading`.
@@ -181,7 +181,7 @@ class RolloutHandoff:
         self._update = update
         self._left: list[Pausable] = []  # what the latest `sync` has left behind; empty on all processes or on none
         self._left_frees = Frees()
-        self._lock = threading.Lock()  # one step at a time: a cancelled task leaves its step running
+        self._turns = Turns()  # one step at a time: a cancelled task leaves its step running
 
     @contextmanager
     def training(self, weight_version: str | None = None) -> Iterator[HandoffReport]:
@@ -205,7 +205,7 @@ class RolloutHandoff:
     def release(self) -> HandoffReport:
         """The first half: put the engines to sleep, and load the trainer."""
         report = self._new_report()
-        with self._lock:
+        with self._turns.turn():
             self._await_left(report)
             engines = self._participants()
             self._on_engines(engines, report, "sleep", lambda engine: engine.sleep(**self._sleep))
@@ -225,7 +225,7 @@ class RolloutHandoff:
         """
         report = report or self._new_report()
         report.training_ended()
-        with self._lock:
+        with self._turns.turn():
             self._await_left(report)
             engines = self._participants()
             leaving = Leaving(self._parts.others, self._parts.weights, early=self._only_read)
@@ -430,7 +430,7 @@ class RolloutHandoff:
 
     def _body_ended(self) -> None:
         """Wait for the bodies of the other processes."""
-        with self._lock, self._peers.at("training"):
+        with self._turns.turn(), self._peers.at("training"):
             self._peers.share(None)
 
     def _body_failed(self, error: BaseException) -> None:

@@ -68,8 +68,9 @@ class Leaving:
 
     def free_others(self) -> list[Moved]:
         """Wait for the copies of `others`, not for those of `weights`, and free the device memory."""
-        others, self.others = self.others, {}
-        return commit_all(others, only=others)
+        moves = commit_all(self.others, only=self.others)
+        self.others = {}  # only now: what an interrupt leaves prepared is for `abort`
+        return moves
 
     @property
     def may_stay(self) -> bool:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
-from rl_memory_plugins.trainer.sleeping_content import remnants
+from rl_memory_plugins.trainer.sleepers import all_sleepers, await_leaving, owned_elsewhere
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
 
@@ -308,8 +308,13 @@ def reshard(module: torch.nn.Module) -> None:
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that hold a tensor's bytes: the local shard of a DTensor, the values and scales of a quantised
-    tensor, the indices and values of a sparse tensor, or the tensor itself.
+    tensor, the indices and values of a sparse tensor, or the tensor itself. A lazy module's parameter has none yet.
+
+    Raises:
+        UnsupportedError: the tensor's bytes are known to torch's kernels only.
     """
+    if torch.nn.parameter.is_lazy(tensor):
+        return
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
@@ -321,8 +326,10 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
+    elif tensor.layout is torch.strided:
         yield tensor
+    else:
+        raise UnsupportedError(f"a tensor of {tensor.layout} cannot be moved: it has no storage")
 
 
 def has_memory(storage: Any) -> bool:
@@ -337,44 +344,8 @@ def _synchronize(storages: Iterable[Any]) -> None:
         torch.cuda.synchronize(device)
 
 
-class Sleeper(Protocol):
-    """Memory of tensors that can be asleep: `PausableMemory`."""
-
-    def host_bytes(self, storage: Any) -> torch.Tensor | None:
-        """The content of a sleeping storage in host memory, uint8, [bytes]; `None` if the storage is not asleep."""
-
-    def owned(self) -> Callable[[int], bool]:
-        """A function that tells whether an address belongs to a tag of this memory, awake or asleep."""
-
-    def await_leaving(self) -> None:
-        """Wait until device memory that leaves behind an earlier call is free. Raises nothing."""
-
-
-sleepers: weakref.WeakSet[Sleeper] = weakref.WeakSet()
-"""The memories that exist."""
-
-
-def _all_sleepers() -> list[Sleeper]:
-    return [*sleepers, *remnants]
-
-
-def owned_elsewhere(own: Sleeper | None = None) -> Callable[[int], bool]:
-    """A function that tells whether an address belongs to a memory other than `own`."""
-    others = [sleeper.owned() for sleeper in _all_sleepers() if sleeper is not own]
-    return lambda address: any(is_owned(address) for is_owned in others)
-
-
-def await_leaving() -> None:
-    """Wait for all that still leaves in this process behind earlier calls, before device memory counts as lacking.
-
-    What fails to leave is an error of the next call of its own memory.
-    """
-    for sleeper in _all_sleepers():
-        sleeper.await_leaving()
-
-
 def _sleeping_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    asked = _all_sleepers()
+    asked = all_sleepers()
     if not asked or hasattr(tensor, "__tensor_flatten__") or not has_memory(tensor.untyped_storage()):
         return None
     found = (sleeper.host_bytes(tensor.untyped_storage()) for sleeper in asked)
@@ -401,7 +372,9 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     elements = content.nbytes // tensor.element_size()
     whole = content[: elements * tensor.element_size()].view(tensor.dtype)
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view  # what is lazy is not in the bytes
 
 
 @contextmanager

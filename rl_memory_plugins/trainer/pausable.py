@@ -13,7 +13,8 @@ be used: on a GPU its memory does not exist, and on a CPU it reads as zeros.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError
@@ -23,10 +24,10 @@ from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
-from rl_memory_plugins.trainer.offloading import await_leaving, sleepers
 from rl_memory_plugins.trainer.pausable_part import PausablePart
 from rl_memory_plugins.trainer.pausable_tensors import PausableTensors, Pending
-from rl_memory_plugins.trainer.targets import GRADIENTS
+from rl_memory_plugins.trainer.sleepers import await_leaving, sleepers
+from rl_memory_plugins.trainer.targets import GRADIENTS, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class PausableMemory(PausableTensors):
             StateConflictError: a region of such a tag is open, a new tensor belongs to another `PausableMemory`, or a
                 sleep or wake is prepared; nothing sleeps that was awake.
         """
-        with self._lock:
+        with self._lock, self._aborting():
             self._groups.prepare("sleep", lambda: self.prepare_sleep(tags), self.abort)
             return self._commit(written=False)
 
@@ -94,7 +95,7 @@ class PausableMemory(PausableTensors):
             DeviceMemoryError: too little device memory; all tags that slept still sleep, with their content.
             InvalidRequestError: an unknown tag; the error lists the known ones.
         """
-        with self._lock:
+        with self._lock, self._aborting():
             self._groups.prepare("wake", lambda: self.prepare_wake(tags), self.abort)
             return self.commit(later=() if wait else self._chosen(tags))
 
@@ -282,6 +283,19 @@ class PausableMemory(PausableTensors):
             pending, self._pending = self._pending, None
             if pending is not None:
                 pending.abort()
+            elif self._leaves is None:
+                self._undo_interrupted()
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Let the body leave nothing prepared, also if an interrupt comes between its two phases."""
+        before = self._pending
+        try:
+            yield
+        except BaseException:
+            if before is None:
+                self.abort()
+            raise
 
     def _begin(self, tags: Collection[str] | None) -> list[str]:
         self._require_nothing_prepared()
@@ -311,8 +325,8 @@ class PausableMemory(PausableTensors):
         known = self._manager.tags
         if tags is None:
             return known
-        names = [tags] if isinstance(tags, str) else list(tags)
-        unknown = sorted(set(names) - set(known))
+        names = names_of(tags)
+        unknown = [name for name in names if name not in known]
         if unknown or not names:
             raise InvalidRequestError(
                 f"tags {unknown} are unknown: use some of {', '.join(known)}", field="tags", got=names, allowed=known

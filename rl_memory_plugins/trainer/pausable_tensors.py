@@ -22,13 +22,14 @@ from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.records import TagChange
 from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import is_capturing, with_index
-from rl_memory_plugins.trainer.offloading import Target, owned_elsewhere, sleepers
+from rl_memory_plugins.trainer.offloading import Target
 from rl_memory_plugins.trainer.pause_options import PauseOptions
 from rl_memory_plugins.trainer.process_groups import groups_of
+from rl_memory_plugins.trainer.sleepers import owned_elsewhere, sleepers
 from rl_memory_plugins.trainer.sleeping_content import SleepingContent, forget_ended, memory_ended, within
 from rl_memory_plugins.trainer.state_hooks import StateHooks
 from rl_memory_plugins.trainer.state_size import expected_state_bytes
-from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets, default_tag
+from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets, default_tag, names_of
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 
 
@@ -59,6 +60,7 @@ class PausableTensors:
     ) -> None:
         self.device = with_index(device)
         self._groups = groups_of(process_groups, self.device)
+        dropped, frozen = names_of(dropped, "dropped"), names_of(frozen, "frozen")
         drops = self._dropped = frozenset(dropped)
         self._frozen = frozenset(frozen)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -128,7 +130,7 @@ class PausableTensors:
         """
         Targets.check(targets, tag)
         with self._lock:
-            for name in {tag} if tag is not None else {default_tag(target) for target in targets}:
+            for name in [tag] if tag is not None else {default_tag(target) for target in targets}:
                 self._open(name)
             self._targets.add(targets, tag)
             try:
@@ -171,11 +173,11 @@ class PausableTensors:
         self._prepare()
 
     def owned(self) -> Callable[[int], bool]:
-        """See `offloading.Sleeper`."""
+        """See `sleepers.Sleeper`."""
         return within(self._allocator, self._manager.tags)
 
     def host_bytes(self, storage: Any) -> torch.Tensor | None:
-        """See `offloading.Sleeper`."""
+        """See `sleepers.Sleeper`."""
         if storage.device != self.device:
             return None
         if self._leaves is not None or self._manager.unfinished:
@@ -196,6 +198,12 @@ class PausableTensors:
         if self._pending is not None:
             raise StateConflictError("a sleep or wake is prepared: call commit or abort first")
         self.wait()
+        self._undo_interrupted()
+
+    def _undo_interrupted(self) -> None:
+        """Undo a preparation that an interrupt has cut off from `_pending`. Nothing is prepared otherwise."""
+        self._manager.abort_sleep()
+        self._manager.abort_wake()
 
     def wait(self) -> None:
         """Wait for the content that a wake has left on its way, and for the tags that `commit_behind` lets leave.
@@ -236,7 +244,7 @@ class PausableTensors:
             raise StateConflictError("the function behind a sleep must not use the memory that sleeps")
 
     def await_leaving(self) -> None:
-        """See `offloading.Sleeper`."""
+        """See `sleepers.Sleeper`."""
         leaves = self._leaves
         if leaves is not None:
             leaves.join()

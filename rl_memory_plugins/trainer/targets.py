@@ -166,6 +166,19 @@ def default_tag(target: Target) -> str:
     return OPTIMIZER if isinstance(target, torch.optim.Optimizer) else PARAMETERS
 
 
+def names_of(tags: str | Iterable[str], field: str = "tags") -> list[str]:
+    """The names of tags. A string is one name.
+
+    Raises:
+        InvalidRequestError: neither a string nor several.
+    """
+    if isinstance(tags, str):
+        return [tags]
+    if not isinstance(tags, Iterable):
+        raise InvalidRequestError(f"{field} is a name or several, not {tags!r}", field=field, got=str(tags))
+    return list(tags)
+
+
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is one of `torch.optim`. Others may read their state anywhere, and communicate anywhere."""
     return type(optimizer).__module__.startswith("torch.optim.")

@@ -1100,6 +1100,7 @@ def test_a_child_by_fork_has_nothing_to_wait_for():
     child = os.fork()
     if child == 0:
         memory.wait()
+        memory.sleep()
         print("child", flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

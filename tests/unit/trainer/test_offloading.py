@@ -128,6 +128,15 @@ def test_what_appears_while_the_rest_is_away_joins_it():
     same(whole(model), {**expected, "extra": torch.ones(5)})
 
 
+def test_lazy_views_are_read_as_they_are():
+    """Their bytes are those of before the conjugation or negation."""
+    tensor = torch.randn(100, dtype=torch.complex64)
+    views = [tensor.conj(), tensor.conj().imag, tensor.conj().imag[::2]]
+    expected = [view.clone() for view in views]
+    Offloader(tensor, moves=everything).offload()
+    assert all(torch.equal(host_view(view), content) for view, content in zip(views, expected, strict=True))
+
+
 def test_views_of_one_storage_move_as_one():
     buffer = torch.arange(100.0)
     views = {"a": buffer[:40].view(4, 10).t(), "b": buffer[40:80], "c": buffer[80:]}

@@ -26,6 +26,7 @@ from rl_memory_plugins.errors import (
 from rl_memory_plugins.memory import backup
 from rl_memory_plugins.trainer import HandoffReport, ModelSource, Moved, Offloader, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import plain_parts
+from rl_memory_plugins.trainer.sleepers import sleepers
 
 PAGE = mmap.PAGESIZE
 WIDTH = 192  # the weights of a block have some hundred pages
@@ -511,6 +512,53 @@ def test_unknown_tags_are_named():
         memory.sleep([])
     with pytest.raises(InvalidRequestError), memory.region(""):
         pass
+    for tags in (5, [None, 3, "x"], [["parameters"]]):
+        with pytest.raises(InvalidRequestError):
+            memory.sleep(tags)
+    with pytest.raises(InvalidRequestError):
+        memory.adopt([torch.ones(1)], tag=["mine"])
+
+
+@pytest.mark.parametrize("option", ["dropped", "frozen"])
+def test_one_name_may_stand_for_a_list_of_one(option):
+    assert list(PausableMemory(**{option: "base"}).status()) == ["gradients", "parameters", "optimizer", "base"]
+    with pytest.raises(InvalidRequestError, match=f"{option} is a name or several, not 5"):
+        PausableMemory(**{option: 5})
+
+
+def test_a_memory_can_be_made_while_another_thread_looks_at_all():
+    made = [PausableMemory()]
+    for _ in sleepers:
+        made += [PausableMemory() for _ in range(100 - len(made))]
+    assert set(sleepers) >= set(made)
+    made.pop().close()
+    del made[50:]
+    gc.collect()
+    assert set(sleepers) >= set(made)
+
+
+def test_a_tag_can_be_added_while_another_thread_asks_for_the_status(monkeypatch):
+    memory = PausableMemory()
+    blocks, added = memory._allocator.blocks, iter(range(100))
+
+    def late(tag):
+        memory._manager.add_tag(f"late {next(added)}")
+        return blocks(tag)
+
+    monkeypatch.setattr(memory._allocator, "blocks", late)
+    assert set(memory.status()) == {"gradients", "parameters", "optimizer"}
+
+
+def test_a_lazy_module_is_adopted_once_it_has_its_parameters():
+    model = nn.LazyLinear(1 << 10)
+    memory = PausableMemory(model)
+    memory.sleep()
+    memory.wake()
+    model(torch.ones(1, 64))
+    expected = whole(model)
+    assert memory.sleep(["parameters"]).changes[0].bytes_released > 0
+    memory.wake()
+    same(whole(model), expected)
 
 
 def test_what_cannot_be_adopted_is_refused():
@@ -521,6 +569,8 @@ def test_what_cannot_be_adopted_is_refused():
         memory.adopt(3)
     with pytest.raises(UnsupportedError, match="a Hidden cannot be adopted"):
         memory.adopt([Hidden(torch.ones(2), torch.ones(2))], tag="mine")
+    with pytest.raises(UnsupportedError, match="cannot be moved: it has no storage"):
+        memory.adopt([torch.ones(2, 2).to_mkldnn()], tag="mine")
     assert memory.sleep().changes  # nothing is left of the target that was refused
     memory = PausableMemory()
     memory.adopt([torch.ones(1, device="meta")], tag="mine")

@@ -1,0 +1,43 @@
+"""One call at a time. A call that is made within another one would wait for ever, and is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from rl_memory_plugins.errors import StateConflictError
+
+_within: ContextVar[tuple[object, ...]] = ContextVar("rl_memory_within", default=())
+"""The calls of this context. Threads and tasks that work for a call run with a copy of its context."""
+
+
+class Turns:
+    """The turns of the calls of one object."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: object = None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A context for the body of a call. It waits for the call before.
+
+        Raises:
+            StateConflictError: the call before makes this one.
+        """
+        before, call = _within.get(), object()
+        if self._running in before:
+            raise StateConflictError(
+                "a step of this handoff, or a signal handler during it, has called the handoff: call it once the step "
+                "is over"
+            )
+        with self._lock:
+            try:
+                self._running = call
+                _within.set((*before, call))
+                yield
+            finally:
+                self._running = None
+                _within.set(before)
