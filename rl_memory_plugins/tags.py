@@ -84,8 +84,10 @@ def preserves(level: Level, tag: str) -> bool:
 
 def parse_level(level: object) -> Level:
     try:
-        if isinstance(level, (int, str)) and not isinstance(level, bool):
-            return Level(int(level))
+        # `int` also takes blanks, underscores and the digits of other scripts.
+        is_text = isinstance(level, str) and level.isascii() and level.isdigit()
+        if is_text or (isinstance(level, int) and not isinstance(level, bool)):
+            return Level(int(level))  # type: ignore[call-overload]
     except ValueError:
         pass
     raise _not_allowed("level", level, list(Level))

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
-from rl_memory_plugins.memory.host_memory import free_host_bytes, libc
+from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_of
 from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.ranges import subtract
 from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
@@ -133,7 +133,12 @@ class PagedArena:
                 else:
                     mapping = mmap.mmap(file.fd, nbytes, flags=mmap.MAP_SHARED)
             except OSError as error:
-                raise self._error(nbytes, free_host_bytes()) from error
+                raise HostMemoryError(
+                    f"the kernel refuses {nbytes} bytes of host memory for the backup: {refusal_of(error)}",
+                    needed_bytes=nbytes,
+                    free_bytes=free_host_bytes(),
+                    margin_bytes=self._margin_bytes,
+                ) from error
             self._pending_bytes += nbytes
         try:
             self._fill(mapping, step, file)

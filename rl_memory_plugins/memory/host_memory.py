@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,14 @@ def host_memory_info() -> tuple[int, int]:
             free = min(free, limit - usage + cached)
             total = min(total, limit)
     return max(free, 0), total
+
+
+def refusal_of(error: OSError) -> str:
+    """Why the kernel has refused a mapping. With `ulimit -v` it does so while memory is free."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return str(error)
+    return f"{error}; this process may have {limit} bytes of addresses (`ulimit -v`, RLIMIT_AS)"
 
 
 class _Files(NamedTuple):

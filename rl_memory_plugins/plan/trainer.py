@@ -19,9 +19,7 @@ from rl_memory_plugins.plan import activations
 from rl_memory_plugins.plan.measured import MIB, TRAINER_COMMUNICATORS, TRAINER_CONTEXT
 from rl_memory_plugins.plan.model import WIDTHS, Model
 from rl_memory_plugins.plan.options import Options
-
-MIN_BUCKET_BYTES = 32 * MIB
-SLOTS = 2
+from rl_memory_plugins.weights.manifest import MIN_STAGED_BUCKET_BYTES, SLOTS
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def _quantised_bytes(model: Model) -> int:
 def bucket_bytes(model: Model, options: Options) -> int:
     """The slots of an update: each holds a quarter of the weights, and at most a bucket."""
     total = model.parameters * WIDTHS[options.dtype]
-    wanted = max(-(-total // (2 * SLOTS)), MIN_BUCKET_BYTES)
+    wanted = max(-(-total // (2 * SLOTS)), MIN_STAGED_BUCKET_BYTES)
     return SLOTS * min(wanted, -(-total // SLOTS), options.bucket_mib * MIB)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +59,9 @@ async def read_body(request: Request) -> dict[str, Any]:
     """The JSON object in the body of the request; empty if there is no body.
 
     Raises:
-        InvalidRequestError: the body is no JSON object, or exceeds `MAX_BODY_BYTES`; the rest of it is not read. Or the
-            client has gone away: nobody reads the error, and no log shall take it for a fault of the engine.
+        InvalidRequestError: the body is no JSON object, names a field twice, or exceeds `MAX_BODY_BYTES`; the rest is
+            not read. Or the client has gone away: nobody reads the error, and no log shall take it for a fault of the
+            engine.
     """
     from starlette.requests import ClientDisconnect
 
@@ -74,11 +77,23 @@ async def read_body(request: Request) -> dict[str, Any]:
         return {}
     try:
         content = msgspec.json.decode(bytes(body))
+        json.loads(body, object_pairs_hook=_require_single)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequestError(f"the body must be a JSON object, not {type(content).__name__}")
     return content
+
+
+def _require_single(pairs: list[tuple[str, Any]]) -> None:
+    """
+    Raises:
+        InvalidRequestError: an object names a field twice. Decoders take the last one, or the first.
+    """
+    names = Counter(name for name, _ in pairs)
+    for name, count in names.items():
+        if count > 1:
+            raise InvalidRequestError(f"{name} is given {count} times", field=name)
 
 
 def reject_unknown(names: Collection[str], allowed: Collection[str]) -> None:

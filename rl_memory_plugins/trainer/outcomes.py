@@ -88,6 +88,22 @@ def outcomes_of(engines: Sequence[EngineHandle], errors: Sequence[RLMemoryError 
     ]
 
 
+def devices_of(engines: Sequence[EngineHandle], timeout_s: float) -> list[list[str]]:
+    """The devices of each engine. Asks all at once, and waits so long for all of them together.
+
+    Raises:
+        RLMemoryError: an engine does not tell. `details["engine"]` is its number.
+    """
+    found = on_each(engines, lambda engine: engine.devices(), timeout_s)
+    devices = []
+    for place, one in enumerate(found):
+        if isinstance(one, RLMemoryError):
+            one.details.setdefault("engine", number_of(engines[place], place))
+            raise one
+        devices.append(one)
+    return devices
+
+
 def number_of(engine: EngineHandle, place: int) -> int:
     """How failures name an engine: by its attribute `number` if it has one, else by its place in the list."""
     return int(getattr(engine, "number", place))

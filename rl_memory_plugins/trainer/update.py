@@ -14,7 +14,7 @@ from rl_memory_plugins.own_host import host_id
 from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.engine_handle import Post, as_engines, post_adapter_of, post_update_of
 from rl_memory_plugins.trainer.once import Once
-from rl_memory_plugins.trainer.outcomes import Outcome, outcomes_of
+from rl_memory_plugins.trainer.outcomes import Outcome, devices_of, outcomes_of
 from rl_memory_plugins.trainer.peers import Peers
 from rl_memory_plugins.trainer.push import EngineCall, most_specific, specificity
 from rl_memory_plugins.trainer.several import SeveralEngines
@@ -122,7 +122,7 @@ def push_from_all(
     if on_failure == "continue":
         update = SeveralEngines(engines, source, peers, wait_s, options)
         return update.push(request, post_of, partial=partial, config=config)
-    sites: list[Site] = peers.agree(lambda: this_site([engine.devices() for engine in engines]), as_type=Site)
+    sites: list[Site] = peers.agree(lambda: this_site(devices_of(engines, wait_s)), as_type=Site)
     token = sites[0].token
     served = [
         device

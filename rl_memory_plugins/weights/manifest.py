@@ -16,6 +16,12 @@ ALIGNMENT = 256
 MIN_PART = 1 << 20
 """The smallest part of a tensor, in bytes, that fills the rest of a bucket."""
 
+SLOTS = 2
+"""The buckets that exist at a time: one is packed while the other is loaded. `routes.PEER_SLOTS` says where it is 3."""
+
+MIN_STAGED_BUCKET_BYTES = 32 << 20
+"""The smallest bucket on a GPU that lacks memory for larger ones. Below this size host memory is as fast."""
+
 MOST_BYTES = 1 << 50
 """The largest tensor, in bytes. Buckets of a larger one could not be counted."""
 
@@ -100,7 +106,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     tensors: list[TensorSpec]
     bucket_bytes: int = 256 << 20
-    slots: int = 2
+    slots: int = SLOTS
     partial: bool = False
 
     def digest(self) -> str:

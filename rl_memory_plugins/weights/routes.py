@@ -23,7 +23,7 @@ from rl_memory_plugins.weights.buffers import (
     staged,
 )
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, joining, over_nccl
-from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, align
+from rl_memory_plugins.weights.manifest import MIN_STAGED_BUCKET_BYTES, BucketEntry, Manifest, align
 from rl_memory_plugins.weights.slices import Cut, Slice
 
 if TYPE_CHECKING:
@@ -55,9 +55,6 @@ DIRECT_BUCKET_BYTES = 1 << 30
 
 NEED_UNIX_SOCKET = ("cuda_direct", "shm_pinned", "shm")
 """Transports with file descriptors, or with a lease that only the connection to a process of this host can hold."""
-
-MIN_STAGED_BUCKET_BYTES = 32 << 20
-"""The smallest bucket on a GPU that lacks memory for larger ones. Below this size host memory is as fast."""
 
 MIN_MEAN_ALLOCATION = 16 << 20
 """With fewer mean bytes per allocation, staging takes less time than opening and closing all allocations."""

@@ -22,7 +22,7 @@ from rl_memory_plugins.weights.division import Need
 from rl_memory_plugins.weights.doors import Advertise
 from rl_memory_plugins.weights.links import await_slot, give_up, send_bytes
 from rl_memory_plugins.weights.listener import Listener
-from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, manifest_error
+from rl_memory_plugins.weights.manifest import SLOTS, BucketEntry, Manifest, manifest_error
 from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.packing import Packing
 from rl_memory_plugins.weights.parts import Parts
@@ -313,7 +313,7 @@ class WeightSender:
     def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
         """The manifest to offer. Ask the ranks first if the source can change what it sends."""
         while True:
-            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots or 2, partial)
+            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots or SLOTS, partial)
             mismatches = manifest.mismatches()
             if mismatches:
                 raise manifest_error(mismatches)

@@ -65,6 +65,7 @@ MALFORMED = {
     "not UTF-8": b"\xff\xfe",
     "a word": b'"sleep"',
     "deeply nested": b"{" * 100_000,
+    "a field twice": b'{"level": 1, "level": 2}',
     "3 MiB": b" " * (3 << 20),
 }
 

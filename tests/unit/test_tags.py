@@ -34,7 +34,7 @@ def test_levels(given, level):
     assert parse_level(given) is Level(level)
 
 
-@pytest.mark.parametrize("bad", [3, -1, "x", "", None, 1.0, True, [1], "9" * 5000])
+@pytest.mark.parametrize("bad", [3, -1, "x", "", None, 1.0, True, [1], "9" * 5000, " 1", "+1", "0_1", "\u0661"])
 def test_bad_levels_list_what_is_allowed(bad):
     with pytest.raises(InvalidRequestError) as caught:
         parse_level(bad)

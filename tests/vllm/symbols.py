@@ -28,6 +28,7 @@ SYMBOLS: Symbols = {
     "vllm.model_executor.model_loader.reload.layerwise:_place_kernel_tensors": ("layer", "info"),
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": ("self",),
     "vllm.platforms.interface:Platform._global_graph_pool": (),
+    "vllm.platforms.interface:Platform.is_cpu": ("self",),
     "vllm.v1.worker.gpu_worker:Worker.start_weight_update": ("self",),
     "vllm.v1.worker.gpu_worker:Worker.update_weights": ("self", "update_info"),
     "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),

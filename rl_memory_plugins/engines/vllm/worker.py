@@ -31,6 +31,7 @@ from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.manager import MemoryManager
+from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.records import WeightsStatus
@@ -224,7 +225,7 @@ class VllmWorker:
                 resident_graphs=self._resident_graphs,
                 filled=self._filled,
                 dummy=lambda model: self._worker.vllm_config.load_config.load_format == "dummy",
-                calls=nccl_suspend.calls(self._config),
+                calls={**nccl_suspend.calls(self._config), "clear_kv_cache": self._clear_kv_cache},
             )
         return self._agent
 
@@ -270,6 +271,10 @@ class VllmWorker:
         for tensor in _flatten(self._worker.model_runner.kv_caches):
             storage = tensor.untyped_storage()
             yield Block(storage.data_ptr(), storage.nbytes())
+
+    def _clear_kv_cache(self) -> None:
+        if self.manager.is_resident(Tag.KV_CACHE):
+            self.manager.device.fill(merge(self._discardable(Tag.KV_CACHE)), 0)
 
     def _after_wake(self, tags: list[Tag]) -> None:
         # vLLM 0.26's second model runner keeps pointers into the KV cache and must read them again. The first model

@@ -12,6 +12,7 @@ import torch
 
 from rl_memory_plugins.errors import HostMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.memory.cuda_device import gpu_name
+from rl_memory_plugins.memory.host_memory import refusal_of
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.buffers.protocols import typed
 from rl_memory_plugins.weights.buffers.streams import Streams
@@ -50,7 +51,7 @@ class ShmStaging:
         except OSError as error:
             os.close(self._fd)
             raise HostMemoryError(
-                f"cannot allocate shared memory for {slots} slots of {slot_bytes} bytes: {error}",
+                f"cannot allocate shared memory for {slots} slots of {slot_bytes} bytes: {refusal_of(error)}",
                 needed_bytes=self.nbytes,
             ) from None
 
@@ -121,7 +122,13 @@ class ShmAttached:
         # Without the seals the trainer could shrink the file, and a read would then kill this process.
         if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise WeightUpdateError("the trainer's shared memory is not sealed against resizing")
-        self._slots = _map(fds[0], slot_bytes, slots)
+        try:
+            self._slots = _map(fds[0], slot_bytes, slots)
+        except OSError as error:
+            nbytes = slot_bytes * slots
+            raise HostMemoryError(
+                f"cannot map {nbytes} bytes of the trainer's shared memory: {refusal_of(error)}", needed_bytes=nbytes
+            ) from None
         self._gpu: cuda_ipc.CudaGpu | None = None
         if self.transport == "shm_pinned":
             gpu = cuda_ipc.local_gpu(device)

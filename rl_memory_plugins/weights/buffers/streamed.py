@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.errors import HostMemoryError, WeightUpdateError
+from rl_memory_plugins.memory.host_memory import refusal_of
 from rl_memory_plugins.weights.buffers.host import ShmStaging
 from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry
 from rl_memory_plugins.weights.wire import Bucket, Connection
@@ -72,7 +73,8 @@ def host_slot(nbytes: int) -> torch.Tensor:
     try:  # the kernel gives a page when its bytes arrive, whatever size the trainer has announced
         mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise HostMemoryError(f"cannot allocate a slot of {nbytes} bytes: {error}", needed_bytes=nbytes) from None
+        why = refusal_of(error) if isinstance(error, OSError) else error
+        raise HostMemoryError(f"cannot allocate a slot of {nbytes} bytes: {why}", needed_bytes=nbytes) from None
     return torch.frombuffer(mapping, dtype=torch.uint8)  # owns the mapping
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,21 @@ def test_a_large_buffer_is_better_than_none():
     arena.release(arena.acquire(64 * MiB))
     arena.acquire(MiB)
     assert arena.held_bytes == 64 * MiB
+
+
+def test_a_limit_of_the_address_space_is_named():
+    """`ulimit -v`. The error said that there was too little free memory, and told a larger number."""
+    arena, limits = PagedArena(), resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + 64 * MiB, limits[1]))
+    try:
+        with pytest.raises(HostMemoryError, match=r"ulimit -v") as caught:
+            arena.acquire(256 * MiB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert caught.value.details["needed_bytes"] == 256 * MiB
+    assert arena.held_bytes == 0
+    arena.acquire(256 * MiB)
 
 
 def test_idle_buffers_make_room_for_a_larger_one():

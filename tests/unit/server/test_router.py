@@ -357,6 +357,21 @@ def test_malformed_bodies(client, control, route, body):
     assert control.calls == []
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("/sleep", b'{"level": 1, "level": 2}', "level"),
+        ("/wake_up", b'{"tags": ["weights"], "tags": null}', "tags"),
+        ("/update_weights_from_ipc", b'{"token": "t", "endpoints": {"*": "/tmp/a", "*": "/tmp/b"}}', "*"),
+    ],
+)
+def test_a_body_that_names_a_field_twice(client, control, route, body, field):
+    """A decoder takes the last one without a word: a sleep that meant level 1 would discard the weights."""
+    error = error_of(client.post(route, content=body), 422)
+    assert error["details"]["field"] == field
+    assert control.calls == []
+
+
 @pytest.mark.parametrize("route", POSTS)
 def test_the_largest_body_is_read_and_a_larger_one_is_not(app, client, control, route):
     padding = b" " * (MAX_BODY_BYTES - 2)

@@ -1,6 +1,7 @@
 """Updates that a relay passes on to the engines of its host."""
 
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -284,6 +285,65 @@ def test_no_engine_behind_a_relay_that_dies_is_open_and_the_next_update_opens_th
     again.wake_up()
     assert all(engine.open and engine.version == "3" for engine in engines)
     assert_loaded(engines, tensors)
+
+
+@pytest.mark.parametrize(
+    ("phase", "on_failure", "hangs"),
+    [
+        *product(["asked", "called", "connected", "greeted"], ["abort", "continue"], [False]),
+        ("asked", "abort", True),
+        ("called", "abort", True),
+        ("greeted", "continue", True),
+    ],
+)
+def test_a_relay_that_dies_before_the_offer_leaves_its_engines_as_they_were(monkeypatch, phase, on_failure, hangs):
+    """The trainer names it, and cannot close engines that it does not know."""
+    engines, one = host(2)
+    well, options = ToyEngine(1, first_device=9), {**OPTIONS, "on_failure": on_failure}
+    push_from_all([one, well], checkpoint(1), weight_version="1", **options)
+    woken = threading.Event()
+
+    def die(*_, **__):
+        woken.wait(60 if hangs else 0)
+        raise Died
+
+    def greet(self):
+        self._connection.send(wire.Hello(wire.PROTOCOL, self._device, self._token, 0), 5.0)
+        die()
+
+    if phase == "asked":
+        monkeypatch.setattr(one, "devices", die)
+    elif phase == "called":
+        monkeypatch.setattr(relay, "dial", die)
+    elif phase == "connected":
+        monkeypatch.setattr(relay.Incoming, "open", die)
+    else:
+        monkeypatch.setattr(relay.Incoming, "open", greet)
+    update = lambda: push_from_all(  # noqa: E731
+        [Mortal(one), well], checkpoint(2), weight_version="2", **{**options, "timeout_s": 2.0 if hangs else 60.0}
+    )
+    try:
+        if on_failure == "continue":
+            [failure] = update()["failed"]
+            assert (failure.engine, failure.behind) == (0, None)
+        else:
+            with pytest.raises(RLMemoryError) as caught:
+                update()
+            details = caught.value.details
+            assert details["engine"] == 0 if phase == "asked" else details["engines"][0]["error"] is not None
+    finally:
+        woken.set()
+    wait_until(lambda: not any(one.name == "rl-memory-update-weights" for one in threading.enumerate()), "all noticed")
+    assert all(engine.open and engine.version == "1" for engine in engines)
+    assert_loaded(engines, checkpoint(1))
+    assert well.open and well.version == ("2" if on_failure == "continue" else "1")
+
+    monkeypatch.undo()
+    again = Relay(engines, bucket_bytes=512)
+    assert again.wake_up() == {"failed": []}
+    push_from_all([again, well], checkpoint(3), weight_version="3", **options)
+    assert all(engine.open and engine.version == "3" for engine in [*engines, well])
+    assert_loaded(engines, checkpoint(3))
 
 
 def test_engines_that_a_caller_has_paused_stay_paused_over_an_update():

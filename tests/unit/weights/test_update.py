@@ -1,6 +1,7 @@
 """Whole updates over the real socket and shared memory, and every way in which one breaks off."""
 
 import contextlib
+import errno
 import gc
 import signal
 import socket
@@ -18,6 +19,7 @@ from toys import Rank, Receiving, ToyModel, Tracked, checkpoint, loaded, no_coll
 
 from rl_memory_plugins.errors import (
     AuthenticationError,
+    HostMemoryError,
     InvalidRequestError,
     ManifestError,
     StateConflictError,
@@ -27,6 +29,7 @@ from rl_memory_plugins.memory.weights_content import KeptWeights
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource, push_adapter, push_weights
 from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.buffers import host
 from rl_memory_plugins.weights.checksums import tensor_checksum
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.sender import WeightSender
@@ -365,6 +368,25 @@ def test_a_value_that_is_not_finite_is_named_when_asked_for():
     assert isinstance(error, WeightUpdateError) and error.details["name"] == "o.weight"
     assert rank.manager.content is Content.FAILED
     assert not isinstance(update([Rank()], tensors)[0], Exception)
+
+
+def test_a_rank_whose_address_space_has_no_room_for_the_buckets(monkeypatch):
+    """As under `ulimit -v`."""
+    make, tensors, rank = host._map, checkpoint(1), Rank()
+
+    def limited(fd, slot_bytes, slots):
+        if threading.current_thread() is not trainer:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return make(fd, slot_bytes, slots)
+
+    trainer = threading.current_thread()
+    monkeypatch.setattr(host, "_map", limited)
+    error, _ = update([rank], tensors)
+    assert isinstance(error, HostMemoryError) and error.details["needed_bytes"] > 0
+    assert rank.manager.content is Content.VALID
+    monkeypatch.undo()
+    update([rank], tensors)
+    rank.model.assert_unchanged(loaded(tensors))
 
 
 def test_a_wrong_token_and_a_wrong_protocol_are_turned_away():
