@@ -55,13 +55,21 @@ LONG_TESTS := $(patsubst %,tests/conformance/test_%.py,long_run serve turns)
 SUITE := tests/conformance $(addprefix --ignore ,$(LONG_TESTS) $(PROPERTIES))
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
+# Most of the unit tests wait, for processes and for deadlines that must pass: two processes of them fill one core.
+UNIT_weights := tests/unit/weights
+UNIT_trainer := tests/unit/trainer
+UNIT_rest := tests/unit --ignore tests/unit/weights --ignore tests/unit/trainer
+UNIT_PARTS := weights trainer rest
+UNIT_SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour. All of it
 # runs in test-long.
 TOGETHER := sleep_wake modes faults updates
 RULES_tp := $(TOGETHER) freeze handoff kept_weights sharded_trainer
-RULES_dp := $(TOGETHER) shared_backup metrics timeline tracing status_page
+RULES_dp := $(TOGETHER) shared_backup metrics timeline tracing
+# With a key, and ranks to show; the rest of the page does not depend on them.
+PAGE_dp := tests/conformance/test_status_page.py::test_the_page_shows_a_sleep_a_failed_update_and_a_wake
 RULES_pp := $(RULES_tp) shared_backup
-RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) \
+RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) $(PAGE_$*) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
 # What four ranks must agree on, as two tensor-parallel ranks in each of two pipeline stages.
 TP_BY_PP := $(patsubst %,tests/conformance/test_%.py,$(TOGETHER) kept_weights)
@@ -71,7 +79,12 @@ WITHOUT_ADAPTERS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),,--ignore $(ADAPTERS)
 WITHOUT_ADAPTERS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),,--ignore $(ADAPTERS))
 # The first of the arguments: their server has stopped when that of the other rules starts.
 ADAPTERS_OF_RANKS := $(ADAPTERS)::test_all_ranks_of_all_engines_have_an_adapter
-RANKS_SUITE_vllm = $(if $(WITHOUT_ADAPTERS_vllm),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
+# vLLM has one scheduler for all tensor-parallel ranks: what it caches and has computed again does not depend on them.
+SCHEDULED := keep_computes_the_request_again a_second_keep_computes_the_request_again_too \
+	new_requests_find_no_prefix_of_former_weights a_frozen_request_leaves_no_prefix_behind \
+	a_request_that_waits_begins_under_the_new_weights
+RANKS_SUITE_vllm = $(if $(WITHOUT_ADAPTERS_vllm),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE) \
+	$(SCHEDULED:%=--deselect tests/conformance/test_freeze.py::test_%)
 RANKS_SUITE_sglang = $(if $(WITHOUT_ADAPTERS_sglang),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
 
 # Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
@@ -88,11 +101,16 @@ demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
 
 # The longest first, so that no long one is left for the end.
+LONGEST_FIRST := test-vllm-own test-vllm-suite test-sglang-own test-sglang-suite test-sglang-tp coverage test-sglang-kinds \
+	test-sglang-dp test-vllm-tp test-vllm-kinds test-vllm-dp test-vllm-demo test-trl test-ray-short
 test:
-	+$(SIDE_BY_SIDE) $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short coverage
+	+$(SIDE_BY_SIDE) $(filter $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short coverage,$(LONGEST_FIRST))
 
 test-unit: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/unit
+	+$(UNIT_SIDE_BY_SIDE) $(UNIT_PARTS:%=test-unit-%)
+
+$(UNIT_PARTS:%=test-unit-%): test-unit-%: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(UNIT_$*)
 
 # What only one version has is tested with that one.
 PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) test-vllm-suite test-vllm-tp test-vllm-dp \
@@ -173,6 +191,7 @@ test-long-sglang-pp: test-long-sglang-%: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_sglang) --engine sglang --fork --$* 2
 
 test-long-vllm-kinds: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm/test_weight_kinds.py --kinds all
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm --kinds all
 
 test-long-sglang-kinds: env-sglang
@@ -291,7 +310,14 @@ hooks: env-vllm
 	$(VLLM_ENV)/bin/pre-commit install
 
 coverage: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) --cov --cov-fail-under $(COVERAGE_FLOOR) tests/unit
+	rm -f .coverage .coverage.*
+	+$(UNIT_SIDE_BY_SIDE) $(UNIT_PARTS:%=coverage-%)
+	$(VLLM_ENV)/bin/python -m coverage combine -q
+	$(VLLM_ENV)/bin/python -m coverage report --show-missing --fail-under $(COVERAGE_FLOOR)
+
+.PHONY: $(UNIT_PARTS:%=coverage-%) $(UNIT_PARTS:%=test-unit-%)
+$(UNIT_PARTS:%=coverage-%): coverage-%: env-vllm
+	COVERAGE_FILE=.coverage.$* $(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) --cov --cov-report= $(UNIT_$*)
 
 # An interpreter of this version: on the PATH, of pyenv, or of uv; nothing if there is none.
 find_python = $(shell for python in python$(1) $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python \
@@ -340,7 +366,7 @@ docs: $(DOCS_ENV)/.ready
 	$(DOCS_ENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv-* dist site demo-out .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv-* dist site demo-out .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 env-vllm: $(VLLM_ENV)/.ready
 env-sglang: $(SGLANG_ENV)/.ready

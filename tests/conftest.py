@@ -6,11 +6,12 @@ import gc
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.run_report import RunReport
 
-settings.register_profile("no deadline", deadline=None)  # shared machines pause at any moment
+# Shared machines pause at any moment.
+settings.register_profile("no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no deadline")
 
 

@@ -1,25 +1,35 @@
 """A trainer of two processes with an FSDP2 model, for real engines: it updates when it is told to, and dies or stops.
 
-    python -m tests.sharded_trainer RANK STORE FOLDER DTYPE URL KEY
-
-Rank 0 controls the engine. Each line of the standard input is a command, and each line of the output its answer.
+Its processes are forks of one that has imported PyTorch and transformers, which takes seconds each time. Rank 0
+controls the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing as mp
 import os
 import signal
-import subprocess
 import sys
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from integration.engines.base import REPOSITORY, Server
+from integration.engines.base import Server
 
 RANKS = 2
-ANSWER = "answer: "
+
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch.distributed.fsdp",
+        "transformers.models.qwen2.modeling_qwen2",
+        "integration.models",
+        "rl_memory_plugins.trainer",
+        "tests.collectives",
+    ]
+)
 
 
 class ShardedTrainer:
@@ -29,7 +39,8 @@ class ShardedTrainer:
         self._server = server
         self._folder = folder
         self._starts = 0
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
         self.restart()
 
     def restart(self) -> None:
@@ -37,26 +48,21 @@ class ShardedTrainer:
         self._starts += 1  # a store knows the processes of one group
         launch = self._server.launch
         for rank in range(RANKS):
-            arguments = [rank, self._folder / f"store-{self._starts}", launch.model, launch.dtype, self._server.url]
-            command = [sys.executable, "-m", "tests.sharded_trainer", *map(str, arguments), launch.api_key]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=REPOSITORY,
-                    env=environment,
-                    text=True,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=(self._folder / f"trainer-{rank}.log").open("a"),
-                )
-            )
+            pipe, inside = _CONTEXT.Pipe()
+            store, log = self._folder / f"store-{self._starts}", self._folder / f"trainer-{rank}.log"
+            arguments = (inside, log, rank, store, launch.model, launch.dtype, self._server.url, launch.api_key)
+            process = _CONTEXT.Process(target=main, args=arguments, daemon=True)
+            process.start()
+            inside.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
 
     def stop(self) -> None:
-        for process in self._processes:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.kill()
-            process.wait()
-        self._processes = []
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
 
     def ask(self, rank: int, seed: int, fault: list[Any] | None = None, **options: Any) -> None:
         """Have a process take part in an update.
@@ -64,28 +70,23 @@ class ShardedTrainer:
         Args:
             fault: The name of a message, `before` or `after`, a signal: what the process does to itself there.
         """
-        stdin = self._processes[rank].stdin
-        assert stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            stdin.write(json.dumps({"seed": seed, "fault": fault, "options": options}) + "\n")
-            stdin.flush()
+            self._pipes[rank].send({"seed": seed, "fault": fault, "options": options})
 
     def is_faulty(self, rank: int) -> bool:
         """Whether a process has died or stopped."""
         process = self._processes[rank]
-        if process.poll() is not None:
+        if not process.is_alive():
             return True
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def answer(self, rank: int) -> dict[str, Any] | None:
         """The answer of a process; `None` if it has died."""
-        stdout = self._processes[rank].stdout
-        assert stdout is not None
-        for line in stdout:
-            if line.startswith(ANSWER):
-                found: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-                return found
-        return None
+        try:
+            found: dict[str, Any] = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return None
+        return found
 
     def update(self, seed: int, **options: Any) -> list[dict[str, Any]]:
         """An update that both processes survive."""
@@ -116,7 +117,7 @@ def signal_at(message: str, when: str, number: int) -> None:
     wire.Connection.send = watched  # type: ignore[method-assign]
 
 
-def main(rank: int, store: str, folder: str, dtype: str, url: str, key: str) -> None:
+def main(pipe: Connection, log: Path, rank: int, store: Path, folder: Path, dtype: str, url: str, key: str) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -127,13 +128,15 @@ def main(rank: int, store: str, folder: str, dtype: str, url: str, key: str) -> 
     from rl_memory_plugins.trainer import EngineClient, ModelSource, Peers, push_from_all
     from tests.collectives import counted
 
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), sys.stderr.fileno())
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mesh, peers = init_device_mesh("cpu", (RANKS,)), Peers()
     engines = [EngineClient(url, key or None, timeout_s=120)] if rank == 0 else []
-    for line in sys.stdin:
-        command = json.loads(line)
-        model = new_model(Path(folder), command["seed"], dtype)
+    while True:
+        command = pipe.recv()
+        model = new_model(folder, command["seed"], dtype)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -147,8 +150,4 @@ def main(rank: int, store: str, folder: str, dtype: str, url: str, key: str) -> 
                 answer = {name: report[name] for name in ("sent_from_shards", "gathered", "receivers", "bytes")}
             except RLMemoryError as error:
                 answer = {"error": error.to_record()}
-        print(ANSWER + json.dumps({**answer, "collectives": collectives}, default=str), flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+        pipe.send({**answer, "collectives": collectives})

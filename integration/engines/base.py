@@ -219,7 +219,8 @@ class Server:
         processes = self.processes()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(processes, timeout=20)
+        psutil.wait_procs(processes[:1], timeout=20)
+        _, alive = psutil.wait_procs(processes, timeout=5)  # nobody tells them to end once the first has ended
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=10)

@@ -21,7 +21,10 @@ from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.trace import CopyStep
 
 CHUNK_ELEMENTS = 1 << 22
-"""Elements mixed at a time. About five int64 temporaries of this size exist meanwhile."""
+"""Elements mixed at a time, at most. About five int64 temporaries of this size exist meanwhile."""
+CACHED_ELEMENTS = 1 << 15
+"""So many at a time on a CPU with few threads: they stay in its cache, which is four times as fast."""
+FEW_THREADS = 4
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 64) - 1
@@ -47,7 +50,7 @@ def region_checksum(view: torch.Tensor, size: Sequence[int], stride: Sequence[in
 
 
 def _sum(bits: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-    if bits.numel() > CHUNK_ELEMENTS:
+    if bits.numel() > _chunk(bits.device):
         dim = max(range(bits.dim()), key=lambda d: bits.shape[d])
         half = bits.shape[dim] // 2
         left = _sum(bits.narrow(dim, 0, half), stride, offset)
@@ -61,6 +64,11 @@ def _sum(bits: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tens
     if width < 64:
         values = values & ((1 << width) - 1)
     return _mix(values, index).sum()
+
+
+def _chunk(device: torch.device) -> int:
+    cached = device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
+    return min(CHUNK_ELEMENTS, CACHED_ELEMENTS) if cached else CHUNK_ELEMENTS
 
 
 def _mix(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

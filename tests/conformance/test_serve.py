@@ -207,14 +207,22 @@ def test_metrics_have_the_model_as_a_label(served: Served, tokens: dict[str, lis
     assert {labels["model"] for labels, _ in scrape.samples("admitting")} == set(NAMES)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
-    tokens = 1500
+LONG = 800  # tokens
+
+
+@pytest.fixture(scope="module")
+def whole_s(served: Served) -> float:
+    """How long an answer of `LONG` tokens takes to its end."""
     served.generate("first")
     start = time.monotonic()
-    assert served.post("first", tokens).status_code == 200
-    whole_s = time.monotonic() - start
-    body = served.body("first", tokens, stream=stream)
+    assert served.post("first", LONG).status_code == 200
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(served: Served, whole_s: float, stream: bool) -> None:
+    served.generate("first")
+    body = served.body("first", LONG, stream=stream)
 
     def ask() -> None:
         with suppress(httpx.HTTPError):

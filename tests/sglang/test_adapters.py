@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.mem_pool import LoRAMemoryPool
 
-from integration.engines.base import REPOSITORY, Launch
+from integration.engines.base import Launch
 from integration.engines.sglang import Sglang
 from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
@@ -289,8 +288,8 @@ print("done")
 """
 
 
-def test_adapters_of_an_engine_in_python(python: Callable[..., str]) -> None:
+def test_adapters_of_an_engine_in_python(forked_python: Callable[..., str]) -> None:
     path = Sglang().environment(Launch(Path(), adapter_rank=8, forked=True))["PYTHONPATH"]
-    *_, twice, rslora, layer, done = python(PYTHON, PYTHONPATH=os.pathsep.join((path, str(REPOSITORY)))).splitlines()
+    *_, twice, rslora, layer, done = forked_python(PYTHON, PYTHONPATH=path).splitlines()
     assert "no adapter" in twice and "use_rslora" in rslora and "lm_head" in layer
     assert done == "done"

@@ -82,3 +82,5 @@ def test_a_dead_scheduler_is_not_called_healthy(model_folder: Path, other_weight
             wait_until(lambda: not server.is_healthy(), "the dead engine is not called healthy", AT_ONCE_S)
             assert not server.is_healthy()
         assert update.error is not None  # stock: the caller waits for the dead scheduler without end
+        for process in server.processes():
+            process.kill()  # it would not end by itself

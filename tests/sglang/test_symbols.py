@@ -35,9 +35,9 @@ def test_a_missing_symbol_is_found(tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(python: Callable[..., str]) -> dict[str, Any]:
+def found(forked_python: Callable[..., str]) -> dict[str, Any]:
     """What the hooks ask for, on an SGLang that has slime's additional handler."""
-    output = python(f"""
+    output = forked_python(f"""
         import json
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
         from tests.symbols import asked_of_hooks

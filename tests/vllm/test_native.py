@@ -7,8 +7,6 @@ whatever holds, holds in both.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,7 @@ from integration.waiting import AT_ONCE_S
 from rl_memory_plugins.engines.vllm.core import ON_WEIGHTS
 from rl_memory_plugins.errors import StateConflictError
 from tests.monitoring import Scrape
-from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, VLLM_SERVE, environment
+from tests.vllm.conftest import OTHER_SEED, PROMPT, SEED, VLLM_SERVE
 
 API_SERVERS = 2
 
@@ -358,22 +356,24 @@ def test_a_client_gets_a_typed_conflict(server: Server, model_folder: Path) -> N
 # -- the flag --------------------------------------------------------------------------------------------------
 
 
-def serve(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*VLLM_SERVE, str(folder), *flags],
-        env={**os.environ, **environment(folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_a_bad_option_ends_with_a_message(model_folder: Path) -> None:
-    done = serve(model_folder, "--rl-memory", "allocator=vram,poisonn=1")
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.strip().splitlines()[-1]
+def test_a_bad_option_ends_with_a_message(forked_python: Any) -> None:
+    *_, command, serve = VLLM_SERVE
+    output = forked_python(f"""
+        import contextlib, io, json, sys
+        sys.argv[1:] = [{serve!r}, FOLDER, "--rl-memory", "allocator=vram,poisonn=1"]
+        said, code = io.StringIO(), None
+        with contextlib.redirect_stderr(said):
+            try:
+                exec({command!r})
+            except SystemExit as ended:
+                code = ended.code
+        print(json.dumps([code, said.getvalue()]))
+    """)
+    code, said = json.loads(output.splitlines()[-1])
+    assert code == 2, said
+    last = said.strip().splitlines()[-1]
     assert "rl_memory" in last and "poisonn" in last and "allocator" in last
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
 
 
 def test_what_the_flag_accepts(forked_python: Any) -> None:

@@ -1,4 +1,7 @@
-"""Updates of real engines, by kind of weights, against fresh engines of the same weights."""
+"""Updates of real engines, by kind of weights, against fresh engines of the same weights.
+
+`--kinds all` also runs other formats of checkpoints for a kernel that `--kinds chosen` runs with one.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ class Kind(NamedTuple):
     dtype: str = "float32"
     options: dict[str, Any] = {}
     kernel: str = ""  # of vLLM's, that not every CPU has
+    chosen: bool = True  # else only `--kinds all` runs it
 
 
 KINDS = {
@@ -45,8 +49,8 @@ KINDS = {
     "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": RANK}),
     "moe": Kind(write_moe, transformed=True),
     "int4": Kind(write_int4, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),  # which takes no other
-    "gptq": Kind(write_gptq, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),
-    "awq": Kind(write_awq, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),
+    "gptq": Kind(write_gptq, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16", chosen=False),
+    "awq": Kind(write_awq, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16", chosen=False),
 }
 
 
@@ -151,7 +155,14 @@ class Engines(NamedTuple):
     fresh: list[Any]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "engines" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--kinds") == "all"
+        kinds = [name for name, kind in KINDS.items() if every or kind.chosen]
+        metafunc.parametrize("engines", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     kind = KINDS[request.param]
     if kind.kernel and not has_kernel(kind.kernel):
