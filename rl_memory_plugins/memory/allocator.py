@@ -137,6 +137,10 @@ class Allocator(Protocol):
         """The known parts of the tag's blocks that hold no tensor, and need no copy. No region of the tag is open."""
         return []
 
+    def is_used(self, tag: str) -> bool:
+        """Whether a tensor is in the tag's blocks, resident or released."""
+        return bool(self.blocks(tag))
+
     def free_unused(self, tag: str) -> None:
         """Free the memory of a resident tag that holds no tensor, and keep none of it for later regions."""
         return

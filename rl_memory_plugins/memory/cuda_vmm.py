@@ -247,6 +247,11 @@ class CudaVmmAllocator(Allocator):
                 self._known_unused[tag] = unused
             return unused
 
+    def is_used(self, tag: str) -> bool:
+        segments = [segment for of_pool in self._segments.by_pool().values() for segment in of_pool]
+        with self._lock:
+            return any(segment.active_bytes and segment.address in self._mappings[tag] for segment in segments)
+
     @contextmanager
     def held(self, tag: str) -> Iterator[list[Block]]:
         with self._lock:

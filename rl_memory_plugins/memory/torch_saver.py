@@ -93,6 +93,9 @@ class TorchSaverAllocator(Allocator):
     def unused(self, tag: str) -> list[Block]:
         return [block for segment in self._segments_of(self._names_of(tag)) for block in segment.unused]
 
+    def is_used(self, tag: str) -> bool:
+        return any(segment.active_bytes for segment in self._segments_of(self._names_of(tag)))
+
     def residual_memory(self) -> dict[str, int]:
         pools = {pool_key(pool) for pool in list(self._saver._impl._mem_pools.values())}
         by_pool = self._segments.by_pool()

@@ -41,8 +41,12 @@ class SleepingContent:
         return bool(self._tags or self._manager.unfinished)
 
     def exists(self) -> bool:
-        """Whether a tensor sleeps, or its content is on its way."""
+        """Whether memory sleeps, or its content is on its way."""
         return any(self._allocator.blocks(tag) for tag in {*self._tags, *self._manager.unfinished})
+
+    def is_used(self) -> bool:
+        """Whether a tensor sleeps. On a GPU, sleeping memory without one stays a block, and this takes milliseconds."""
+        return any(self._allocator.is_used(tag) for tag in {*self._tags, *self._manager.unfinished})
 
     def owned(self) -> Callable[[int], bool]:
         """A function that tells whether an address belongs to a sleeping tag."""
@@ -84,7 +88,7 @@ def memory_ended(content: SleepingContent) -> None:
 def forget_ended() -> None:
     """Free the host memory of remnants whose tensors have ended too."""
     for content in list(remnants):  # without a lock: a collection in here may end a memory, which adds to them
-        if not content.exists():
+        if not content.is_used():
             remnants.discard(content)
             content.end()
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from contextlib import nullcontext
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.trainer import PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.room import AMPLE_BYTES, cached_bytes
 
 pytestmark = pytest.mark.gpu
@@ -432,6 +435,23 @@ def test_many_cycles_do_not_grow(close):
         memory.wake()
         train(model, optimizer)
     assert before - free_bytes() < 128 * MiB
+
+
+def test_a_memory_that_is_dropped_asleep_frees_its_host_memory_once_its_tensors_are_gone():
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    expected = model.weight.detach().cpu()
+    memory = PausableMemory(model)
+    memory.sleep()
+    arena = memory._manager.arena
+    del memory
+    gc.collect()
+    assert torch.equal(host_view(model.weight.detach()), expected)
+    del model
+    gc.collect()
+    PausableMemory().close()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "rl-memory-close"]:
+        thread.join()
+    assert arena.held_bytes == 0
 
 
 def test_close_frees_the_device_memory_without_a_tensor(close):

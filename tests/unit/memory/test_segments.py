@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
 from rl_memory_plugins.memory.segments import Segments
+from rl_memory_plugins.memory.torch_saver import TorchSaverAllocator
 
 POOL = SimpleNamespace(id=(0, 7))
 
@@ -19,12 +22,14 @@ class Torch:
     def __init__(self) -> None:
         self.stats = {"active.all.allocated": 3, "reserved_bytes.all.freed": 0}
         self.states = ["active_allocated", "inactive", "active_pending_free", "inactive"]
+        self.active = 20
         self.reads = 0
 
     def snapshot(self):
         self.reads += 1
         parts = [{"address": 1000 + 10 * at, "size": 10, "state": state} for at, state in enumerate(self.states)]
-        segment = {"address": 1000, "total_size": 40, "active_size": 20, "segment_pool_id": POOL.id, "blocks": parts}
+        sizes = {"total_size": 40, "active_size": self.active}
+        segment = {"address": 1000, **sizes, "segment_pool_id": POOL.id, "blocks": parts}
         return {"segments": [{"device": 0, **segment}, {"device": 1, **segment}]}
 
 
@@ -52,6 +57,20 @@ def test_segments_are_read_again_only_after_a_change(gpu, count):
     gpu.states[0] = "inactive"
     (segment,) = segments.of([POOL])
     assert gpu.reads == 2 and segment.unused[0] == Block(1000, 10)
+
+
+@pytest.mark.parametrize(("address", "active", "used"), [(1000, 20, True), (1000, 0, False), (2000, 20, False)])
+def test_released_memory_is_used_while_a_tensor_is_in_it(gpu, address, active, used):
+    """Also that of an allocator whose memory has ended: the block stays until a wake."""
+    gpu.active = active
+    vmm, saver = object.__new__(CudaVmmAllocator), object.__new__(TorchSaverAllocator)
+    vmm._lock, vmm._mappings = threading.Lock(), {"mine": {address: SimpleNamespace(mapped=False)}}
+    saver._names = {"mine": ["rl_memory.mine.0"]}
+    pool = POOL if address == 1000 else SimpleNamespace(id=(0, 8))
+    saver._saver = SimpleNamespace(_impl=SimpleNamespace(_mem_pools={"rl_memory.mine.0": pool}))
+    for allocator in (vmm, saver):
+        allocator._segments = Segments(0)
+        assert allocator.is_used("mine") is used
 
 
 def test_other_pools_have_none_of_them(gpu):

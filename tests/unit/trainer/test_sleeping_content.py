@@ -145,13 +145,13 @@ def test_a_collection_while_remnants_are_looked_at_may_add_one(monkeypatch):
     for memory in memories:
         memory.sleep()
     del memory, memories[0]
-    exists, before = SleepingContent.exists, len(remnants)
+    is_used, before = SleepingContent.is_used, len(remnants)
 
     def collected(content):
         memories.clear()  # as a collection may
-        return exists(content)
+        return is_used(content)
 
-    monkeypatch.setattr(SleepingContent, "exists", collected)
+    monkeypatch.setattr(SleepingContent, "is_used", collected)
     forget_ended()
     assert len(remnants) == before + 1
     del first, second
