@@ -60,7 +60,7 @@ UNIT_weights := tests/unit/weights
 UNIT_trainer := tests/unit/trainer
 UNIT_rest := tests/unit --ignore tests/unit/weights --ignore tests/unit/trainer
 UNIT_PARTS := weights trainer rest
-UNIT_SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target
+UNIT_SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(if $(filter 1,$(JOBS)),1,2) --keep-going --output-sync=target
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour. All of it
 # runs in test-long.
 TOGETHER := sleep_wake modes faults updates
@@ -103,8 +103,9 @@ demo: env-$(ENGINE)
 # The longest first, so that no long one is left for the end.
 LONGEST_FIRST := test-vllm-own test-vllm-suite test-sglang-own test-sglang-suite test-sglang-tp coverage test-sglang-kinds \
 	test-sglang-dp test-vllm-tp test-vllm-kinds test-vllm-dp test-vllm-demo test-trl test-ray-short
+TESTED = $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short coverage
 test:
-	+$(SIDE_BY_SIDE) $(filter $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short coverage,$(LONGEST_FIRST))
+	+$(SIDE_BY_SIDE) $(filter $(TESTED),$(LONGEST_FIRST)) $(filter-out $(LONGEST_FIRST),$(TESTED))
 
 test-unit: env-vllm
 	+$(UNIT_SIDE_BY_SIDE) $(UNIT_PARTS:%=test-unit-%)

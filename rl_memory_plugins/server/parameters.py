@@ -90,10 +90,10 @@ def _require_single(pairs: list[tuple[str, Any]]) -> None:
     Raises:
         InvalidRequestError: an object names a field twice. Decoders take the last one, or the first.
     """
-    names = Counter(name for name, _ in pairs)
-    for name, count in names.items():
-        if count > 1:
-            raise InvalidRequestError(f"{name} is given {count} times", field=name)
+    if len({name for name, _ in pairs}) == len(pairs):
+        return
+    ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
+    raise InvalidRequestError(f"{name} is given {count} times", field=name)
 
 
 def reject_unknown(names: Collection[str], allowed: Collection[str]) -> None:

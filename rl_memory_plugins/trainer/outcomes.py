@@ -95,13 +95,17 @@ def devices_of(engines: Sequence[EngineHandle], timeout_s: float) -> list[list[s
         RLMemoryError: an engine does not tell. `details["engine"]` is its number.
     """
     found = on_each(engines, lambda engine: engine.devices(), timeout_s)
-    devices = []
-    for place, one in enumerate(found):
-        if isinstance(one, RLMemoryError):
-            one.details.setdefault("engine", number_of(engines[place], place))
-            raise one
-        devices.append(one)
-    return devices
+    devices: list[list[str]] = []
+    try:
+        for place, one in enumerate(found):
+            if isinstance(one, RLMemoryError):
+                one.details.setdefault("engine", number_of(engines[place], place))
+                raise one
+            devices.append(one)
+        return devices
+    finally:
+        one = []
+        found.clear()  # breaks the reference cycle between the error and this frame
 
 
 def number_of(engine: EngineHandle, place: int) -> int:

@@ -122,7 +122,10 @@ class Peers:
             if error is not None:
                 if beside and isinstance(error, RLMemoryError):
                     error.details[beside] = msgspec.to_builtins(value)
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # breaks the reference cycle between the error and this frame
             return [value]
         sent, error = self._encoded(value, error, severity)
         announcement = _announcements.get(self._group)

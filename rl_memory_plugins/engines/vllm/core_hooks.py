@@ -169,11 +169,15 @@ class VllmEngine:
             forget_prefixes(self._core)
             self._core.reset_encoder_cache()  # an image whose tokens are half computed is encoded again
         elif reset_caches(self._core):
-            self._clear_kv_cache()
+            try:
+                self._clear_kv_cache()
+            except BaseException:
+                self._core.rl_memory_has_no_caches = False  # the next reset clears it
+                raise
 
     def _clear_kv_cache(self) -> None:
         """On a CPU, overwrite the KV cache with zeros: vLLM's attention there multiplies what lies behind a request's
-        last token by zero, and a NaN of former weights stays one. It takes 0.2 s for each GiB."""
+        last token by zero, and a NaN of former weights stays one."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():

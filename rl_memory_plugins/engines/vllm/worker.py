@@ -30,6 +30,7 @@ from rl_memory_plugins.engines.vllm.update_session import (
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.ranges import merge
 from rl_memory_plugins.memory.select import choose_allocator
@@ -274,7 +275,8 @@ class VllmWorker:
 
     def _clear_kv_cache(self) -> None:
         if self.manager.is_resident(Tag.KV_CACHE):
-            self.manager.device.fill(merge(self._discardable(Tag.KV_CACHE)), 0)
+            for block in merge(self._discardable(Tag.KV_CACHE)):
+                memory_view(*block).zero_()  # by all threads: the cache may have hundreds of GiB
 
     def _after_wake(self, tags: list[Tag]) -> None:
         # vLLM 0.26's second model runner keeps pointers into the KV cache and must read them again. The first model

@@ -319,11 +319,13 @@ def test_one_process_alone_needs_no_process_group():
     assert_loaded([engine], tensors)
 
 
-@pytest.mark.parametrize("scenario", ["receiver breaks", "engine refuses"])
+@pytest.mark.parametrize("scenario", ["receiver breaks", "engine refuses", "no devices"])
 def test_one_process_that_fails_leaves_its_source_and_its_error_at_once(scenario):
     engine, source = ToyEngine(), Tracked(checkpoint(9))
     if scenario == "engine refuses":
         engine.fail["post_update"] = StateConflictError("busy")
+    elif scenario == "no devices":
+        engine.devices = fail_once(engine.devices, StateConflictError("starting"))
     else:
         break_once(engine.ranks[0].receiver)
     with no_collection():
