@@ -158,11 +158,12 @@ class MemoryManager(SleepCopies):
                 for tag in tags:
                     if self._states[tag] is TagState.RESIDENT:
                         self._prepare_tag(prepared, tag)
+                self._prepared_sleep = prepared
         except BaseException:
+            self._prepared_sleep = None
             self._free_new_backups(prepared)
             self._reclaim_later()
             raise
-        self._prepared_sleep = prepared
 
     def _prepare_tag(self, prepared: PreparedSleep, tag: str) -> None:
         blocks, discardable = self.allocator.blocks(tag), list(self._discardable(tag))
@@ -203,12 +204,13 @@ class MemoryManager(SleepCopies):
                 their new states. No tag is prepared any more.
             StateConflictError: no sleep is prepared.
         """
-        prepared, self._prepared_sleep = self._require_sleep(), None
-        self._residual = None
-        if prepared.is_split:
+        if self._require_sleep().is_split:
             self._seconds = Steps()  # those of the commit before
+        self._residual = None
         with self._acting(), self._naming_changes():
+            prepared = self._require_sleep()  # a signal handler may have undone it
             try:
+                self._prepared_sleep = None
                 changes = self._release_tags(prepared, tags)
                 if prepared.states:
                     prepared.is_split, self._prepared_sleep = True, prepared
@@ -287,12 +289,13 @@ class MemoryManager(SleepCopies):
                 for tag in reversed(tags):
                     if self._states[tag] is not TagState.RESIDENT:
                         reservations[tag] = self.allocator.reserve(tag)
+                self._prepared_wake = reservations
         except BaseException:
+            self._prepared_wake = None
             for reservation in reservations.values():
                 reservation.drop()
             self._reclaim_later()
             raise
-        self._prepared_wake = reservations
 
     def commit_wake(self, later: Collection[str] = ()) -> list[TagChange]:
         """Map and restore the tags that `prepare_wake` reserved. Backups stay, so that a later sleep can reuse them.
@@ -308,13 +311,13 @@ class MemoryManager(SleepCopies):
             EngineFaultError: a shared copy had other bytes. All tags are resident, and the content is `failed`.
             StateConflictError: no wake is prepared.
         """
-        reservations, self._prepared_wake = self._prepared_wake, None
-        if reservations is None:
-            raise StateConflictError("no wake is prepared on this rank", rank=self.rank)
+        self._require_wake()
         former: dict[str, TagState] = {}
         changes = []
         with self._acting(), self._naming_changes():
+            reservations = self._require_wake()  # a signal handler may have undone it
             try:
+                self._prepared_wake = None
                 for tag in sorted(reservations, key=lambda tag: tag in later):  # the copies of `later` begin last
                     reservation = reservations.pop(tag)
                     former[tag] = self._states[tag]
@@ -331,6 +334,7 @@ class MemoryManager(SleepCopies):
                             self.device.synchronize()
                 self._unfinished = {tag: state for tag, state in former.items() if tag in self._unrestored}
             except BaseException:
+                self._prepared_wake = None
                 for reservation in reservations.values():
                     reservation.drop()
                 for tag, state in former.items():
@@ -340,6 +344,11 @@ class MemoryManager(SleepCopies):
                 self._reclaim_later()
             self._require_own_bytes()
         return changes
+
+    def _require_wake(self) -> dict[str, Reservation]:
+        if self._prepared_wake is None:
+            raise StateConflictError("no wake is prepared on this rank", rank=self.rank)
+        return self._prepared_wake
 
     @property
     def unfinished(self) -> list[str]:

@@ -90,8 +90,10 @@ class Leaving:
         frees, self.frees = self.frees, Frees()
 
         def end() -> None:
-            frees.run()
-            then()
+            try:
+                frees.run()
+            finally:
+                then()
 
         for memory, tags in self.tags().items():
             sizes = memory.commit_behind(lambda: end() if next(left) == 0 else None)

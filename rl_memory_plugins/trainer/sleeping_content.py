@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from rl_memory_plugins.memory.manager import MemoryManager
 
 
+logger = logging.getLogger(__name__)
+
+
 class SleepingContent:
     """The sleeping tensors of a `PausableMemory` on one device. It refers to no target of the memory.
 
@@ -30,6 +34,7 @@ class SleepingContent:
         self._manager = manager
         self._allocator = allocator
         self._device = device
+        self._lock = threading.Lock()  # of `settle`, once the memory has ended
 
     @property
     def _tags(self) -> list[str]:
@@ -56,6 +61,8 @@ class SleepingContent:
         """The content of a sleeping storage in host memory, uint8, [bytes]; `None` if the storage is not asleep."""
         if storage.device != self._device:
             return None
+        if self._manager.unfinished:
+            self.settle()
         copies = self._manager.host_copies(Block(storage.data_ptr(), storage.nbytes()))
         if copies and not self.owned()(storage.data_ptr()):
             return None  # a tensor that ended while it slept left its address to this one
@@ -64,13 +71,24 @@ class SleepingContent:
     def await_leaving(self) -> None:
         """Nothing leaves: a thread that lets tags leave keeps their memory."""
 
+    def settle(self) -> None:
+        """Wait for what is on its way, and undo what the memory had prepared."""
+        with self._lock:
+            for step in (self._manager.finish_wake, self._manager.abort_sleep, self._manager.abort_wake):
+                with suppress(RLMemoryError):
+                    step()
+
     def end(self) -> None:
-        """Wait for what is on its way, and free the host memory."""
-        with suppress(RLMemoryError):
-            self._manager.finish_wake()
-        # The garbage collector may run in any thread, also in those that the arena waits for or that hold its lock.
+        """Free the host memory in a thread.
+
+        The garbage collector may call this in any thread, also in those that the arena waits for or that hold a lock.
+        """
         with suppress(RuntimeError):  # no thread starts while the interpreter ends
-            threading.Thread(target=self._manager.arena.close, name="rl-memory-close").start()
+            threading.Thread(target=self._close, name="rl-memory-close").start()
+
+    def _close(self) -> None:
+        self.settle()
+        self._manager.arena.close()
 
 
 remnants: set[SleepingContent] = set()
@@ -88,9 +106,15 @@ def memory_ended(content: SleepingContent) -> None:
 def forget_ended() -> None:
     """Free the host memory of remnants whose tensors have ended too."""
     for content in list(remnants):  # without a lock: a collection in here may end a memory, which adds to them
-        if not content.is_used():
-            remnants.discard(content)
-            content.end()
+        try:
+            content.settle()
+            if content.is_used():
+                continue
+        except Exception:  # is no error of the call that comes by here
+            logger.warning("what sleeps of a memory that has ended cannot be looked at", exc_info=True)
+            continue
+        remnants.discard(content)
+        content.end()
 
 
 def within(allocator: Allocator, tags: Iterable[str]) -> Callable[[int], bool]:

@@ -121,7 +121,7 @@ class Targets:
     def without_gradient(self) -> Iterator[Block]:
         """The memory of the modules' parameters that need no gradient: training leaves them as they are."""
         for parameter in self._parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and not torch.nn.parameter.is_lazy(parameter):
                 for part in plain_parts(parameter.detach()):
                     if part.nbytes and part.is_contiguous():
                         yield Block(part.data_ptr(), part.nbytes)

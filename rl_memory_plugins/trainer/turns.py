@@ -9,8 +9,16 @@ from contextvars import ContextVar
 
 from rl_memory_plugins.errors import StateConflictError
 
-_within: ContextVar[tuple[object, ...]] = ContextVar("rl_memory_within", default=())
+_within: ContextVar[tuple[_Call, ...]] = ContextVar("rl_memory_within", default=())
 """The calls of this context. Threads and tasks that work for a call run with a copy of its context."""
+
+
+class _Call:
+    """A call that runs, or waits for its turn."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.is_over = False
 
 
 class Turns:
@@ -18,7 +26,6 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: object = None
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -27,17 +34,16 @@ class Turns:
         Raises:
             StateConflictError: the call before makes this one.
         """
-        before, call = _within.get(), object()
-        if self._running in before:
+        before, call = _within.get(), _Call(self)
+        if any(one.turns is self and not one.is_over for one in before):
             raise StateConflictError(
                 "a step of this handoff, or a signal handler during it, has called the handoff: call it once the step "
                 "is over"
             )
-        with self._lock:
-            try:
-                self._running = call
-                _within.set((*before, call))
+        _within.set((*before, call))
+        try:
+            with self._lock:
                 yield
-            finally:
-                self._running = None
-                _within.set(before)
+        finally:
+            call.is_over = True
+            _within.set(before)

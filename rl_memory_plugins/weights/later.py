@@ -34,8 +34,12 @@ class Frees:
 
     def run(self) -> None:
         """Free what was noted. Any thread may call this, and again."""
-        while self._waiting:
-            self._waiting.popleft()()
+        while True:
+            try:
+                free_one = self._waiting.popleft()
+            except IndexError:
+                return
+            free_one()
 
 
 def free(now: Callable[[], None]) -> None:

@@ -549,8 +549,11 @@ def test_a_tag_can_be_added_while_another_thread_asks_for_the_status(monkeypatch
     assert set(memory.status()) == {"gradients", "parameters", "optimizer"}
 
 
-def test_a_lazy_module_is_adopted_once_it_has_its_parameters():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_lazy_module_is_adopted_once_it_has_its_parameters(frozen):
     model = nn.LazyLinear(1 << 10)
+    for parameter in model.parameters():
+        parameter.requires_grad = not frozen
     memory = PausableMemory(model)
     memory.sleep()
     memory.wake()

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from models import Tied, same, whole
-from test_pausable import PAGE, WIDTH, adamw, train
+from test_pausable import PAGE, WIDTH, adamw, tensors_in, train
 from torch import nn
 
 from rl_memory_plugins.errors import StateConflictError, UnsupportedError
@@ -137,6 +137,62 @@ def test_an_optimiser_keeps_its_memory_while_it_sleeps():
     gc.collect()
     assert gone() is None
     train(model, optimizer)
+
+
+@pytest.mark.parametrize("prepared", ["sleep", "begun sleep", "wake"])
+def test_what_a_memory_had_prepared_ends_with_it(monkeypatch, prepared):
+    model = Tied(width=WIDTH)
+    memory = PausableMemory(model)
+    manager, waited = memory._manager, []
+    if prepared == "wake":
+        memory.sleep()
+        memory.prepare_wake()
+    else:
+        memory.prepare_sleep()
+    if prepared == "begun sleep":
+        monkeypatch.setattr(manager.device, "begin_copy_to_host", lambda pairs: lambda: waited.append(pairs))
+        memory.begin()
+    del memory
+    gc.collect()
+    PausableMemory()
+    assert manager._prepared_wake is None and manager._prepared_sleep is None
+    assert bool(held_bytes(manager.arena)) == (prepared == "wake")  # whose copy is the only one
+    assert bool(waited) == (prepared == "begun sleep")
+
+
+def test_state_that_comes_late_is_awaited_after_the_end_of_its_memory():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    memory = PausableMemory(model, optimizer)
+    state = max(tensors_in(optimizer), key=torch.numel)
+    expected = state.clone()
+    memory.sleep()
+    manager = memory._manager
+    memory.wake(wait=False)
+    assert manager.unfinished == ["optimizer"]
+    del memory, optimizer
+    gc.collect()
+    assert torch.equal(host_view(state), expected) and manager.unfinished == []
+
+
+def test_a_remnant_that_cannot_be_looked_at_is_no_error_of_others(monkeypatch):
+    model, others = Tied(width=WIDTH), Tied(width=WIDTH)
+    memory = PausableMemory(model)
+    memory.sleep()
+    del memory
+
+    def broken(content):
+        raise RuntimeError("an uncorrectable error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SleepingContent, "is_used", broken)
+        memory = PausableMemory(others)
+        memory.sleep()
+    memory.close()
+    del model
+    forget_ended()
+    assert not remnants
 
 
 def test_a_collection_while_remnants_are_looked_at_may_add_one(monkeypatch):

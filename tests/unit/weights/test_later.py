@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from fake_gpu import gpu_rank
@@ -32,6 +33,22 @@ def test_an_update_that_broke_off_frees_at_once(gpus):
         error, _ = send([gpu_rank()], {"unknown": torch.ones(4)}, transport="cuda_ipc")
     assert isinstance(error, RLMemoryError)
     assert not gpus["GPU-0"].memory
+
+
+def test_two_threads_may_free_at_once():
+    frees, freed, both = later.Frees(), [], threading.Barrier(2)
+    with frees.noted():
+        for number in range(100):
+            later.free(lambda number=number: freed.append(number))
+
+    def run():
+        both.wait(10)
+        frees.run()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run), pool.submit(run)]:
+            done.result(10)
+    assert sorted(freed) == list(range(100))
 
 
 def test_threads_note_what_they_free_in_the_context_that_started_them():
