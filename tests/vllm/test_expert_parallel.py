@@ -243,7 +243,8 @@ def test_a_resume_beside_a_pause(experts: Experts, mode: str) -> None:
             calls = [experts.generate, lambda: call(f"/pause?mode={mode}"), lambda: call("/resume")]
             with ThreadPoolExecutor(3) as pool:
                 request, pause, resume = [pool.submit(each) for each in calls]
-                assert [pause.result().status_code, resume.result().status_code] == [200, 200]
+                answers_of = [pause.result(), resume.result()]
+                assert [answer.status_code for answer in answers_of] == [200, 200], [one.text for one in answers_of]
                 assert call("/resume").status_code == 200
                 assert len(request.result()) <= TOKENS
     finally:

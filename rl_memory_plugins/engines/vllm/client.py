@@ -192,15 +192,19 @@ class AsyncApi(VllmApi, AsyncioApi):
             self._pauses.discard(ended)
             ended.set_result(None)
 
-    async def pauses_ended(self) -> None:
+    async def pauses_ended(self) -> bool:
         """Wait until none of vLLM's own pauses is under way, if the engines step together.
 
         They agree on a pause in one step, and resume in an all-reduce. An engine that has agreed to a pause already
         would wait in this all-reduce for another engine that has not.
+
+        Returns: whether it has waited. If not, no other task has run since it found none.
         """
         engines = await self.run(self.status())
-        while self._pauses and engines[0].capabilities.steps_with_peers:
+        found = bool(self._pauses) and engines[0].capabilities.steps_with_peers
+        if found:
             await asyncio.wait(self._pauses)
+        return found
 
     async def _call(self, command: AnyCommand) -> list[Reply[Any]]:
         client, payload = self._engine.engine_core, commands.encode_command(command)
@@ -272,8 +276,10 @@ async def _native_pause(api: AsyncApi, original: Callable[..., Any], engine: Any
 @on_enabled(_async_api)
 async def _native_resume(api: AsyncApi, original: Callable[..., Any], engine: Any) -> None:
     """Refuse to resume while any engine is closed: engines that step together would wait for it."""
-    await api.pauses_ended()
-    refuse_resume(admission.first_refusal(await api.run(api.status())))
+    found = True
+    while found:  # another pause may begin meanwhile
+        refuse_resume(admission.first_refusal(await api.run(api.status())))
+        found = await api.pauses_ended()
     await original(engine)
 
 
