@@ -170,8 +170,8 @@ def test_many_cycles_end_where_they_began(server: Server, first_tokens: list[int
         server.control.wake_up()
     assert server.generate(PROMPT) == first_tokens
     assert arena_bytes(server) == arena
-    # An allocator's leftovers come and go by 30 MiB; a tenth of the KV cache, lost in every cycle, would be more.
-    assert server.occupied_bytes() - before < 64 << 20
+    # Leftovers of an allocator come and go by 40 MiB a rank; a tenth of the KV cache, lost in each cycle, is more.
+    assert server.occupied_bytes() - before < (64 << 20) * len(arena)
 
 
 def test_an_update_needs_resident_weights(server: Server, weights: Weights) -> None:
