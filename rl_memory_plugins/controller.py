@@ -169,7 +169,7 @@ class Controller:
         def act() -> Any:
             self.require_free()
             if level is not Level.PAUSE and Tag.KV_CACHE in tags:
-                self._engine.reset_caches()
+                self._engine.reset_caches(released=True)
             prepare(self._ranks, "sleep", level=level, tags=tags, keep=keep)
             return self._decided(operation, finish)
 

@@ -33,12 +33,13 @@ class EngineHooks(Protocol):
         Ranks that run the controller in step get the same answer.
         """
 
-    def reset_caches(self, *, frozen: bool = False) -> None:
+    def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
         """Drop everything that was computed from the old weights or that lies in the KV cache.
 
         Args:
             frozen: Running requests keep their KV cache. Requests that begin later must not find it: neither its
                 present content nor the content that running requests still add to it.
+            released: A sleep is about to release the memory of the KV cache, and may still fail.
         """
 
     def adapters_in_use(self) -> set[int]:

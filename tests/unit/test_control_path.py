@@ -42,7 +42,7 @@ class IdleEngine:
     def is_idle(self, seconds: float) -> bool:
         return True
 
-    def reset_caches(self, *, frozen: bool = False) -> None: ...
+    def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None: ...
 
     def adapters_in_use(self) -> set[int]:
         return set()

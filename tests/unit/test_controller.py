@@ -56,7 +56,7 @@ class Engine:
     def is_idle(self, seconds: float) -> bool:
         return seconds <= self.idle_for
 
-    def reset_caches(self, *, frozen: bool = False) -> None:
+    def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
         self.calls.append("reset_caches:frozen" if frozen else "reset_caches")
 
     def adapters_in_use(self) -> set[int]:

@@ -223,7 +223,7 @@ class SglangEngine:
     def kv_cache_sleeps(self) -> bool:
         return Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags
 
-    def reset_caches(self, *, frozen: bool = False) -> None:
+    def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
         forget_embeddings()
         if self.kv_cache_sleeps:
             return  # the sleep has flushed the KV cache and released its memory

@@ -15,7 +15,7 @@ from rl_memory_plugins.engines.vllm.frozen import forget_prefixes, require_known
 from rl_memory_plugins.errors import EngineFaultError, UnsupportedError, unsupported
 from rl_memory_plugins.rank import encode_call
 from rl_memory_plugins.records import Reply
-from rl_memory_plugins.tags import PauseMode
+from rl_memory_plugins.tags import PauseMode, Tag
 
 
 class VllmRanks:
@@ -164,16 +164,15 @@ class VllmEngine:
                 self._core.resume_scheduler()
             _wake_loop(self._core)
 
-    def reset_caches(self, *, frozen: bool = False) -> None:
+    def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
         if frozen and self._core.scheduler.requests:
             forget_prefixes(self._core)
             self._core.reset_encoder_cache()  # an image whose tokens are half computed is encoded again
         elif reset_caches(self._core):
-            try:
+            has_none, self._core.rl_memory_has_no_caches = self._core.rl_memory_has_no_caches, False
+            if not released:  # else it is zeros after the wake
                 self._clear_kv_cache()
-            except BaseException:
-                self._core.rl_memory_has_no_caches = False  # the next reset clears it
-                raise
+                self._core.rl_memory_has_no_caches = has_none
 
     def _clear_kv_cache(self) -> None:
         """On a CPU, overwrite the KV cache with zeros: vLLM's attention there multiplies what lies behind a request's
@@ -205,6 +204,8 @@ class VllmEngine:
         # The data-parallel dummy batch looks at the executor, so it must know which tags are asleep.
         executor = self._core.model_executor
         executor.sleeping_tags = set(asleep_tags)
+        if Tag.KV_CACHE.value in asleep_tags:
+            self._core.rl_memory_has_no_caches = not self._core.scheduler.requests
         if not isinstance(getattr(type(executor), "is_sleeping", None), property):
             executor.is_sleeping = bool(asleep_tags)
         if hasattr(self._core, "_weight_version"):

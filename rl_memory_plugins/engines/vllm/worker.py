@@ -32,7 +32,7 @@ from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.manager import MemoryManager
-from rl_memory_plugins.memory.ranges import merge
+from rl_memory_plugins.memory.ranges import merge, subtract
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.records import WeightsStatus
@@ -279,6 +279,10 @@ class VllmWorker:
                 memory_view(*block).zero_()  # by all threads: the cache may have hundreds of GiB
 
     def _after_wake(self, tags: list[Tag]) -> None:
+        allocator = self.manager.allocator
+        if Tag.KV_CACHE in tags and allocator.name == "host":  # the first and last bytes were never released
+            for block in subtract(merge(self._discardable(Tag.KV_CACHE)), allocator.blocks(Tag.KV_CACHE)):
+                memory_view(*block).zero_()
         # vLLM 0.26's second model runner keeps pointers into the KV cache and must read them again. The first model
         # runner would only clear the cache, and would set calibrated FP8 scales, which a sleep preserves, to 1.0. Later
         # versions need neither.
