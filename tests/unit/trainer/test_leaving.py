@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_overlap import Handoff, narrow
+from test_overlap import Handoff, narrow, storages_in
 from test_pausable import Paged, adamw, learn, states, tensors_in
 from toy_engine import ToyEngine
 from toys import checkpoint
@@ -411,6 +411,7 @@ class Link:
             [tag] = [tag for tag in states(memory) if set(memory._allocator.blocks(tag)) >= {pairs[0][0]}]
             self.log.append(f"begin {tag}")
             self.under_way += 1
+            kept = storages_in(memory._allocator)
 
             def wait():
                 self.log.append(f"end {tag}")
@@ -419,6 +420,7 @@ class Link:
                 if error is not None:
                     raise error
                 copy(pairs)
+                kept.clear()
 
             return wait
 

@@ -17,21 +17,29 @@ from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.room import AMPLE_BYTES
 
 
+def storages_in(allocator):
+    """They stay while a late copy may touch them: memory of a GPU stays mapped, that of a CPU goes to others."""
+    return [entry.storage() for entry in list(allocator._entries.values())]
+
+
 class LateCopies:
     """Makes a memory's copies to the device move their bytes as late as possible: when somebody waits for them."""
 
     def __init__(self, monkeypatch, memory):
-        device = memory._manager.device
+        device, self._allocator = memory._manager.device, memory._allocator
         self._copy = device.begin_copy_from_host
         self.failure = None
         monkeypatch.setattr(device, "begin_copy_from_host", self._begin)
 
     def _begin(self, pairs):
+        kept = storages_in(self._allocator)
+
         def wait():
             error, self.failure = self.failure, None
             if error is not None:
                 raise error
             self._copy(pairs)
+            kept.clear()
 
         return wait
 
