@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.records import Report, TagStatus
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Pausable(Protocol):
@@ -117,12 +119,9 @@ def commit_all(
     Raises:
         Exception: the error of the first memory that failed.
     """
-    moves, failures = [], []
-    for memory in memories:
-        try:
-            moves.append(moved(memory.commit(later.get(memory, ()), tags=only.get(memory))))
-        except Exception as error:
-            failures.append(error)
+    moves, failures = _on_all(
+        memories, lambda memory: moved(memory.commit(later.get(memory, ()), tags=only.get(memory)))
+    )
     if failures:
         raise failures[0]
     return moves
@@ -134,16 +133,23 @@ def wait_for(memories: Iterable[Pausable]) -> None:
     Raises:
         Exception: the error of the first memory that failed.
     """
-    failures = []
-    for memory in memories:
-        try:
-            memory.wait()
-        except Exception as error:
-            failures.append(error)
+    _, failures = _on_all(memories, lambda memory: memory.wait())
     for other in failures[1:]:
         logger.warning("another memory failed to leave too: %s", other)
     if failures:
         raise failures[0]
+
+
+def _on_all(memories: Iterable[Pausable], act: Callable[[Pausable], T]) -> tuple[list[T], list[Exception]]:
+    """Call `act` for each memory, also after one has failed. Returns: the results and the errors."""
+    results: list[T] = []
+    failures: list[Exception] = []
+    for memory in memories:
+        try:
+            results.append(act(memory))
+        except Exception as error:
+            failures.append(error)
+    return results, failures
 
 
 def moved(report: Report) -> Moved:
