@@ -46,7 +46,9 @@ class FirstRunner(SecondRunner):
     ],
 )
 def test_a_wake_refreshes_pointers_and_loses_no_scales(runner: Any, tags: list[Tag], refreshed: int) -> None:
-    VllmWorker(SimpleNamespace(model_runner=runner), RLMemoryConfig())._after_wake(tags)
+    worker = VllmWorker(SimpleNamespace(model_runner=runner), RLMemoryConfig())
+    worker._manager = SimpleNamespace(allocator=Allocator())  # type: ignore[assignment]
+    worker._after_wake(tags)
     assert runner.refreshed == refreshed
 
 

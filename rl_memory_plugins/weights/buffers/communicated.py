@@ -32,8 +32,12 @@ def communicated(
     Raises:
         UnsupportedError: the two ends cannot be joined, or the GPU has no memory for a slot.
         HostMemoryError: there is no memory for a slot.
+        WeightUpdateError: the slots have no bytes.
         RLMemoryError: the trainer has given up, or is gone.
     """
+    slot_bytes = int(description["slot_bytes"])
+    if slot_bytes < 1:
+        raise WeightUpdateError("the trainer announced a slot without bytes")
     communicator = kept.take(str(description["communicator"]), str(description["kind"]))
     if communicator is None and not description["new"]:
         raise UnsupportedError("the communicator of the former update is broken")
@@ -44,7 +48,7 @@ def communicated(
         join_s = min(timeout_s, float(description.get("timeout_s", timeout_s))) * JOIN_SHARE
         communicator = join(description, connection, ENGINE, join_s, own)
     try:
-        return CommunicatedAttached(description, communicator, kept, device)
+        return CommunicatedAttached(slot_bytes, communicator, kept, device)
     except BaseException:
         kept.drop(communicator)
         raise
@@ -56,6 +60,7 @@ class CommunicatedAttached:
     There is one, until `look_ahead`.
 
     Args:
+        slot_bytes: The bytes of a slot, without the seal.
         communicator: This end of the communicator. The buffer owns it.
         kept: Keeps the communicator after a complete update.
         device: The name of this rank's device.
@@ -66,7 +71,7 @@ class CommunicatedAttached:
 
     def __init__(
         self,
-        description: dict[str, Any],
+        slot_bytes: int,
         communicator: Communicator,
         kept: KeptCommunicators,
         device: str,
@@ -74,9 +79,7 @@ class CommunicatedAttached:
         self._communicator = communicator
         self._kept = kept
         self.transport = communicator.transport
-        self._slot_bytes = int(description["slot_bytes"])
-        if self._slot_bytes < 1:
-            raise WeightUpdateError("the trainer announced a slot without bytes")
+        self._slot_bytes = slot_bytes
         self._ahead: Bucket | None = None  # has begun to arrive, in the slot that is not the first
         self._device = device if communicator.transport == "nccl" else None
         try:

@@ -148,7 +148,7 @@ class Slots:
 
 def attached():
     communicator, kept = SimpleNamespace(transport="nccl"), SimpleNamespace(drop=lambda communicator: None)
-    return communicated.CommunicatedAttached({"slot_bytes": 4096}, communicator, kept, "GPU-0")
+    return communicated.CommunicatedAttached(4096, communicator, kept, "GPU-0")
 
 
 @pytest.mark.parametrize(("room", "cached", "count"), [(2, 0, 2), (0, 2, 2), (1, 1, 2), (1, 0, 1)])
