@@ -9,7 +9,6 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, addres
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc
 from rl_memory_plugins.memory.preparation import AllocationCancelled, Make, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.shared_buffers import File, Map
+from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.private_directory import one_at_a_time
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer wa
 SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _MPOL_PREFERRED = 1
+_PAGES = "rl-memory-pages"  # the name of the threads
 _MBIND = {"x86_64": 237, "aarch64": 235}
 
 
@@ -163,7 +164,7 @@ class PinnedArena(PagedArena):
                     back(address + start, made, self._threads)
             start += made
         with step(0):
-            (code,) = _in_threads([partial(self._register, address, nbytes)])
+            (code,) = in_parallel([partial(self._register, address, nbytes)], _PAGES, to_the_end=True)
         if code == 0:
             self._registered.add(address)
         else:
@@ -187,7 +188,7 @@ class PinnedArena(PagedArena):
         if address in self._registered:
             self._registered.remove(address)
             self._kept.append(mapping)
-            (code,) = _in_threads([partial(self._unregister, address)])
+            (code,) = in_parallel([partial(self._unregister, address)], _PAGES, to_the_end=True)
             if code != 0:
                 logger.error("host memory could not be unlocked (CUDA error %d), so it is not freed", code)
                 return
@@ -214,54 +215,15 @@ def populate(address: int, nbytes: int, threads: int, nice: int = 0) -> None:
 
 def _in_pieces(address: int, nbytes: int, threads: int, nice: int, call: Callable[[int, int], Any]) -> None:
     step = max(-(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
-    end = address + nbytes
+    end, caller = address + nbytes, threading.get_ident()
 
     def run(start: int) -> None:
-        if nice:
+        if nice and threading.get_ident() != caller:
             with suppress(OSError):  # a sandbox may forbid the call
                 os.setpriority(os.PRIO_PROCESS, 0, nice)  # on Linux that is this thread, which ends with `run`
         call(start, min(step, end - start))
 
-    _in_threads([partial(run, start) for start in range(address, end, step)])
-
-
-def _in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run the calls in parallel, each in its own thread, and return their results.
-
-    These threads start even while Python shuts down, unlike the threads of an executor. The function returns after the
-    last call has ended, because its caller may then unmap the memory that the calls write to.
-    """
-    futures: list[Future[Any]] = [Future() for _ in calls]
-
-    def run(future: Future[Any], call: Callable[[], Any]) -> None:
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-    try:
-        for future, call in zip(futures, calls, strict=True):
-            threading.Thread(target=run, args=(future, call), name="rl-memory-pages", daemon=True).start()
-    except BaseException:
-        for future in futures:  # a thread whose start was interrupted may still begin; it then does nothing
-            future.cancel()
-        raise
-    finally:
-        _await(futures)
-    return [future.result() for future in futures]
-
-
-def _await(futures: Sequence[Future[Any]]) -> None:
-    """Wait for all calls that were not cancelled, even if a signal handler raises meanwhile."""
-    interrupted: BaseException | None = None
-    while running := [future for future in futures if not future.done()]:
-        try:
-            wait(running)
-        except BaseException as error:
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
+    in_parallel([partial(run, start) for start in range(address, end, step)], _PAGES, to_the_end=True)
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from rl_memory_plugins.byte_size import size
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.extras import needs
+from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.ray.handle import EngineActorHandle
 from rl_memory_plugins.tags import TagState
 
@@ -44,10 +45,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 def status(fleet: EngineFleet) -> list[EngineState]:
     """The state of every engine. Waits for no transition, and raises for no engine that is lost."""
-    if not fleet.engines:
-        return []
-    with ThreadPoolExecutor(len(fleet.engines), "rl-memory-status") as pool:
-        return list(pool.map(_state, fleet.engines))
+    return in_parallel([partial(_state, engine) for engine in fleet.engines], "rl-memory-status")
 
 
 def table(states: list[EngineState]) -> Table:

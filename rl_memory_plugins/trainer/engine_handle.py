@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from rl_memory_plugins import admission
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
-from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.records import EngineStatus, weight_version
 from rl_memory_plugins.tags import TagState
 
@@ -112,14 +111,15 @@ def on_all(engines: Sequence[EngineHandle], call: Callable[[EngineHandle], objec
         for engine in engines:
             call(engine)
         return
-    with ThreadPoolExecutor(len(engines), "rl-memory-engine") as pool:
-        calls = [pool.submit(on_this_gpu(partial(call, engine))) for engine in engines]
-    for index, done in enumerate(calls):
-        error = done.exception()
-        if isinstance(error, RLMemoryError):
+
+    def numbered(index: int, engine: EngineHandle) -> None:
+        try:
+            call(engine)
+        except RLMemoryError as error:
             error.details.setdefault("engine", index)
-        if error is not None:
-            raise error
+            raise
+
+    in_parallel([partial(numbered, index, engine) for index, engine in enumerate(engines)], "rl-memory-engine")
 
 
 def post_update_of(engine: EngineHandle) -> Post:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers import StreamedAttached, typed
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached
@@ -111,9 +112,8 @@ class Assembly:
             self._sources.append(_Source(process, connection, buffer))
             connection.send(wire.Accept([]), timeout_s)
 
-        if processes:  # all at a time: to make a communicator takes long
-            with ThreadPoolExecutor(len(processes), "rl-memory-join") as pool:
-                list(pool.map(link, processes, self.others))
+        # all at a time: to make a communicator takes long
+        in_parallel([partial(link, *one) for one in zip(processes, self.others, strict=True)], "rl-memory-join")
         number, ranks = self._message.number, self._message.ranks
         self._sources.sort(key=lambda one: (turn(one.process, number, ranks), one.process))
 

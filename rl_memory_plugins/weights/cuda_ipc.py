@@ -290,7 +290,12 @@ class Mappings:
         """Leave the allocations open until the trainer closes `connection`, which this object owns from now on."""
         with self._lock:
             self._lease = connection
-        threading.Thread(target=self._close_after, args=(connection,), name="rl-memory-mappings", daemon=True).start()
+        watch = threading.Thread(target=self._close_after, args=(connection,), name="rl-memory-mappings", daemon=True)
+        try:
+            watch.start()
+        except RuntimeError:  # this process cannot start more threads: the next update opens them again
+            self.close()
+            connection.close()
 
     def close(self) -> None:
         with self._lock:

@@ -42,12 +42,17 @@ class HostCopier:
         if total <= _ONE_THREAD_BYTES or self._threads == 1:
             _copy_ranges(ranges)
         else:
-            list(self._pool.map(_copy_ranges, _even_shares(ranges, -(-total // self._threads))))
+            try:
+                list(self._pool.map(_copy_ranges, _even_shares(ranges, -(-total // self._threads))))
+            except RuntimeError:  # this process cannot start more threads
+                self._pool.shutdown()  # those that run copy to the end
+                self._threads = 1
+                _copy_ranges(ranges)
         self._pending.clear()
 
     def close(self) -> None:
+        self._pool.shutdown()  # before: threads may still copy after an error
         self._pending.clear()
-        self._pool.shutdown()
 
 
 def require_memory(tensor: torch.Tensor) -> None:

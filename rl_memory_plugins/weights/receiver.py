@@ -6,6 +6,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rl_memory_plugins.capabilities import Capabilities, fixed_by
@@ -122,7 +123,8 @@ class WeightReceiver:
 
     def warm_up(self) -> None:
         """Import in the background what the first update needs."""
-        threading.Thread(target=warm_up, name="rl-memory-warm-up", daemon=True).start()
+        with suppress(RuntimeError):  # this process cannot start more threads: the first update imports it
+            threading.Thread(target=warm_up, name="rl-memory-warm-up", daemon=True).start()
 
     def close(self) -> None:
         """Close all memory of a trainer that is still open, and all communicators."""

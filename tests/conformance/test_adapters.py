@@ -118,7 +118,7 @@ def test_adapters_survive_sleeps(server: Server, weights: Weights, level: int) -
     for model in (weights.other, weights.first):
         server.control.sleep(level)
         with pytest.raises(StateConflictError, match="asleep"):
-            server.control.update_adapter("one", sent["one"], lora.config(), timeout_s=5)
+            server.control.update_adapter("one", sent["one"], lora.config())
         server.control.wake_up(["weights"])
         if level == 2:
             server.control.update_weights(model)

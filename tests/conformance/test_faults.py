@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from integration.engines.base import Server
+from integration.waiting import AT_ONCE_S
 from rl_memory_plugins.errors import DeviceMemoryError, RLMemoryError, StateConflictError
 from tests.conformance.conftest import PROMPT
 from tests.conformance.test_sleep_wake import states
@@ -114,13 +115,13 @@ def outside_address() -> str:
 def test_the_machine_s_own_address_is_local_and_a_key_guards_it_too(server: Server) -> None:
     """Trainers under Ray call it. `tests/unit/server/test_auth_network.py` calls from another machine."""
     url = f"http://{outside_address()}:{server.port}/v1/rl_memory/memory"
-    anonymous = httpx.get(url, trust_env=False)
-    wrong = httpx.get(url, headers={"Authorization": "Bearer wrong"}, trust_env=False)
-    proxied = httpx.get(url, headers={"X-Forwarded-For": "10.0.0.1"}, trust_env=False)
+    anonymous = httpx.get(url, trust_env=False, timeout=AT_ONCE_S)
+    wrong = httpx.get(url, headers={"Authorization": "Bearer wrong"}, trust_env=False, timeout=AT_ONCE_S)
+    proxied = httpx.get(url, headers={"X-Forwarded-For": "10.0.0.1"}, trust_env=False, timeout=AT_ONCE_S)
     if server.launch.api_key:
         assert (anonymous.status_code, wrong.status_code, proxied.status_code) == (401, 401, 401)
         right = {"Authorization": f"Bearer {server.launch.api_key}"}
-        assert httpx.get(url, headers=right, trust_env=False).status_code == 200
+        assert httpx.get(url, headers=right, trust_env=False, timeout=AT_ONCE_S).status_code == 200
     else:
         assert (anonymous.status_code, wrong.status_code, proxied.status_code) == (200, 200, 403)
     assert server.control.memory()["admitting"]
@@ -129,7 +130,7 @@ def test_the_machine_s_own_address_is_local_and_a_key_guards_it_too(server: Serv
 def test_on_this_machine_a_key_is_needed_if_there_is_one(server: Server) -> None:
     expected = 401 if server.launch.api_key else 200
     for route in ("/wake_up", "/v1/rl_memory/wake_up"):
-        assert httpx.post(server.url + route, trust_env=False).status_code == expected
+        assert httpx.post(server.url + route, trust_env=False, timeout=AT_ONCE_S).status_code == expected
 
 
 def test_sleep_and_wake_interleave_from_many_threads(server: Server, first_tokens: list[int]) -> None:

@@ -138,7 +138,7 @@ def test_a_frozen_request_leaves_no_prefix_behind(server: Server, weights: Weigh
 def test_a_request_that_waits_begins_under_the_new_weights(server: Server, weights: Weights) -> None:
     count = server.launch.max_running * server.launch.dp
     with ThreadPoolExecutor(count + 1) as pool:
-        running = [pool.submit(server.post, LONG_PROMPT, long_answer(server) // 2) for _ in range(count)]
+        running = [pool.submit(server.post, LONG_PROMPT, long_answer(server)) for _ in range(count)]
         server.wait_held(count)
         waiting = pool.submit(server.post, LONG_PROMPT)
         server.wait_held(count + 1)

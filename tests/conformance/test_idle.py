@@ -44,12 +44,17 @@ def test_it_sleeps_and_requests_wake_it(dozing: Server, tokens: list[int]) -> No
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _: dozing.generate(PROMPT), range(4)))
         assert answers == [tokens] * 4
-    memory = dozing.control.memory()
-    assert memory["admitting"] and not any(engine["idle"] for engine in memory["engines"])
+
+    def is_open() -> bool:
+        assert dozing.generate(PROMPT) == tokens
+        memory = dozing.control.memory()
+        return memory["admitting"] and not any(engine["idle"] for engine in memory["engines"])
+
+    wait_until(is_open, "it is open after a request")
 
 
 def test_a_long_request_keeps_it_awake(dozing: Server, tokens: list[int]) -> None:
-    with dozing.generating(PROMPT, 400) as request:
+    with dozing.generating(PROMPT, 1800) as request:
         time.sleep(2 * IDLE_S)
         request.assert_running()
         assert dozing.control.memory()["admitting"]

@@ -14,6 +14,7 @@ import torch
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, new_model, write_model
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
 from rl_memory_plugins.trainer import ModelSource, RolloutHandoff
 from tests.conformance.conftest import OTHER_SEED, PROMPT, SEED, greedy
@@ -73,10 +74,14 @@ def test_hundreds_of_updates_grow_nothing(
     processes = [psutil.Process(), *own_server.processes()]
     before, occupied = held(processes), own_server.occupied_bytes()
     update(request.config.getoption("--updates") - WARM_UP)
-    after = held(processes)
-    for process in processes:
-        fds, maps, resident = (a - b for a, b in zip(after[process.pid], before[process.pid], strict=True))
-        assert fds <= 0 and maps <= 0, f"{process}: {fds} descriptors, {maps} mappings more"
+
+    def growth() -> list[tuple[int, int, int]]:
+        after = held(processes)
+        return [tuple(a - b for a, b in zip(after[one.pid], before[one.pid], strict=True)) for one in processes]
+
+    # a server may close the connection of the last call a moment later
+    wait_until(lambda: all(fds <= 0 and maps <= 0 for fds, maps, _ in growth()), "no descriptor or mapping is left", 20)
+    for process, (_, _, resident) in zip(processes, growth(), strict=True):
         assert resident < GROWTH_BYTES, f"{process}: {resident} bytes more"
     assert own_server.occupied_bytes() - occupied < GROWTH_BYTES * len(processes)
     assert own_server.generate(PROMPT) == greedy(model, PROMPT)
@@ -109,7 +114,7 @@ def test_a_worker_that_is_killed_in_an_update_is_an_error(own_server: Server, mo
                     workers(own_server)[-1].kill()
                 yield item
 
-    handoff = RolloutHandoff(own_server.control, Killing(), bucket_bytes=1 << 20, timeout_s=60, transport="shm")
+    handoff = RolloutHandoff(own_server.control, Killing(), bucket_bytes=1 << 20, timeout_s=300, transport="shm")
     start = time.monotonic()
     with pytest.raises(RLMemoryError) as caught:
         handoff.sync()
@@ -118,7 +123,7 @@ def test_a_worker_that_is_killed_in_an_update_is_an_error(own_server: Server, mo
         handoff.release()
     with pytest.raises(RLMemoryError):
         handoff.sync()
-    assert time.monotonic() - start < 50, "it waited for an engine that is gone"
+    assert time.monotonic() - start < 250, "it waited for an engine that is gone"
 
 
 def workers(server: Server) -> list[psutil.Process]:

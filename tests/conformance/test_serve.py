@@ -222,7 +222,8 @@ def whole_s(served: Served) -> float:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(served: Served, whole_s: float, stream: bool) -> None:
     served.generate("first")
-    body = served.body("first", LONG, stream=stream)
+    tokens = 1900
+    body, whole_s = served.body("first", tokens, stream=stream), whole_s * tokens / LONG
 
     def ask() -> None:
         with suppress(httpx.HTTPError):
@@ -233,7 +234,7 @@ def test_a_client_that_leaves_ends_its_request(served: Served, whole_s: float, s
 
     leaves = threading.Event()
     start = time.monotonic()
-    with http_client(f"http://127.0.0.1:{served.port}", "", whole_s / 10) as impatient:
+    with http_client(f"http://127.0.0.1:{served.port}", "", whole_s / 20) as impatient:
         if stream:
             asking = threading.Thread(target=ask)
             asking.start()

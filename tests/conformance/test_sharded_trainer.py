@@ -56,7 +56,7 @@ def test_a_process_that_dies_or_stalls(
 ) -> None:
     if server.launch.ranks_of_engine < 2:
         pytest.skip("with two ranks: each start of the trainer takes seconds")
-    options = {**SHARDS, "transport": "tcp", "timeout_s": 5.0}
+    options = {**SHARDS, "transport": "tcp", "timeout_s": 20.0}
     for one in range(2):
         trainer.ask(one, OTHER_SEED, fault if one == rank else None, **options)
     try:

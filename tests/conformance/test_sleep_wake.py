@@ -177,6 +177,6 @@ def test_many_cycles_end_where_they_began(server: Server, first_tokens: list[int
 def test_an_update_needs_resident_weights(server: Server, weights: Weights) -> None:
     server.control.sleep(2)
     with pytest.raises(StateConflictError):
-        server.control.update_weights(weights.first, timeout_s=3)
+        server.control.update_weights(weights.first)
     server.control.wake_up()
     server.control.update_weights(weights.first)

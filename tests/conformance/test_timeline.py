@@ -71,7 +71,7 @@ def test_a_sleep_and_a_wake(server: Server, former: Timeline) -> None:
         assert len(by_rank) == server.launch.ranks, "each rank tells its own"
         assert event.duration_ns >= report["seconds"]["total"] * 1e9 * 0.999 or server.launch.dp > 1
         assert event.start_ns <= event.steps[0].start_ns
-        assert max(ends.values()) <= event.start_ns + event.duration_ns + 1_000_000, "two clocks may part a little"
+        assert max(ends.values()) <= event.start_ns + event.duration_ns + 50_000_000, "two clocks may part a little"
     sleep, wake = found.events
     assert (sleep.level, sleep.tags, sleep.content) == (2, ["weights"], "stale")
     assert len(sleep.before) == server.launch.ranks
@@ -139,7 +139,7 @@ def test_a_handoff_and_its_engine_on_one_clock(
     ):
         assert steps[step].start_ns <= event.start_ns, step
         ends = steps[step].start_ns + steps[step].duration_ns
-        assert event.start_ns + event.duration_ns <= ends + 1_000_000, "two clocks of one process may part a little"
+        assert event.start_ns + event.duration_ns <= ends + 50_000_000, "two clocks of one process may part a little"
 
     files = ["--html", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.json")]
     done = shown(server, *files, "--handoff", str(tmp_path / "handoffs.jsonl"), "--once")

@@ -81,6 +81,6 @@ def test_random_traffic(request: pytest.FixtureRequest, servers: list[Server]) -
         finally:
             stop.set()
         looking.result()
-    assert sum(counts) > 3
+    assert sum(counts) >= 3
     assert not together, f"both engines were awake, seed {seed}"
     assert not any(scrape(server).total("transition_failures_total") for server in servers)

@@ -121,7 +121,7 @@ def test_a_broken_update_closes_the_engine_until_a_complete_one(server: Server, 
 
 
 def test_a_trainer_that_stalls(server: Server, weights: Weights) -> None:
-    with broken_update(server, weights.other, stall=True) as update:
+    with broken_update(server, weights.other, stall=True, timeout_s=None) as update:
         wait_until(lambda: server.control.memory()["reason"] != "updating", "the engine gives up")
         assert server.control.memory()["reason"] == "failed"
     assert update.error is not None
@@ -132,7 +132,7 @@ def test_a_trainer_that_stalls(server: Server, weights: Weights) -> None:
 def test_a_second_update_and_a_sleep_are_refused_while_one_runs(server: Server, weights: Weights) -> None:
     with broken_update(server, weights.other, stall=True):
         with pytest.raises(StateConflictError):
-            push(server, weights.first, timeout_s=5)
+            push(server, weights.first)
         with pytest.raises(StateConflictError):
             server.control.sleep(1)
     push(server, weights.first)

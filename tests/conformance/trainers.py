@@ -44,11 +44,24 @@ class BreakingSource:
 
 
 class broken_update:
-    """An update that breaks off in the middle; with `stall`, a context in which it hangs there."""
+    """An update that breaks off in the middle; with `stall`, a context in which it hangs there.
 
-    def __init__(self, server: Server, module: Any, stall: bool = False, *, after: int = 30, **options: Any) -> None:
+    Args:
+        timeout_s: How long it may hang; `None` leaves that to the engine's option.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        module: Any,
+        stall: bool = False,
+        *,
+        after: int = 30,
+        timeout_s: float | None = 60,
+        **options: Any,
+    ) -> None:
         self._server = server
-        self._options = options
+        self._options = {**options, "timeout_s": timeout_s}
         self._release = threading.Event() if stall else None
         self._source = BreakingSource(module, after=after, release=self._release)
         self.error: RLMemoryError | None = None
@@ -65,7 +78,6 @@ class broken_update:
                 self._source,
                 bucket_bytes=BUCKET_BYTES,
                 **self._options,
-                timeout_s=None if self._release else 60,  # the engine's option decides how long it may hang
             )
         except RLMemoryError as error:
             self.error = error

@@ -54,7 +54,7 @@ def kill(engine: EngineActorHandle) -> None:
     """Kill the actor's process, and wait until Ray has restarted the actor."""
     pid = engine.about().pid
     os.kill(pid, 9)
-    wait_until(lambda: engine.phase(engine.actor.about.remote()) == "empty", "Ray restarts the actor")
+    wait_until(lambda: engine.phase(engine.actor.about.remote()) == "empty", "Ray restarts the actor", 240)
     assert engine.about().pid != pid
 
 

@@ -181,6 +181,7 @@ def test_a_board_on_another_host_is_asked_for_again_after_a_transition() -> None
 
 def test_what_was_told_by_another_host_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server of the same engines may have changed it."""
+    monkeypatch.setattr(board, "ANSWER_VALID_S", 60.0)
     engine = Engine(local=False)
     api = LocalApi(engine)
     assert not api.run(api.is_sleeping())
@@ -193,7 +194,7 @@ def test_what_was_told_by_another_host_is_not_believed_for_long(monkeypatch: pyt
 
 async def at_once(awaitable: Any) -> Any:
     """The result, which needs no answer of an engine that gives none."""
-    return await asyncio.wait_for(awaitable, ANSWER_S + 1)
+    return await asyncio.wait_for(awaitable, ANSWER_S + 30)
 
 
 async def until(condition: Any) -> None:
@@ -226,7 +227,8 @@ def test_an_engine_on_another_host_is_known_to_be_busy_while_this_client_s_trans
         if begin == "update_weights":
             with pytest.raises(StateConflictError):
                 await api.run(api.sleep())
-        assert time.monotonic() - start < ANSWER_S
+        assert time.monotonic() - start < ANSWER_S / 2
+        monkeypatch.setattr(board, "ANSWER_VALID_S", 60.0)
         engine.lasts.set()
         await running
         assert bool(admission.first_refusal(api.status_now())) is (begin == "sleep")
@@ -253,20 +255,22 @@ def test_the_status_of_an_engine_that_does_not_answer_is_given_without_it(monkey
         assert api.asked == ["Hello", "Hello"], "it is asked once at a time"
         engine.asleep = ["weights"]
         engine.busy.release()
-        await until(lambda: api.status_now() != [])
-        assert api.status_now()[0].asleep_tags() == ["weights"]
+        found: list[Any] = []
+        await until(lambda: found or found.extend(api.status_now()))
+        assert found[0].asleep_tags() == ["weights"]
 
     asyncio.run(main())
 
 
 def test_an_old_status_is_asked_for_again_and_seldom_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "ANSWER_VALID_S", 0.05)
+    monkeypatch.setattr(board, "ANSWER_VALID_S", 60.0)
 
     async def main() -> None:
         engine = SlowEngine()
         api = RemoteApi(engine)
         assert api.status_now() == []
         assert await api.status_at_first() == [engine.status()]
+        monkeypatch.setattr(board, "ANSWER_VALID_S", 0.05)
         engine.asleep = ["weights"]
         await asyncio.sleep(0.06)
         assert await api.status_at_first() == []

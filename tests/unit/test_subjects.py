@@ -26,7 +26,7 @@ def test_a_subject_that_takes_too_long_ends_with_its_server(tmp_path: Path) -> N
     file = tmp_path / "pid"
     subject = SUBJECT.format(server=SERVER, file=str(file))
     with pytest.raises(subprocess.TimeoutExpired):
-        run_bounded([sys.executable, "-c", subject], 5)
+        run_bounded([sys.executable, "-c", subject], 12)
     server = int(file.read_text())
     wait_until(lambda: not runs(server), "the server has ended")
 

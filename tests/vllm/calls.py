@@ -37,7 +37,7 @@ def restore(llm: Any, folder: Path, expected: list[int] | None = None) -> list[i
 def push(llm: Any, tensors: Any, **options: Any) -> dict[str, Any]:
     """The trainer is a thread of the client's process; the engine is asked by Python."""
     post = lambda body: llm.update_weights_from_ipc(**body)  # noqa: E731
-    return push_weights(post, tensors, timeout_s=10, bucket_bytes=1 << 20, **options)
+    return push_weights(post, tensors, timeout_s=60, bucket_bytes=1 << 20, **options)
 
 
 def refused(call: Callable[[], Any]) -> str:

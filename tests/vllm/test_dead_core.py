@@ -47,8 +47,8 @@ def kill_soon(client: Any) -> None:
 def sync_update(llm: Any) -> float:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    kill_soon(llm.llm_engine.engine_core)
     start = time.monotonic()
+    kill_soon(llm.llm_engine.engine_core)
     with WeightSender(1) as sender, pytest.raises(EngineDeadError):
         llm.update_weights_from_ipc(sender.endpoints, sender.token)
     return time.monotonic() - start
@@ -57,8 +57,8 @@ def sync_update(llm: Any) -> float:
 async def async_update(engine: Any) -> float:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    kill_soon(engine.engine_core)
     start = time.monotonic()
+    kill_soon(engine.engine_core)
     with WeightSender(1) as sender, pytest.raises(EngineDeadError):
         await engine.update_weights_from_ipc(sender.endpoints, sender.token)
     return time.monotonic() - start
@@ -84,4 +84,4 @@ def test_a_server_with_a_dead_core_is_not_called_healthy(model_folder: Path, tmp
             wait_until(lambda: not server.is_healthy(), "the dead engine is not called healthy", AT_ONCE_S)
             assert not server.is_healthy()
             with contextlib.suppress(httpx.HTTPError):
-                assert update.result(AT_ONCE_S).status_code >= 500
+                assert update.result(60).status_code >= 500

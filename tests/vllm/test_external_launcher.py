@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from integration.engines.ports import reserve_port
 from integration.models import new_model
 from rl_memory_plugins import DeviceMemoryError, StateConflictError
 from tests.vllm.calls import generate, push, refused
@@ -19,14 +19,15 @@ from tests.vllm.conftest import OTHER_SEED, SEED, engine_options, environment
 from tests.vllm.test_python import load_here
 
 RANKS = 2
-JOIN_S = 3.0
+JOIN_S = 3.0  # of a rank that is alone
+PATIENCE_S = 120.0
 
 
 def make(folder: Path, faults: Path) -> Any:
     from rl_memory_plugins.engines.vllm import external
     from rl_memory_plugins.vllm import LLM
 
-    external.JOIN_TIMEOUT_S = JOIN_S
+    external.JOIN_TIMEOUT_S = external._AFTER_A_FAILURE_S = PATIENCE_S
     name_shared_memory_by_port()
     options = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "external_launcher", "seed": 0}
     return LLM(**engine_options(folder, **options), rl_memory={"poison": True, "fault_dir": str(faults)})
@@ -63,9 +64,7 @@ class Ranks:
 @pytest.fixture(scope="module")
 def started(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     faults = tmp_path_factory.mktemp("faults")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    reservation, port = reserve_port()
     world = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
     variables = {**environment(model_folder, tp=RANKS), **world, "MASTER_PORT": str(port)}
     children: list[Child] = []
@@ -79,6 +78,7 @@ def started(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     finally:
         for child in children:
             child.stop()
+        reservation.close()
         for left in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
             left.unlink()
 
@@ -165,8 +165,14 @@ def test_an_update(ranks: Ranks, model_folder: Path, other_tokens: list[int]) ->
 
 
 def alone(llm: Any) -> tuple[str, Any]:
-    with pytest.raises(StateConflictError) as caught:
-        llm.sleep(1)
+    from rl_memory_plugins.engines.vllm import external
+
+    external.JOIN_TIMEOUT_S, external._AFTER_A_FAILURE_S = JOIN_S, 1.0
+    try:
+        with pytest.raises(StateConflictError) as caught:
+            llm.sleep(1)
+    finally:
+        external.JOIN_TIMEOUT_S = external._AFTER_A_FAILURE_S = PATIENCE_S
     return str(caught.value), caught.value.details["absent_ranks"]
 
 

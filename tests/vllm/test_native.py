@@ -286,7 +286,7 @@ def test_requests_keep_their_kv_cache_over_an_update_in_vllms_own_pause(server: 
     """Stock: new requests find the prefixes of the former weights too."""
     prompt = list(range(5, 165))
     before, preemptions = server.generate(prompt), server.kind.recomputations(server.http, {})
-    with server.generating(PROMPT, 400) as request:
+    with server.generating(PROMPT, 900) as request:
         assert server.http.post("/pause?mode=keep&clear_cache=false").status_code == 200
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(other_folder)}}
         assert server.http.post("/collective_rpc", json=body).status_code == 200
@@ -333,7 +333,9 @@ def test_a_reload_forgets_the_prefix_cache(
 
 def test_weight_transfer_without_a_backend_changes_nothing(server: Server, first_tokens: list[int]) -> None:
     for route in ("/start_weight_update", "/finish_weight_update"):
-        assert httpx.post(server.url + route, trust_env=False).status_code >= 400  # vLLM closes the connection too
+        assert (
+            httpx.post(server.url + route, trust_env=False, timeout=60).status_code >= 400
+        )  # vLLM closes the connection too
     assert server.generate(PROMPT) == first_tokens
 
 

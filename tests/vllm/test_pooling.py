@@ -13,6 +13,7 @@ import pytest
 
 from integration.engines.base import Launch, Server
 from integration.engines.vllm import Vllm
+from integration.waiting import wait_until
 from tests.vllm.conftest import PROMPT
 
 ROUNDS = 20
@@ -47,7 +48,9 @@ def test_a_sleep_ends_running_requests_with_a_503(server: Server) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         for number in range(ROUNDS):
             running = [pool.submit(embed, server, prompt) for prompt in prompts]
-            time.sleep(0.05 + 0.02 * number)
+            last = running[-1]
+            wait_until(lambda last=last: last.done() or server.kind.requests_held(server.http) > 0, "the requests run")
+            time.sleep(0.02 * number)
             server.control.sleep(1)
             for response in (one.result() for one in running):
                 assert response.status_code in (200, 503), response.text

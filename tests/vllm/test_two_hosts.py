@@ -121,11 +121,11 @@ def test_a_cable_that_is_pulled_closes_the_engine(
     options = {"advertise": hosts.addresses[0], "tls": True, "bucket_bytes": BUCKET_BYTES, "transport": "tcp"}
     try:
         with pytest.raises(WeightUpdateError) as error:
-            server.control.update_weights(Source(), timeout_s=5, **options)
+            server.control.update_weights(Source(), timeout_s=20, **options)
     finally:
         hosts.mend()
     assert error.value.details["reason"] == "stalled"
-    wait_until(lambda: server.control.memory()["reason"] == "failed", "the engine has given the update up", 30)
+    wait_until(lambda: server.control.memory()["reason"] == "failed", "the engine has given the update up", 60)
     assert server.post(PROMPT).status_code == 503
     server.control.update_weights(models[1], **options)
     assert server.generate(PROMPT) == greedy(models[1], PROMPT)

@@ -8,6 +8,7 @@ which ranks are absent, and a call that failed leaves the store usable.
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,8 @@ JOIN_TIMEOUT_S = 600.0
 REPLY_TIMEOUT_S = 1800.0
 """How long a rank waits for the replies of the others, as torch's collectives do. An update is the slowest call."""
 
-_AFTER_A_FAILURE_S = 1.0  # for the remaining calls of a transition that a rank has missed
+_AFTER_A_FAILURE_S = 1.0
+"""For the remaining calls of a transition that a rank has missed. They follow at once; a later call is a new one."""
 
 
 class ExternalRanks:
@@ -46,6 +48,7 @@ class ExternalRanks:
         self._ranks = ranks
         self._calls = 0
         self._failure: StateConflictError | None = None  # the error of the last call that a rank has missed
+        self._failed_at = 0.0
 
     def call(self, method: str, **arguments: Any) -> list[Reply[Any]]:
         try:
@@ -74,11 +77,14 @@ class ExternalRanks:
         differing = ("endpoints", "token", "number", "numbers")  # each rank has its own
         common = {name: value for name, value in arguments.items() if name not in differing}
         self._store.set(self._key("join", self._rank), msgspec.json.encode((method, common)))
+        if time.monotonic() - self._failed_at > _AFTER_A_FAILURE_S:
+            self._failure = None
         try:
             self._wait("join", method, JOIN_TIMEOUT_S if self._failure is None else _AFTER_A_FAILURE_S)
         except StateConflictError as error:
             self._store.delete_key(self._key("join", self._rank))
             self._failure = self._failure or error  # the first error names the call that the ranks missed
+            self._failed_at = time.monotonic()
             raise self._failure from None
         self._failure = None
         calls = {rank: self._store.get(self._key("join", rank)) for rank in self._ranks}

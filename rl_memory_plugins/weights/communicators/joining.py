@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.communicators import JOIN_SHARE, TRAINER, join
 from rl_memory_plugins.weights.communicators.kept import OF_TRAINER
@@ -49,10 +50,7 @@ def join_all(
         RLMemoryError: a rank has failed, or is gone.
     """
     joining = [rank for rank in ranks if rank.offered.get("new")]
-    if not joining:
-        return {}
-    with ThreadPoolExecutor(len(joining), "rl-memory-join") as pool:
-        refusals = list(pool.map(lambda rank: _join(rank, timeout_s, device), joining))
+    refusals = in_parallel([partial(_join, rank, timeout_s, device) for rank in joining], "rl-memory-join")
     return {rank: refusal for rank, refusal in zip(joining, refusals, strict=True) if refusal is not None}
 
 

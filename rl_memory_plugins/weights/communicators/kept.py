@@ -54,7 +54,13 @@ class KeptCommunicators:
         watch = threading.Thread(
             target=self._watch, args=(communicator.name, connection), name="rl-memory-communicator", daemon=True
         )
-        watch.start()
+        try:
+            watch.start()
+        except RuntimeError:  # this process cannot start more threads: the next update makes a new communicator
+            with self._lock:
+                self._kept.pop(communicator.name, None)
+            communicator.close()
+            connection.close()
 
     def drop(self, communicator: Communicator) -> None:
         """Close a communicator that is not kept: its update has failed."""

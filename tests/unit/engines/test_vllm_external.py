@@ -39,9 +39,18 @@ def store() -> Any:
 
 @pytest.fixture
 def ranks(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
+    patient(monkeypatch)
+    return [Rank(store, number) for number in RANKS]
+
+
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "JOIN_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(external, "_AFTER_A_FAILURE_S", 20.0)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "JOIN_TIMEOUT_S", 0.5)
     monkeypatch.setattr(external, "_AFTER_A_FAILURE_S", 0.1)
-    return [Rank(store, number) for number in RANKS]
 
 
 def together(ranks: list[Rank], call: Callable[[Rank], Any]) -> list[Any]:
@@ -63,13 +72,17 @@ def test_one_that_fails_fails_for_all(ranks: list[Rank]) -> None:
     assert together(ranks, lambda rank: rank.call("prepare_sleep", **tags)) == [[(2, False), (3, False)]] * 2
 
 
-def test_one_that_comes_alone_names_the_absent_and_the_next_call_works(ranks: list[Rank]) -> None:
+def test_one_that_comes_alone_names_the_absent_and_the_next_call_works(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
     for method in ("prepare_sleep", "status"):  # the second one is part of the same operation
         arguments = {"level": 1, "tags": ["weights"]} if method == "prepare_sleep" else {}
         assert ranks[0].call(method, **arguments) == [(2, True)]
         error = ranks[0].replies[0].error
         assert error is not None and error["details"] == {"absent_ranks": [3]}
         assert error["message"].startswith("prepare_sleep: ")
+    patient(monkeypatch)
     assert together(ranks, lambda rank: rank.call("status")) == [[(2, False), (3, False)]] * 2
 
 
@@ -85,7 +98,8 @@ def test_different_calls_are_refused_on_all(ranks: list[Rank]) -> None:
     assert together(ranks, lambda rank: rank.call("status")) == [[(2, False), (3, False)]] * 2
 
 
-def test_what_a_rank_has_begun_is_undone_whoever_comes(ranks: list[Rank]) -> None:
+def test_what_a_rank_has_begun_is_undone_whoever_comes(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch)
     manager = ranks[0].manager
     manager.begin_writing()
     assert ranks[0].call("finish_update", complete=False) == [(2, True)]

@@ -20,7 +20,7 @@ from rl_memory_plugins.tags import Content, Level
 
 MiB = 1 << 20
 TIMEOUT_S = 60  # of what would else hang
-SOON_S = 5.0  # of what must not wait for anything; it takes milliseconds
+SOON_S = 20.0  # of what must not wait for anything; it takes milliseconds
 
 
 class Pages:
@@ -116,7 +116,7 @@ def test_a_buffer_that_is_being_prepared_is_waited_for(arenas, pages):
 
 def test_nobody_waits_for_a_buffer_of_another_size(arenas, pages, monkeypatch):
     """As a level-2 sleep, which preserves little, beside a copy of all weights in the making."""
-    monkeypatch.setattr(preparation, "PAUSE_S", 0.05)
+    monkeypatch.setattr(preparation, "PAUSE_S", 2.0)
     arena = arenas()
     arena.prepare([400 * MiB])
     assert pages.waiting.wait(TIMEOUT_S)

@@ -40,7 +40,7 @@ def test_it_follows_a_sleep(rank, monkeypatch):
 
 def test_the_cache_of_a_trainer_in_this_process_is_left_alone(rank, monkeypatch):
     """A trainer that allocates while the engine sleeps may be in the middle of anything."""
-    monkeypatch.setattr(reclaim, "DELAY_S", 0.2)
+    monkeypatch.setattr(reclaim, "DELAY_S", 2.0)
     sleep(rank)
     rank.device.allocated += 1
     wait_for_reclaim()

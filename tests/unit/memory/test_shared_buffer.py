@@ -23,7 +23,7 @@ from rl_memory_plugins.memory.shared_buffers import SharedBuffers
 
 MiB = 1 << 20
 KEY = bytes(range(KEY_BYTES))
-SOON_S = 5.0
+SOON_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -149,8 +149,8 @@ def test_a_sleep_waits_for_the_preparation_and_makes_no_other(arena, monkeypatch
 
     monkeypatch.setattr(pinned, "populate", slow)
     arena.shared.prepare(KEY, 40 * MiB)
-    threading.Timer(0.2, go_on.set).start()
     start = time.monotonic()
+    threading.Timer(0.2, go_on.set).start()
     assert arena.shared.lease(KEY, 40 * MiB, lambda address: True)
     assert time.monotonic() - start >= 0.1
     assert arena.held_bytes == 40 * MiB

@@ -1,29 +1,35 @@
 """Functions in other threads: what they return, what they raise, and what happens without a thread."""
 
+import gc
 import threading
+import time
+import weakref
+from functools import partial
 
 import pytest
 
-from rl_memory_plugins.memory.threads import Beside
+from rl_memory_plugins.memory.threads import Beside, in_parallel
+
+NAME = "rl-memory-test"
 
 
 def test_a_function_runs_beside_its_caller():
     ran, caller = threading.Event(), threading.current_thread()
-    beside = Beside(lambda: (ran.set(), threading.current_thread())[1], "rl-memory-test").start()
+    beside = Beside(lambda: (ran.set(), threading.current_thread())[1], NAME).start()
     assert ran.wait(60)
     assert beside.result() is not caller
 
 
 def test_its_error_reaches_the_caller():
-    beside = Beside(lambda: 1 // 0, "rl-memory-test").start()
+    beside = Beside(lambda: 1 // 0, NAME).start()
     with pytest.raises(ZeroDivisionError):
         beside.result()
 
 
 def test_who_waits_for_the_end_gets_its_error_once():
-    failed = Beside(lambda: 1 // 0, "rl-memory-test").start()
+    failed = Beside(lambda: 1 // 0, NAME).start()
     assert isinstance(failed.end(), ZeroDivisionError) and failed.end() is None
-    assert Beside(lambda: None, "rl-memory-test").start().end() is None
+    assert Beside(lambda: None, NAME).start().end() is None
 
 
 def test_a_process_that_can_start_no_thread_runs_it_itself(monkeypatch):
@@ -31,4 +37,105 @@ def test_a_process_that_can_start_no_thread_runs_it_itself(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert Beside(threading.current_thread, "rl-memory-test").start().result() is threading.current_thread()
+    assert Beside(threading.current_thread, NAME).start().result() is threading.current_thread()
+
+
+def test_calls_in_parallel_meet_and_return_in_order():
+    met = threading.Barrier(3, timeout=60)
+    calls = [lambda number=number: (met.wait(), number)[1] for number in range(3)]
+    assert in_parallel(calls, NAME) == [0, 1, 2]
+    assert in_parallel([], NAME) == []
+
+
+def test_the_first_error_of_calls_in_parallel_reaches_the_caller_after_the_last_has_ended_and_leaves_no_cycle():
+    class Held:
+        pass
+
+    ended = threading.Event()
+
+    def fail(kind):
+        held.append(weakref.ref(mine := Held()))
+        raise kind(mine)
+
+    held, failing = [], threading.Event()
+    calls = [
+        lambda: (failing.wait(60), time.sleep(0.2), ended.set()),
+        lambda: fail(LookupError),
+        lambda: (failing.set(), fail(OSError)),
+    ]
+    gc.disable()
+    try:
+        with pytest.raises(LookupError):
+            in_parallel(calls, NAME)
+        assert ended.is_set()
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("allowed", range(4))
+def test_calls_in_parallel_run_one_by_one_where_no_thread_can_be_started(monkeypatch, allowed):
+    start, started, ran = threading.Thread.start, [], []
+
+    def start_or_not(thread):
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def call(number):
+        ran.append(number)
+        if number == 2:
+            raise LookupError
+        return number
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    with pytest.raises(LookupError):
+        in_parallel([partial(call, number) for number in range(4)], NAME)
+    assert sorted(ran) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("to_the_end", "interrupts"), [(False, 1), (True, 3)])
+def test_an_interrupt_waits_for_calls_in_parallel(monkeypatch, to_the_end, interrupts):
+    join, joins, ended, go_on = threading.Thread.join, [], [], threading.Event()
+
+    def interrupted(thread):
+        joins.append(thread)
+        if len(joins) <= interrupts:
+            raise KeyboardInterrupt
+        go_on.set()
+        join(thread)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel([lambda: (go_on.wait(60), ended.append(1))] * 2, NAME, to_the_end=to_the_end)
+    assert ended == [1, 1]
+
+
+def test_a_second_interrupt_need_not_wait(monkeypatch):
+    go_on = threading.Event()
+
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel([lambda: go_on.wait(60)], NAME)
+    go_on.set()
+
+
+def test_an_interrupt_while_a_thread_starts_begins_no_further_call(monkeypatch):
+    start, started, ran = threading.Thread.start, [], []
+
+    def interrupted(thread):
+        started.append(thread)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel([partial(ran.append, number) for number in range(3)], NAME)
+    start(started[1])  # as if it had been started already
+    started[1].join()
+    assert ran == [0]

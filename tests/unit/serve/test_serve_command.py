@@ -68,7 +68,7 @@ def path() -> str:
 def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
     running = Running(tmp_path, getattr(request, "param", ()))
     try:
-        wait_until(running.is_healthy, "both engines have started")
+        wait_until(running.is_healthy, "both engines have started", 180)
         yield running
     finally:
         with suppress(ProcessLookupError):

@@ -121,7 +121,7 @@ def run(scenario: Callable[..., Coroutine[Any, Any, None]], key: str = "") -> No
             http = await stack.enter_async_context(proxying_client())
             app = build_front(engines, ControlAuth([key]), http)  # type: ignore[arg-type]
             url = await stack.enter_async_context(serving(app))
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=60))
             await asyncio.wait_for(scenario(client, *engines), 60)
 
     asyncio.run(main())
@@ -246,7 +246,7 @@ def test_an_engine_that_does_not_listen_is_a_503_that_names_it() -> None:
         engine.url = "http://127.0.0.1:1"
         async with proxying_client() as http:
             app = build_front([engine], ControlAuth(), http)  # type: ignore[list-item]
-            async with serving(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            async with serving(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
                 answer = await client.post(CHAT, json={"model": "a"})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "EngineLostError" and "'a'" in answer.json()["error"]["message"]

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from helpers import until
 
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import EngineAsleepError, EngineLostError
 from rl_memory_plugins.serve import engine as engine_module
 from rl_memory_plugins.serve import processes
@@ -96,8 +98,8 @@ def test_an_end_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
         await engine.ended()
-        engine.rests(4)
         assert not processes.alive([child])
+        engine.rests(4.4)
         refusal = engine.refusal()
         assert isinstance(refusal, EngineLostError)
         assert refusal.message == "the engine of model 'a' ended by SIGKILL; it starts again in 4 s"
@@ -199,7 +201,7 @@ def test_an_engine_that_hangs_is_stopped(
         await engine.ended()
         assert engine.end == "was stopped: it gave no answer at /health for 0.5 s, or 503"
         assert "model 'a': its engine gave no answer at /health" in caplog.text
-        assert not processes.alive(left)
+        await until(lambda: not processes.alive(left))
 
     run(tmp_path, scenario)
 
@@ -330,4 +332,4 @@ def test_a_stop_leaves_nothing_even_if_the_server_does_not_listen(
         os.kill(engine.pid, signal.SIGSTOP)  # SIGTERM does nothing to it now
 
     run(tmp_path, scenario)
-    assert not processes.alive(left)
+    wait_until(lambda: not processes.alive(left), "all have ended")

@@ -39,7 +39,7 @@ CLIENT = """
 
     def ask(address, key):
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        for _ in range(100):
+        for _ in range(600):
             try:
                 return httpx.get(f"http://{address}:8000/memory", headers=headers, trust_env=False, timeout=5).json()
             except httpx.ConnectError:
@@ -84,7 +84,7 @@ def on(name: str, script: str, *arguments: str) -> list[str]:
 
 
 def answers(name: str, key: str, *addresses: str) -> list[str]:
-    done = subprocess.run(on(name, CLIENT, key, *addresses), check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(on(name, CLIENT, key, *addresses), check=True, capture_output=True, text=True, timeout=180)
     return json.loads(done.stdout)
 
 

@@ -23,7 +23,7 @@ class ProcessPair:
     def __exit__(self, *_):
         self._stop()
 
-    def run(self, function, *arguments, timeout_s=30.0):
+    def run(self, function, *arguments, timeout_s=120.0):
         """Both ranks' results of `function(rank, *arguments)`; an error of either is an error here."""
         for pipe in self._pipes:
             pipe.send((function, arguments))

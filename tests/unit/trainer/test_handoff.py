@@ -1,6 +1,7 @@
 """The order of the steps, their times, and what a failure in each of them leaves behind."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -484,7 +485,7 @@ def test_one_of_many_engines_fails_and_none_goes_on(step):
     start = time.monotonic()
     with pytest.raises(StateConflictError), setup.handoff.training():
         pass
-    assert time.monotonic() - start < 15  # the sender does not wait for ranks that will not come
+    assert time.monotonic() - start < 25  # the sender does not wait for ranks that will not come
     assert ("wake_up", None) not in setup.log
     assert not setup.engines[0].open
     with setup.handoff.training():
@@ -546,7 +547,7 @@ def body_fails_on_rank_zero(rank, make, kind):
         began.append(time.monotonic())
         if rank == 0:
             raise kind("only here")
-        time.sleep(1.0)
+        time.sleep(3.0)
 
     caught = None
     try:
@@ -565,7 +566,7 @@ def body_fails_on_rank_zero(rank, make, kind):
 def test_a_body_that_fails_on_one_process_fails_on_all(pair, make, kind):
     (zero, seconds), (one, _) = pair.run(body_fails_on_rank_zero, make, kind)
     own = {} if kind is StateConflictError else None
-    assert zero == (kind.__name__, "only here", own) and seconds < 0.9  # it waits for nobody
+    assert zero == (kind.__name__, "only here", own) and seconds < 2.7  # it waits for nobody
     if kind is StateConflictError:
         assert one == (kind.__name__, "only here", {"trainer_rank": 0, "step": "training"})
     else:
@@ -729,9 +730,10 @@ def test_an_asynchronous_failure_names_its_step_and_a_retry_recovers():
 
 def test_a_cancelled_task_does_not_let_two_handoffs_mix():
     setup = Setup(make=AsyncRolloutHandoff)
-    sleep = setup.engine.sleep
+    sleep, begun = setup.engine.sleep, threading.Event()
 
     def slow_sleep(*args, **kwargs):
+        begun.set()
         time.sleep(0.2)
         sleep(*args, **kwargs)
 
@@ -739,7 +741,8 @@ def test_a_cancelled_task_does_not_let_two_handoffs_mix():
 
     async def main():
         task = asyncio.create_task(setup.handoff.release())
-        await asyncio.sleep(0.05)
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
         task.cancel()
         await setup.handoff.sync("7")
 

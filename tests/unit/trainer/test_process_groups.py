@@ -48,7 +48,7 @@ class Communicator:
         self._call("resume")
 
     def _call(self, name):
-        dist.monitored_barrier(BARRIER[0], timeout=timedelta(seconds=5))
+        dist.monitored_barrier(BARRIER[0], timeout=timedelta(seconds=10))
         if name in FAILURES:
             raise RuntimeError("NCCL error: unhandled system error")
         LOG.append(name)

@@ -320,7 +320,7 @@ def test_a_relay_that_dies_before_the_offer_leaves_its_engines_as_they_were(monk
     else:
         monkeypatch.setattr(relay.Incoming, "open", greet)
     update = lambda: push_from_all(  # noqa: E731
-        [Mortal(one), well], checkpoint(2), weight_version="2", **{**options, "timeout_s": 2.0 if hangs else 60.0}
+        [Mortal(one), well], checkpoint(2), weight_version="2", **{**options, "timeout_s": 6.0 if hangs else 60.0}
     )
     try:
         if on_failure == "continue":

@@ -41,7 +41,7 @@ from rl_memory_plugins.weights.communicators import over_gloo
 from rl_memory_plugins.weights.source import spec_of
 
 CONTINUE = {**OPTIONS, "on_failure": "continue"}
-HANG_S = 1.5
+HANG_S = 3.0
 
 
 def well_engines():
@@ -84,7 +84,7 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(point, form):
     source = form(tensors)
     start = time.monotonic()
     report = push_from_all(among(well, dying), source, weight_version="5", **CONTINUE)
-    assert time.monotonic() - start < 10 < OPTIONS["timeout_s"]
+    assert time.monotonic() - start < 20 < OPTIONS["timeout_s"]
     assert_loaded(well, tensors)
     assert all(engine.open and engine.version == "5" for engine in well)
     [failure] = report["failed"]
@@ -127,16 +127,16 @@ def test_several_silent_engines_do_not_make_the_others_give_up():
 
 def test_engines_that_do_not_answer_are_waited_for_together(monkeypatch):
     """Their senders have failed: the time in which they may say why is the same for all."""
-    monkeypatch.setattr(several, "GRACE_S", 0.75)
+    monkeypatch.setattr(several, "GRACE_S", 4.0)
     silent = [SilentEngine("bucket", True, f"fake:{number}") for number in (6, 7, 8, 9)]
     with contextlib.ExitStack() as end:
         for one in silent:
             end.callback(one.wake)
         start = time.monotonic()
         with pytest.raises(WeightUpdateError, match="Ack"):
-            push_from_all(silent, checkpoint(2), **{**CONTINUE, "timeout_s": 3.0})
+            push_from_all(silent, checkpoint(2), **{**CONTINUE, "timeout_s": 5.0})
         took = time.monotonic() - start
-    assert took < 3.0 + 0.75 + 1.5
+    assert took < 5.0 + 4.0 + 8.0  # one after the other they would take 21
 
 
 @pytest.mark.parametrize("module", [lane, push], ids=["sender", "request"])
@@ -285,7 +285,7 @@ def test_an_interrupt_in_the_source_ends_the_update():
 
     pushing = threading.Thread(target=push, daemon=True)
     pushing.start()
-    pushing.join(10)
+    pushing.join(60)
     assert ended
 
 
@@ -383,7 +383,7 @@ def test_engines_that_cannot_be_joined_say_so_while_the_trainer_waits(monkeypatc
     monkeypatch.setattr(over_gloo, "_joined", dropped)
     engines = [ToyEngine(first_device=number) for number in range(5)]
     with pytest.raises(UnsupportedError):
-        push_from_all(engines, checkpoint(), transport="gloo", **{**CONTINUE, "timeout_s": 3.0})
+        push_from_all(engines, checkpoint(), transport="gloo", **{**CONTINUE, "timeout_s": 9.0})
 
 
 def test_each_engine_of_a_process_has_the_next_port():

@@ -145,8 +145,7 @@ FAULTS = [
 @pytest.mark.parametrize(("transport", "rank", "fault", "left"), FAULTS, ids=lambda value: str(value).replace(" ", ""))
 def test_a_process_that_dies_or_stops(tmp_path, transport, rank, fault, left):
     engine = ToyEngine(2)
-    # two ends of Gloo must be joined within a third of it
-    options = {"transport": transport, "timeout_s": 12.0 if transport == "gloo" else 4.0}
+    options = {"transport": transport, "timeout_s": 15.0}  # two ends of Gloo must be joined within a third of it
     with started(engine, tmp_path, **options) as both:
         assert both.update(1)[0] == [] and holds(engine, 1)
         caught, answers = both.update(2, rank, fault)

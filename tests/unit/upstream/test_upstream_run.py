@@ -67,7 +67,7 @@ def test_natively_the_package_is_off(tmp_path, monkeypatch):
 
 
 def test_a_file_that_hangs_is_killed_and_its_test_is_an_error(tmp_path):
-    found = outcomes(tmp_path, "native", "import time\ndef test_hangs(): time.sleep(600)\n", seconds=15)
+    found = outcomes(tmp_path, "native", "import time\ndef test_hangs(): time.sleep(600)\n", seconds=30)
 
     assert found == {"test_hangs": "error"}
 

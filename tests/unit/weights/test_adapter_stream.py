@@ -72,7 +72,7 @@ def send(tensors, ranks, slots, **options):
         sender.send(ModelSource(tensors))
     except RLMemoryError as caught:
         error = caught
-    sent.join(10)
+    sent.join(60)
     return sent, error
 
 

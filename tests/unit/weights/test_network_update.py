@@ -14,6 +14,7 @@ from links import Link, through
 from test_update import NOTHING, counts, failing_loader, left_since
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import (
     AuthenticationError,
     HostMemoryError,
@@ -51,7 +52,7 @@ def send(sender, source):
         return error
 
 
-def update(ranks, source, *, timeout_s=10.0, **options):
+def update(ranks, source, *, timeout_s=30.0, **options):
     """The sender's report or error, and the receivers' threads, which have ended."""
     options.setdefault("bucket_bytes", 256)
     with WeightSender(len(ranks), timeout_s=timeout_s, **options) as sender:
@@ -128,8 +129,8 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next():
         answering = open_ones.enter_context(socket.create_server(("127.0.0.1", 0)))
         places = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (full, answering)]
         start = time.monotonic()
-        sock = open_ones.enter_context(dial.dial(places, None, 6.0))
-        assert 2.9 < time.monotonic() - start < 5.9
+        sock = open_ones.enter_context(dial.dial(places, None, 10.0))
+        assert 4.9 < time.monotonic() - start < 9.9
         assert sock.getpeername() == answering.getsockname()
 
 
@@ -175,6 +176,7 @@ def connection_to(sender, security):
 
 def test_strangers_are_turned_away_and_hold_nobody_up(security, monkeypatch):
     monkeypatch.setattr(greeter, "MAX_STRANGERS", 12)
+    monkeypatch.setattr(greeter, "HELLO_S", 60.0)
     rank, tensors = Rank(), checkpoint()
     with contextlib.ExitStack() as strangers, WeightSender(1, timeout_s=30, **security) as sender:
         target = addresses.parse(sender.endpoints["*"])[:2]
@@ -205,6 +207,7 @@ def test_strangers_are_turned_away_and_hold_nobody_up(security, monkeypatch):
 
 def test_silent_strangers_lock_no_rank_out(monkeypatch, security):
     monkeypatch.setattr(greeter, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(greeter, "HELLO_S", 60.0)
     rank, tensors = Rank(), checkpoint()
     with contextlib.ExitStack() as strangers, WeightSender(1, timeout_s=30, **security) as sender:
         target = addresses.parse(sender.endpoints["*"])[:2]
@@ -248,8 +251,8 @@ def test_another_certificate_is_refused_before_the_token_is_shown(certificate_fi
         thread = threading.Thread(target=impostor, args=(listener, context))
         thread.start()
         address = addresses.parse(sender.endpoints["*"])._replace(port=listener.getsockname()[1])
-        error = Receiving(rank, through(sender, str(address)), timeout_s=5).join().error
-        thread.join(5)
+        error = Receiving(rank, through(sender, str(address)), timeout_s=15).join().error
+        thread.join(15)
         listener.close()
     assert error.details["reason"] == "certificate" and received in ([], [b""])
     assert rank.manager.content is Content.VALID
@@ -407,7 +410,7 @@ def test_a_source_that_fails_in_the_middle_says_why(security):
 # Lies
 
 
-def offered(rank, description, *, timeout_s=3.0):
+def offered(rank, description, *, timeout_s=10.0):
     """A trainer that follows the protocol up to the answer to its offer: a context of connection and thread."""
 
     @contextlib.contextmanager
@@ -457,7 +460,8 @@ def test_a_slot_of_a_size_that_cannot_be_is_refused(slot_bytes, error, message):
 def test_a_trainer_that_lies_about_the_bytes_of_a_bucket_is_refused(entries, sent, content, message):
     rank = Rank(ToyModel(opaque=False))
     former = rank.model.snapshot()
-    with offered(rank, {"kind": "tcp", "slot_bytes": 4096}, timeout_s=1.0) as (connection, thread):
+    timeout_s = 3.0 if "stalled" in message else 10.0
+    with offered(rank, {"kind": "tcp", "slot_bytes": 4096}, timeout_s=timeout_s) as (connection, thread):
         connection.receive(wire.Accept, timeout_s=5)
         connection.send(wire.Bucket(0, [BucketEntry(*entry) for entry in entries]), 5.0)
         with contextlib.suppress(RLMemoryError):  # the rank may have gone already
@@ -533,8 +537,8 @@ def test_many_sessions_leave_nothing(security):
                 assert isinstance(send(sender, checkpoint(seed)), Exception) == (seed % 5 == 4)
                 thread.join()
         del thread
-    assert threading.active_count() <= threads
-    assert left_since(before) == NOTHING
+    # a greeter's thread may end a moment after it has let go of its connection
+    wait_until(lambda: threading.active_count() <= threads and left_since(before) == NOTHING, "nothing is left")
 
 
 def test_a_push_names_all_its_places_to_the_engine():

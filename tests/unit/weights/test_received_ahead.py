@@ -89,7 +89,7 @@ def test_the_second_slot_is_obtained_after_the_answer(monkeypatch):
 
     monkeypatch.setattr(communicated, "ReceivedSlot", noted)
     rank = Rank(ToyModel(opaque=False))
-    with joined(rank, timeout_s=10.0) as (connection, communicator, thread):
+    with joined(rank) as (connection, communicator, thread):
         connection.receive(wire.Accept, timeout_s=5)
         assert not go_on.is_set()
         go_on.set()
@@ -114,7 +114,7 @@ def has(rank, *names):
 
 def test_the_next_bucket_begins_before_the_former_has_arrived_and_is_loaded_after_it(begun):
     rank = Rank(ToyModel(opaque=False))
-    with joined(rank, timeout_s=10.0) as (connection, communicator, thread):
+    with joined(rank) as (connection, communicator, thread):
         trainer = Trainer(connection, communicator)
         trainer.first_two(begun)
         assert has(rank, "embed.weight")
@@ -150,7 +150,7 @@ def test_a_bucket_that_began_early_and_is_not_what_was_announced_is_not_written(
 @pytest.mark.parametrize("how", ["fails", "ends", "stalls"])
 def test_a_trainer_that_breaks_off_with_two_buckets_on_their_way_leaves_what_had_arrived(begun, how, number):
     rank = Rank(ToyModel(opaque=False))
-    with joined(rank, timeout_s=1.5) as (connection, communicator, thread):
+    with joined(rank, timeout_s=9.0) as (connection, communicator, thread):
         trainer = Trainer(connection, communicator)
         trainer.first_two(begun)
         if number == 2:
@@ -228,7 +228,7 @@ def test_with_one_slot_each_bucket_is_loaded_before_the_next_one_begins(begun, m
 
     monkeypatch.setattr(communicated, "ReceivedSlot", only_first)
     rank = Rank(ToyModel(opaque=False))
-    with joined(rank, timeout_s=10.0) as (connection, communicator, thread):
+    with joined(rank) as (connection, communicator, thread):
         trainer = Trainer(connection, communicator)
         connection.receive(wire.Accept, timeout_s=5)
         for number in range(len(TENSORS)):
@@ -269,7 +269,7 @@ def test_loads_that_wait_for_the_next_bucket_have_a_deadline(begun, monkeypatch,
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(session.Session, "_device", torch.device("cuda", 0))
     rank = Rank(ToyModel(opaque=False))
-    with joined(rank, timeout_s=1.5) as (connection, communicator, thread):
+    with joined(rank, timeout_s=9.0) as (connection, communicator, thread):
         trainer = Trainer(connection, communicator)
         trainer.first_two(begun)
         trainer.deliver(1)

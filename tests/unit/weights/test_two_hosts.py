@@ -131,7 +131,7 @@ def test_a_cable_that_is_pulled_in_the_middle_fails_both_sides_in_time(two_hosts
 
     options = {"advertise": two_hosts.addresses[0], "transport": "tcp", "tls": tls}
     try:
-        outcome, thread = update(two_hosts, rank, Pulling(), timeout_s=2.0, **options)
+        outcome, thread = update(two_hosts, rank, Pulling(), timeout_s=5.0, **options)
     finally:
         two_hosts.mend()
     assert pulled.is_set()

@@ -408,7 +408,7 @@ def test_a_wrong_token_and_a_wrong_protocol_are_turned_away():
         with pytest.raises(WeightUpdateError, match="announced"):
             noise.receive(wire.Offer, timeout_s=5)
         welcome = Receiving(rank, sender).join()
-        sending.join(10)
+        sending.join(60)
         assert welcome.error is None and outcome["tensors"] == len(tensors)
         assert stranger.rank.manager.content is Content.VALID
         for connection in (other_version, noise, silent):
@@ -437,7 +437,7 @@ def test_devices_are_matched_by_name():
 
 def test_a_receiver_that_does_not_come_is_named():
     with (
-        WeightSender(["fake:0", "fake:1"], timeout_s=2) as sender,
+        WeightSender(["fake:0", "fake:1"], timeout_s=6) as sender,
         pytest.raises(WeightUpdateError, match="1 of 2 receivers did not connect") as error,
     ):
         waiting = Receiving(Rank(), sender)
@@ -462,7 +462,7 @@ def session_in_the_middle(sender):
 
 def test_a_receiver_that_stalls_is_named_and_the_others_are_told():
     rank = Rank()
-    with WeightSender(2, bucket_bytes=256, timeout_s=2) as sender:
+    with WeightSender(2, bucket_bytes=256, timeout_s=6) as sender:
         silent = session_in_the_middle(sender)
         thread = Receiving(rank, sender)
         with pytest.raises(WeightUpdateError, match="rank 9 on fake:9 stalled") as error:
@@ -479,10 +479,10 @@ def test_a_trainer_that_stalls_does_not_hang_the_engine():
 
         def stall(tensors):
             yield next(tensors)
-            time.sleep(3)
+            thread.join()
             yield from tensors
 
-        thread = Receiving(rank, sender, timeout_s=1.5)
+        thread = Receiving(rank, sender, timeout_s=4.0)
         with pytest.raises(WeightUpdateError, match="the trainer stalled"):
             sender.send(Source(checkpoint(), stall))
     assert thread.join().error.details["reason"] == "stalled"
@@ -530,7 +530,7 @@ def test_a_trainer_that_is_killed_leaves_failed_weights_and_nothing_else(tmp_pat
     assert rank.manager.content is Content.UPDATING
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    thread.join(5)
+    thread.join(30)
     assert outcome and outcome[0].details["reason"] == "lost" and outcome[0].code == "WeightUpdateError"
     rank.manager.finish_writing(False)
     assert rank.manager.content is Content.FAILED
@@ -670,8 +670,8 @@ def test_push_weights_raises_the_more_specific_error_and_does_not_wait_it_out():
     with pytest.raises(StateConflictError, match="prefix cache"):
         push_weights(finish_fails, checkpoint(), timeout_s=30)
     with pytest.raises(WeightUpdateError, match="did not answer"):
-        push_weights(lambda body: (engine(Rank())(body), time.sleep(5)), checkpoint(), timeout_s=2)
-    assert time.monotonic() - start < 25
+        push_weights(lambda body: (engine(Rank())(body), time.sleep(12)), checkpoint(), timeout_s=6)
+    assert time.monotonic() - start < 29
 
 
 def test_a_push_without_a_thread_leaves_nothing(monkeypatch, tmp_path):
@@ -721,7 +721,7 @@ def test_a_failed_update_leaves_its_source_at_once():
 
 def test_a_tensor_that_is_sent_in_parts_is_given_up_with_its_update():
     source = Tracked({"embed.weight": torch.zeros(10, 8, dtype=torch.bfloat16)})
-    with no_collection(), WeightSender(1, bucket_bytes=16, timeout_s=2) as sender:
+    with no_collection(), WeightSender(1, bucket_bytes=16, timeout_s=5) as sender:
         silent = session_in_the_middle(sender)
         with pytest.raises(WeightUpdateError, match="stalled"):
             sender.send(source)

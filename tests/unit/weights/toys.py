@@ -141,7 +141,7 @@ class Receiving(threading.Thread):
             self.error = error
         self.rank.manager.finish_writing(self.error is None)
 
-    def join(self, timeout=20.0):
+    def join(self, timeout=60.0):
         super().join(timeout)
         assert not self.is_alive(), "the receiver hangs"
         return self
