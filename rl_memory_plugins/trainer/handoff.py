@@ -81,9 +81,10 @@ class RolloutHandoff:
         engines: The engines that this process controls: `EngineClient`s or the engines' own Python objects. Give each
             engine to one process, and an empty list to processes without an engine.
         source: The tensors to send: a `TensorSource`, a module or a mapping.
-        weights: What the update reads: modules, parts of a `PausableMemory` and other `Movable`s. The gradients of
-            modules move with `others`.
-        others: What only training needs: optimisers, reference models, parts of a `PausableMemory`.
+        weights: What the update reads, one part or several: modules, parts of a `PausableMemory` and other `Movable`s.
+            The gradients of modules move with `others`.
+        others: What only training needs, one part or several: optimisers, reference models, parts of a
+            `PausableMemory`.
         from_host: Offload the weights before the engines wake theirs, and send them from host memory. The device then
             never holds both. `source` must read offloaded tensors, as all sources of this package do.
         level: The sleep level of the engines; 1 keeps a copy of their weights, which partial updates and adapters need.
@@ -115,10 +116,10 @@ class RolloutHandoff:
         **update: Options of `push_from_all`, e.g. `bucket_bytes`, `timeout_s`.
 
     Raises:
-        InvalidRequestError: `memory_fraction` is not above 0 and at most 1, `on_failure` is unknown, partial updates
-            are to go on without engines, an option of the update is unknown or has a bad value, an adapter is to be
-            sent to engines that discard their base weights, or a process group of a `PausableMemory` sleeps while the
-            weights are sent.
+        InvalidRequestError: `memory_fraction` is not above 0 and at most 1, `on_failure` is unknown, `weights` or
+            `others` is no part, partial updates are to go on without engines, an option of the update is unknown or has
+            a bad value, an adapter is to be sent to engines that discard their base weights, or a process group of a
+            `PausableMemory` sleeps while the weights are sent.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class RolloutHandoff:
         engines: EngineHandle | Any | Sequence[EngineHandle | Any],
         source: Tensors,
         *,
-        weights: Sequence[Any] = (),
-        others: Sequence[Any] = (),
+        weights: Any = (),
+        others: Any = (),
         from_host: bool = False,
         level: int | None = None,
         mode: str = "abort",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.gpu import own_device
 from rl_memory_plugins.trainer.handoff_report import HandoffReport
 from rl_memory_plugins.trainer.offloading import Moved, Offloader
+from rl_memory_plugins.trainer.pausable import PausableMemory
 from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, commit_all, tags_of
 from rl_memory_plugins.trainer.peers import Peers
 
@@ -43,10 +45,8 @@ class TrainerParts:
         weights, others: The parts as `Movable`s. The gradients of modules in `weights` are among `others`.
     """
 
-    def __init__(
-        self, weights: Iterable[Any], others: Iterable[Any], peers: Peers, *, overlap: bool, memory_fraction: float
-    ) -> None:
-        weights = list(weights)
+    def __init__(self, weights: Any, others: Any, peers: Peers, *, overlap: bool, memory_fraction: float) -> None:
+        weights, others = _listed("weights", weights), _listed("others", others)
         modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
         self.weights = [_movable(part, gradients=False) for part in weights]
         self.others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
@@ -124,6 +124,30 @@ class TrainerParts:
         left = max(torch.cuda.memory_reserved() - needed, 0) if torch.cuda.is_initialized() else 0
         self._stays = left if clearing.freed_bytes else min(self._stays, left)
         return clearing.seconds
+
+
+def _listed(field: str, given: Any) -> list[Any]:
+    """The parts, of which one may be given by itself.
+
+    Raises:
+        InvalidRequestError: they are no parts.
+    """
+    if isinstance(given, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Mapping, Movable, PausableMemory)):
+        given = [given]
+    try:
+        parts = list(given)
+    except TypeError:
+        raise InvalidRequestError(
+            f"{field} must be a part or several, not {type(given).__name__}", field=field, got=type(given).__name__
+        ) from None
+    if any(isinstance(part, PausableMemory) for part in parts):
+        raise InvalidRequestError(
+            f"{field}: name the tags of the PausableMemory, e.g. memory.part('parameters') as weights and "
+            "memory.part('gradients', 'optimizer') as others",
+            field=field,
+            got="PausableMemory",
+        )
+    return parts
 
 
 def _movable(target: Any, gradients: bool | None = None) -> Movable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -115,3 +116,19 @@ def test_the_store_does_not_grow(ranks: list[Rank], store: Any) -> None:
         together(ranks, lambda rank: rank.call("status"))
         sizes.add(store.num_keys())
     assert len(sizes) <= 2
+
+
+def test_after_a_missed_call_the_ranks_are_patient_again(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may work on one rank for seconds before the next call, too."""
+    monkeypatch.setattr(external, "JOIN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(external, "_AFTER_A_FAILURE_S", 0.1)
+    assert ranks[0].call("status") == [(2, True)]
+    monkeypatch.setattr(external, "JOIN_TIMEOUT_S", 60.0)
+    time.sleep(0.2)
+
+    def call(rank: Rank) -> Any:
+        if rank.manager.rank == 3:
+            time.sleep(0.5)
+        return rank.call("status")
+
+    assert together(ranks, call) == [[(2, False), (3, False)]] * 2

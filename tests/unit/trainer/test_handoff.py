@@ -24,6 +24,7 @@ from rl_memory_plugins.trainer import (
     EngineObject,
     ModelSource,
     Moved,
+    PausableMemory,
     RolloutHandoff,
     handoff,
     parts,
@@ -330,6 +331,30 @@ def test_a_fraction_is_a_share(fraction):
     with pytest.raises(InvalidRequestError) as caught:
         Setup(memory_fraction=fraction)
     assert caught.value.details == {"field": "memory_fraction", "got": fraction}
+
+
+def test_one_part_may_be_given_by_itself():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = RolloutHandoff([], {}, weights=model, others=optimizer)._parts
+    assert [part._targets for part in made.weights] == [(model,)]
+    assert [part._targets for part in made.others] == [(optimizer,), (model,)]
+
+
+@pytest.mark.parametrize("field", ["weights", "others"])
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        (7, "not int"),
+        (None, "not NoneType"),
+        (PausableMemory(torch.nn.Linear(8, 8)), "memory.part"),
+        ([PausableMemory(torch.nn.Linear(8, 8))], "memory.part"),
+        (["model"], "cannot be moved"),
+    ],
+)
+def test_what_is_no_part_is_found_before_anything_sleeps(field, part, remedy):
+    with pytest.raises(InvalidRequestError, match=remedy):
+        RolloutHandoff([], {}, **{field: part})
 
 
 @pytest.mark.parametrize("option", [{"bucket_byte": 1 << 20}, {"transport": "cuda"}, {"slots": 0}, {"peers": None}])
