@@ -17,6 +17,7 @@ from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_
 from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.ranges import subtract
 from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
+from rl_memory_plugins.memory.threads import await_end
 
 ALIGNMENT = 4096
 #: Bytes that are copied, allocated or freed between two checks for cancellation; a few milliseconds of work.
@@ -155,9 +156,10 @@ class PagedArena:
 
     def _end_background_work(self) -> bool:
         """Wait until background work has freed its host memory. Returns whether any work ran."""
-        settling, self._settling = self._settling, None
+        settling = self._settling
         if settling is not None:
-            settling.join()
+            await_end(settling)
+            self._settling = None
         return settling is not None
 
     def prepare(self, sizes: Sequence[int]) -> Preparation | None:

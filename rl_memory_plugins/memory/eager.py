@@ -13,7 +13,7 @@ from rl_memory_plugins.memory.backup import Backup, PagedArena
 from rl_memory_plugins.memory.preparation import AllocationCancelled
 from rl_memory_plugins.memory.ranges import intersect
 from rl_memory_plugins.memory.shared_backup import share, sources
-from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.memory.threads import await_end, on_this_gpu
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class EagerBackup(threading.Thread):
 
     def finish(self) -> Backup | None:
         """Wait for the thread, and return the backup; None if the copy was cancelled or failed."""
-        self.join()
+        await_end(self)
         backup, self._backup = self._backup, None
         return backup
 

@@ -20,7 +20,7 @@ from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, addres
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc
 from rl_memory_plugins.memory.preparation import AllocationCancelled, Make, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.shared_buffers import File, Map
-from rl_memory_plugins.memory.threads import in_parallel
+from rl_memory_plugins.memory.threads import await_end, in_parallel
 from rl_memory_plugins.private_directory import one_at_a_time
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class PinnedArena(PagedArena):
         for preparation in running:
             preparation.end()
         for preparation in running:
-            preparation.join()
+            await_end(preparation)
         return super()._end_background_work() or bool(running)
 
     def _fill(self, mapping: mmap.mmap, step: Step, file: File | None = None) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.memory.threads import await_end, on_this_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Reclaim(threading.Timer):
     def end(self) -> None:
         """Cancel the call, or wait for its end if it has begun."""
         self.cancel()
-        self.join()
+        await_end(self)
 
 
 def _reclaim(reclaim: Callable[[], None]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+WAIT_S = 0.1
+"""How often a thread that waits looks by itself. It is told at once, unless an interrupt has lost the message."""
 
 
 def on_this_gpu(run: Callable[[], T]) -> Callable[[], T]:
@@ -30,8 +35,20 @@ def on_this_gpu(run: Callable[[], T]) -> Callable[[], T]:
     return on_gpu
 
 
+def await_end(thread: threading.Thread) -> None:
+    """`thread.join()`, which can be interrupted and made again.
+
+    In Python before 3.13 an interrupted `join` takes its thread for ended, while it runs.
+    """
+    start = time.monotonic()
+    while thread.is_alive():
+        time.sleep(min(max((time.monotonic() - start) / 10, 50e-6), 0.02))
+
+
 class Beside(Generic[T]):
     """Runs a function in a thread as `on_this_gpu`, from `start` on; in `start` if no more threads can be started.
+
+    An interrupt may come at any time: every wait can be made again, and ends when the function has ended.
 
     Args:
         run: The function.
@@ -42,16 +59,36 @@ class Beside(Generic[T]):
     def __init__(self, run: Callable[[], T], name: str, *, daemon: bool = True) -> None:
         self._run = run
         self._begun = threading.Lock()  # held from the begin of the function on, for ever
+        self._has_started = self._has_ended = False
+        self._process = os.getpid()  # a child by fork has no thread to wait for
+        self._end = threading.Lock()  # held until the function has ended; what counts is `_has_ended`
+        self._end.acquire()
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._keep, args=(on_this_gpu(run),), name=name, daemon=daemon)
+        target = on_this_gpu(run)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._keep, args=(target,), name=name, daemon=daemon
+        )
 
     def start(self) -> Beside[T]:
-        """Start the thread. An interrupt may come at any time: the function then runs in the thread or in `end`."""
+        """Start the thread. After an interrupt the function runs in the thread or in `end`.
+
+        Raises:
+            KeyboardInterrupt: one that came while the function ran here.
+        """
+        assert self._thread is not None
         with suppress(RuntimeError):
             self._thread.start()
+            self._has_started = True
             return self
+        self._thread = None  # it refers to this object
         self._keep(self._run)
+        if self._error is not None and not isinstance(self._error, Exception):
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # breaks the reference cycle between the error and this frame
         return self
 
     def _keep(self, run: Callable[[], T]) -> None:
@@ -62,11 +99,17 @@ class Beside(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
+            self._note_end()
             del self  # breaks the reference cycle between the error and this frame
+
+    def _note_end(self) -> None:
+        self._has_ended = True
+        self._end.release()
 
     def cancel(self) -> None:
         """Let the function not begin any more. After an interrupted `start` the thread may still come."""
-        self._begun.acquire(blocking=False)
+        if self._begun.acquire(blocking=False):
+            self._note_end()
 
     @property
     def is_here(self) -> bool:
@@ -74,13 +117,16 @@ class Beside(Generic[T]):
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
-        """Wait for the end of the thread, if it runs and is not the caller's."""
-        if self._thread.is_alive() and not self.is_here:
-            self._thread.join()
+        """Wait for the end of the function, if it runs and is not the caller."""
+        if self.is_here or self._process != os.getpid():
+            return
+        while not self._has_ended and (self._has_started or self._begun.locked()):
+            if self._end.acquire(timeout=WAIT_S):
+                self._end.release()  # others wait too; if an interrupt comes first, they look again in `WAIT_S`
 
     def end(self) -> BaseException | None:
         """Wait for the end of the function, which runs here if it has not begun. Returns what it has raised, once."""
-        if not self._thread.is_alive():
+        if not self._has_started:
             self._keep(self._run)
         self.join()
         error, self._error = self._error, None
@@ -97,21 +143,11 @@ class Beside(Generic[T]):
         return self._results[0]
 
 
-def run_behind(run: Callable[[], object], name: str) -> None:
-    """Run a function in a thread that the interpreter awaits at its end, and nobody else.
-
-    Finalisers need this for all that waits or takes a lock: the garbage collector may call them in any thread, also in
-    one that the function would wait for, or that holds the lock.
-    """
-    with suppress(RuntimeError):  # no thread starts while the interpreter ends
-        threading.Thread(target=run, name=name).start()
-
-
 def in_parallel(calls: Sequence[Callable[[], T]], name: str, *, to_the_end: bool = False) -> list[T]:
     """Run the calls at a time, each in a thread as `on_this_gpu`; here, one by one, if no more threads can be started.
 
     These threads start even while Python shuts down, unlike those of an executor. The function returns after the last
-    call has ended, also if it is interrupted.
+    call has ended, also if it is interrupted; then no further call begins.
 
     Args:
         name: The name of the threads.
@@ -123,32 +159,29 @@ def in_parallel(calls: Sequence[Callable[[], T]], name: str, *, to_the_end: bool
         BaseException: that of the first call that has failed; or the interrupt.
     """
     running = [Beside(call, name) for call in calls]
-    try:
-        for number in range(len(running)):
-            running[number].start()
-    except BaseException:
-        for one in running:
-            one.cancel()
-        raise
-    finally:
-        _join(running, to_the_end)
-    results = []
-    while running:
-        results.append(running.pop(0).result())
-    return results
-
-
-def _join(running: Sequence[Beside[Any]], to_the_end: bool) -> None:
-    """Wait for all threads, also if a signal handler raises meanwhile."""
     interrupted: BaseException | None = None
+    number = 0
     while True:
         try:
+            while number < len(running):
+                running[number].start()
+                number += 1
             for one in running:
                 one.join()
             break
         except BaseException as error:
+            number = len(running)
+            for one in running:
+                one.cancel()
             if interrupted is not None and not to_the_end:
                 raise
             interrupted = error
-    if interrupted is not None:
-        raise interrupted
+    try:
+        if interrupted is not None:
+            raise interrupted
+    finally:
+        del interrupted  # breaks the reference cycle between the error and this frame
+    results = []
+    while running:
+        results.append(running.pop(0).result())
+    return results

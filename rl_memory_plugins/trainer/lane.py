@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.memory.threads import on_this_gpu
+from rl_memory_plugins.memory.threads import await_end, on_this_gpu
 from rl_memory_plugins.trainer.fan_out import FanOut, Reader
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.answers import Findings, Senders
@@ -108,14 +108,14 @@ class Lane(Senders):
     def finish(self) -> None:
         """Wait until the lane has ended. Each of its own waits has a limit."""
         if self._thread is not None:
-            self._thread.join()
+            await_end(self._thread)
 
     def close(self, error: RLMemoryError) -> None:
         """End the lane with `error` if it has not ended, and release everything."""
         if self._thread is not None and not self._has_ended:
             self.decide(error)
             self._sender.cancel(error)
-            self._thread.join()
+            await_end(self._thread)
         self._sender.close()
 
 

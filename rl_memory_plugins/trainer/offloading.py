@@ -24,7 +24,6 @@ from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.pinned import PinnedArena
-from rl_memory_plugins.memory.threads import run_behind
 from rl_memory_plugins.trainer.sleepers import all_sleepers, await_leaving, owned_elsewhere
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
@@ -61,7 +60,7 @@ class _HostMemory:
     def __init__(self, arena: PagedArena) -> None:
         self.arena = arena
         self._buffers: dict[int, weakref.ref[_Buffer]] = {}
-        weakref.finalize(self, run_behind, arena.close, "rl-memory-close").atexit = False
+        weakref.finalize(self, arena.close).atexit = False
 
     def buffer(self, nbytes: int) -> _Buffer:
         for address in [address for address, buffer in self._buffers.items() if buffer() is None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,12 +134,11 @@ def _listed(field: str, given: Any) -> list[Any]:
     """
     if isinstance(given, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Mapping, Movable, PausableMemory)):
         given = [given]
-    try:
-        parts = list(given)
-    except TypeError:
+    if not isinstance(given, Iterable):
         raise InvalidRequestError(
             f"{field} must be a part or several, not {type(given).__name__}", field=field, got=type(given).__name__
-        ) from None
+        )
+    parts = list(given)
     if any(isinstance(part, PausableMemory) for part in parts):
         raise InvalidRequestError(
             f"{field}: name the tags of the PausableMemory, e.g. memory.part('parameters') as weights and "

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, from_record
+from rl_memory_plugins.memory.threads import await_end
 
 T = TypeVar("T")
 
@@ -130,7 +131,7 @@ class Peers:
         sent, error = self._encoded(value, error, severity)
         announcement = _announcements.get(self._group)
         if announcement is not None:
-            announcement.join()
+            await_end(announcement)
             _announcements.pop(self._group, None)
         try:
             gathered = self._gather(sent)

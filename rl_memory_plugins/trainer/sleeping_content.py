@@ -14,7 +14,6 @@ from rl_memory_plugins.memory.adoption import bytes_of
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.ranges import merge
-from rl_memory_plugins.memory.threads import run_behind
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +79,14 @@ class SleepingContent:
                     step()
 
     def end(self) -> None:
-        """Free the host memory. A finaliser may call this."""
-        run_behind(self._close, "rl-memory-close")
+        """Free the host memory in a thread.
+
+        The garbage collector may call this in any thread, also in those that the arena waits for or that hold a lock.
+        """
+        try:
+            threading.Thread(target=self._close, name="rl-memory-close").start()
+        except RuntimeError:  # no more threads can be started: `forget_ended` tries again
+            remnants.add(self)
 
     def _close(self) -> None:
         self.settle()

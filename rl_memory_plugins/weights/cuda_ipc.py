@@ -294,8 +294,10 @@ class Mappings:
         try:
             watch.start()
         except RuntimeError:  # this process cannot start more threads: the next update opens them again
-            self.close()
-            connection.close()
+            try:
+                self.close()
+            finally:
+                connection.close()
 
     def close(self) -> None:
         with self._lock:

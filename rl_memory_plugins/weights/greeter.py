@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from rl_memory_plugins.errors import RLMemoryError
+from rl_memory_plugins.memory.threads import await_end
 from rl_memory_plugins.weights import wire
 
 HELLO_S = 10.0
@@ -69,7 +70,7 @@ class Greeter:
             for sock in strangers.values():
                 _end(sock)
         for thread in strangers:
-            thread.join()
+            await_end(thread)
         if self._waiting.fileno() >= 0:
             for connection, _ in self.take():
                 connection.close()

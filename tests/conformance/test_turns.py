@@ -65,22 +65,20 @@ def test_random_traffic(request: pytest.FixtureRequest, servers: list[Server]) -
                 together.append(time.strftime("%X"))
             time.sleep(0.02)
 
-    def ask(number: int) -> int:
+    def ask(number: int) -> None:
         rng, count = random.Random(seed + number), 0
-        while time.monotonic() < end:
+        while count < 2 or time.monotonic() < end:
             time.sleep(rng.choice((0.0, 0.1, 1.0)))
             which = rng.randrange(2)
             assert servers[which].generate(PROMPT) == tokens[which], f"seed {seed}"
             count += 1
-        return count
 
     with ThreadPoolExecutor(4) as pool:
         looking = pool.submit(look)
         try:
-            counts = list(pool.map(ask, range(3)))
+            list(pool.map(ask, range(3)))
         finally:
             stop.set()
         looking.result()
-    assert sum(counts) >= 3
     assert not together, f"both engines were awake, seed {seed}"
     assert not any(scrape(server).total("transition_failures_total") for server in servers)

@@ -75,7 +75,7 @@ def test_a_dead_scheduler_is_not_called_healthy(model_folder: Path, other_weight
     """One of two engines dies in an update. Its board still says that the update runs."""
     launch = Launch(model_folder, dp=2, options={"update_timeout_s": 600}, forked=True)
     with Server(Sglang(), launch, tmp_path / "server.log") as server:
-        with broken_update(server, other_weights, stall=True, after=1) as update:
+        with broken_update(server, other_weights, stall=True, after=1, timeout_s=None) as update:
             assert server.is_healthy()
             schedulers = [process for process in server.processes() if "scheduler_DP" in " ".join(process.cmdline())]
             schedulers[-1].kill()

@@ -517,7 +517,8 @@ def test_kept_requests_outlast_the_watchdog(server: Server) -> None:
 def test_a_caller_that_went_away_does_not_shift_replies(server: Server, first_tokens: list[int]) -> None:
     """Stock: replies are matched by their order; after one cancelled call each is given to the call before it."""
     body = b'{"mode": "wait"}'
-    head = f"POST /sleep HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    fields = ["Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    head = "\r\n".join(["POST /sleep HTTP/1.1", *fields, "", ""])
     with server.generating(PROMPT, LONG), socket.create_connection(("127.0.0.1", server.port)) as caller:
         caller.sendall(head.encode() + body)
         server.wait_admitting(False)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-from collections.abc import Callable, Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rl_memory_plugins.capabilities import Capabilities
@@ -128,6 +133,26 @@ def wake(rank: FakeRank, tags: Sequence[Tag] = PUBLIC_TAGS) -> dict[str, TagChan
     changes = rank.manager.commit_wake()
     rank.manager.check_integrity()
     return {change.tag: change for change in changes}
+
+
+@contextmanager
+def interrupts(begin: threading.Event, times: int = 1) -> Iterator[None]:
+    """Real interrupts of the main thread, some 50 ms after the event has been set and then 50 ms apart."""
+
+    def send() -> None:
+        assert begin.wait(60)
+        for _ in range(times):
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    former = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        yield
+    finally:
+        sending.join()
+        signal.signal(signal.SIGUSR1, former)
 
 
 async def until(condition: Callable[[], bool]) -> None:

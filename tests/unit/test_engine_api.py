@@ -209,6 +209,7 @@ def test_an_engine_on_another_host_is_known_to_be_busy_while_this_client_s_trans
     begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(board, "ANSWER_VALID_S", 0.01)
+    monkeypatch.setattr("rl_memory_plugins.engine_api.ANSWER_S", 30.0)  # nothing waits for it
 
     async def main() -> None:
         engine = SlowEngine()
@@ -227,7 +228,7 @@ def test_an_engine_on_another_host_is_known_to_be_busy_while_this_client_s_trans
         if begin == "update_weights":
             with pytest.raises(StateConflictError):
                 await api.run(api.sleep())
-        assert time.monotonic() - start < ANSWER_S / 2
+        assert time.monotonic() - start < 15
         monkeypatch.setattr(board, "ANSWER_VALID_S", 60.0)
         engine.lasts.set()
         await running

@@ -18,7 +18,7 @@ from tests.weight_kinds import PROMPT, TOKENS, checkpoint, install_plugin, renew
 SEED, OTHER_SEED = 3, 7
 LONG = 300
 SHORT = 6  # of the tokens that a fresh engine answers
-DRAIN_S = 15
+DRAIN_S = 8
 ROUNDS = 30  # twice
 ANSWER_S = 60
 
@@ -257,7 +257,7 @@ def test_a_resume_beside_a_pause(experts: Experts, mode: str) -> None:
 
 
 def test_a_wait_that_takes_too_long_gives_up_and_reopens(experts: Experts) -> None:
-    with experts.server.generating(PROMPT, 5 * LONG) as request:
+    with experts.server.generating(PROMPT, 6 * LONG) as request:
         with pytest.raises(DrainTimeoutError):
             experts.control.sleep(1, mode="wait")
         assert experts.control.memory()["admitting"]

@@ -57,6 +57,7 @@ class ExternalRanks:
             # A call that undoes the work of this rank does not wait for absent ranks.
             if method.startswith("abort_") or (method == "finish_update" and not arguments["complete"]):
                 self._agent.reply(encode_call(method, arguments))
+                self._failed_at = time.monotonic()  # that may take a while
             return [error_reply(self._rank, error)]
         try:
             mine = self._agent.handle(encode_call(method, arguments))

@@ -57,10 +57,7 @@ class KeptCommunicators:
         try:
             watch.start()
         except RuntimeError:  # this process cannot start more threads: the next update makes a new communicator
-            with self._lock:
-                self._kept.pop(communicator.name, None)
-            communicator.close()
-            connection.close()
+            self._end(communicator.name, connection)
 
     def drop(self, communicator: Communicator) -> None:
         """Close a communicator that is not kept: its update has failed."""
@@ -84,6 +81,10 @@ class KeptCommunicators:
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLRDHUP)
         poll.poll()
+        self._end(name, connection)
+
+    def _end(self, name: str, connection: Connection) -> None:
+        """Close a connection, and the communicator if no later update has it."""
         with self._lock:
             communicator, current = self._kept.get(name, (None, None))
             if current is connection:

@@ -7,8 +7,9 @@ import weakref
 from functools import partial
 
 import pytest
+from helpers import interrupts
 
-from rl_memory_plugins.memory.threads import Beside, in_parallel
+from rl_memory_plugins.memory.threads import Beside, await_end, in_parallel
 
 NAME = "rl-memory-test"
 
@@ -95,33 +96,87 @@ def test_calls_in_parallel_run_one_by_one_where_no_thread_can_be_started(monkeyp
     assert sorted(ran) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("to_the_end", "interrupts"), [(False, 1), (True, 3)])
-def test_an_interrupt_waits_for_calls_in_parallel(monkeypatch, to_the_end, interrupts):
-    join, joins, ended, go_on = threading.Thread.join, [], [], threading.Event()
+@pytest.mark.parametrize(("to_the_end", "times"), [(False, 1), (True, 3)])
+def test_an_interrupt_waits_for_calls_in_parallel(to_the_end, times):
+    begun, ended = threading.Event(), []
 
-    def interrupted(thread):
-        joins.append(thread)
-        if len(joins) <= interrupts:
-            raise KeyboardInterrupt
-        go_on.set()
-        join(thread)
+    def call(seconds):
+        begun.set()
+        time.sleep(seconds)
+        ended.append(seconds)
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        in_parallel([lambda: (go_on.wait(60), ended.append(1))] * 2, NAME, to_the_end=to_the_end)
-    assert ended == [1, 1]
+    with interrupts(begun, times), pytest.raises(KeyboardInterrupt):
+        in_parallel([partial(call, 1.0), partial(call, 0.1)], NAME, to_the_end=to_the_end)
+    assert ended == [0.1, 1.0]
 
 
-def test_a_second_interrupt_need_not_wait(monkeypatch):
-    go_on = threading.Event()
+def test_a_second_interrupt_need_not_wait():
+    begun, go_on = threading.Event(), threading.Event()
+    with interrupts(begun, 2), pytest.raises(KeyboardInterrupt):
+        in_parallel([lambda: (begun.set(), go_on.wait(60))], NAME)
+    go_on.set()
 
-    def interrupted(thread):
+
+def test_an_interrupted_wait_for_a_thread_can_be_made_again():
+    """`Thread.join` itself: the thread is taken for ended from then on, in Python before 3.13."""
+    begun, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (begun.set(), go_on.wait(60)))
+    thread.start()
+    for _ in range(2):
+        with interrupts(begun), pytest.raises(KeyboardInterrupt):
+            await_end(thread)
+        assert thread.is_alive()
+    threading.Timer(0.2, go_on.set).start()
+    await_end(thread)
+    assert go_on.is_set() and not thread.is_alive()
+
+
+def test_an_interrupted_wait_for_a_function_can_be_made_again():
+    begun, go_on = threading.Event(), threading.Event()
+    beside = Beside(lambda: (begun.set(), go_on.wait(60), 7)[2], NAME).start()
+    for wait in (beside.join, beside.end, beside.result):
+        with interrupts(begun), pytest.raises(KeyboardInterrupt):
+            wait()
+    threading.Timer(0.2, go_on.set).start()
+    assert beside.result() == 7
+
+
+def test_an_interrupt_of_a_call_that_runs_here_begins_no_further_call(monkeypatch):
+    ran = []
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    def call(number):
+        ran.append(number)
+        if number == 0:
+            raise LookupError
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(KeyboardInterrupt):
-        in_parallel([lambda: go_on.wait(60)], NAME)
-    go_on.set()
+        in_parallel([partial(call, number) for number in range(3)], NAME)
+    assert ran == [0, 1]
+
+
+def test_what_cannot_run_in_a_thread_is_not_kept_alive(monkeypatch):
+    class Held:
+        pass
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    held = Held()
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        assert Beside(partial(str, held), NAME).start().result()
+        in_parallel([partial(str, held)], NAME)
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_while_a_thread_starts_begins_no_further_call(monkeypatch):

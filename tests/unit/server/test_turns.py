@@ -116,7 +116,7 @@ def test_a_turn_lasts_as_long_as_the_option_says() -> None:
         assert (await other.post()).status_code == 200
         start = time.monotonic()
         assert (await one.post()).status_code == 200
-        assert time.monotonic() - start > 0.3
+        assert time.monotonic() - start > 1.0
 
     served(scenario, an_engine(2.0), an_engine(2.0))
 

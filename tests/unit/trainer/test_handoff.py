@@ -347,14 +347,16 @@ def test_one_part_may_be_given_by_itself():
     [
         (7, "not int"),
         (None, "not NoneType"),
-        (PausableMemory(torch.nn.Linear(8, 8)), "memory.part"),
-        ([PausableMemory(torch.nn.Linear(8, 8))], "memory.part"),
+        (PausableMemory, "memory.part"),
+        ([PausableMemory], "memory.part"),
         (["model"], "cannot be moved"),
     ],
 )
 def test_what_is_no_part_is_found_before_anything_sleeps(field, part, remedy):
+    memory = PausableMemory(torch.nn.Linear(8, 8))
+    given = memory if part is PausableMemory else [memory] if part == [PausableMemory] else part
     with pytest.raises(InvalidRequestError, match=remedy):
-        RolloutHandoff([], {}, **{field: part})
+        RolloutHandoff([], {}, **{field: given})
 
 
 @pytest.mark.parametrize("option", [{"bucket_byte": 1 << 20}, {"transport": "cuda"}, {"slots": 0}, {"peers": None}])

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import interrupts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_leaving import (
@@ -841,17 +842,12 @@ def test_an_error_of_the_function_behind_is_told_too(setup):
     setup.assert_nothing_lost()
 
 
-def test_an_interrupted_wait_can_be_made_again(setup, monkeypatch):
+def test_an_interrupted_wait_can_be_made_again(setup):
     setup.leave()
-    join = threading.Thread.join
-
-    def interrupted(thread, timeout=None):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    waiting = threading.Event()
+    waiting.set()
+    with interrupts(waiting), pytest.raises(KeyboardInterrupt):
         setup.memory.wait()
-    monkeypatch.setattr(threading.Thread, "join", join)
     with held_back(setup.gate, setup.memory.wait):
         assert states(setup.memory)["optimizer"] == ASLEEP
     setup.assert_nothing_lost()
