@@ -42,7 +42,7 @@ def await_end(thread: threading.Thread) -> None:
     """
     start = time.monotonic()
     while thread.is_alive():
-        time.sleep(min(max((time.monotonic() - start) / 10, 50e-6), 0.02))
+        time.sleep(min(max((time.monotonic() - start) / 10, 50e-6), 0.002))
 
 
 class Beside(Generic[T]):

@@ -6,8 +6,10 @@ import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.adoption import bytes_of
@@ -16,8 +18,6 @@ from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.ranges import merge
 
 if TYPE_CHECKING:
-    import torch
-
     from rl_memory_plugins.memory.manager import MemoryManager
 
 
@@ -64,8 +64,9 @@ class SleepingContent:
         if self._manager.unfinished:
             self.settle()
         copies = self._manager.host_copies(Block(storage.data_ptr(), storage.nbytes()))
-        if copies and not self.owned()(storage.data_ptr()):
-            return None  # a tensor that ended while it slept left its address to this one
+        # On a CPU a tensor that ended while it slept left its address to others; those of a GPU stay reserved.
+        if copies and self._device.type == "cpu" and not self.owned()(storage.data_ptr()):
+            return None
         return sleeping_content(storage, copies)
 
     def await_leaving(self) -> None:
@@ -89,8 +90,10 @@ class SleepingContent:
             remnants.add(self)
 
     def _close(self) -> None:
-        self.settle()
-        self._manager.arena.close()
+        # A new thread's GPU is 0, where a wait for a copy of another one would make a context.
+        with nullcontext() if self._device.type == "cpu" else torch.cuda.device(self._device):
+            self.settle()
+            self._manager.arena.close()
 
 
 remnants: set[SleepingContent] = set()

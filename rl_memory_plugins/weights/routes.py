@@ -243,7 +243,7 @@ class Routes:
         A source that creates tensors one at a time also needs memory for the largest tensor and its inputs, and a
         stable one for its next tensors while two groups wait for their copies. One that makes groups itself makes the
         next while the former is sent. Without that memory the source would fail after the engine has written the first
-        bytes.
+        bytes. The source's tensors are on this process's own GPU, also where the slots are on another one.
 
         Args:
             make: Allocates slots on `device`, from their size and number.
@@ -263,7 +263,7 @@ class Routes:
                 if smaller is None:
                     raise
             else:
-                is_short = needed > 0 and cuda_ipc.local_gpu(device).lacks(needed)
+                is_short = needed > 0 and cuda_ipc.local_gpu(self._own_gpu or device).lacks(needed)
                 smaller = _with_half_buckets(cut) if is_short else None
                 if smaller is None:
                     self._cut = cut

@@ -8,7 +8,7 @@ from fake_gpu import OneByOne
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, OutOfMemoryError, UnsupportedError
 from rl_memory_plugins.weights import routes
-from rl_memory_plugins.weights.buffers import NcclStaging, communicated
+from rl_memory_plugins.weights.buffers import CudaStaging, NcclStaging, communicated
 from rl_memory_plugins.weights.manifest import ALIGNMENT, Manifest
 from rl_memory_plugins.weights.routes import Routes
 
@@ -182,3 +182,16 @@ def test_a_rank_that_fails_otherwise_frees_its_slots(monkeypatch):
         buffer.look_ahead()
     buffer.close()
     assert slots.made == []
+
+
+@pytest.mark.parametrize("full", ["GPU-0", "GPU-1"])
+def test_slots_on_the_gpu_of_a_rank_leave_memory_for_tensors_on_the_trainers(gpus, full):
+    """The source makes its tensors there; the rank's GPU needs room for the slots alone."""
+    made = Routes(Manifest(SPECS, 1 << 20, 2), "cuda_ipc", [], keep_mapped=False, resident=None, stable=False)
+    made._own_gpu = "GPU-0"
+    slots = 2 * 4096
+    gpus[full].capacity = 2 * 1024 if full == "GPU-0" else slots
+    staging = made._staging(lambda slot_bytes, count: CudaStaging("GPU-1", slot_bytes, count), "GPU-1", 1 << 20)
+    assert staging.nbytes == slots
+    assert gpus["GPU-1"].memory and not gpus["GPU-0"].memory
+    staging.close()
