@@ -65,6 +65,7 @@ ROWS: dict[str, FoundBy | NotFound] = {
     "409, a partial update needs valid weights": FoundBy("updates"),
     "409, a weight update is running": FoundBy("updates"),
     "502, reason `unreachable`": FoundBy("same-place"),
+    "`can't start new thread`": NotFound("the limit that counts may be that of a control group, a user or a host"),
     "403 with `update_hosts` in the details": NotFound("the engine learns the trainer's address from the update"),
     "502, reason `protocol`": FoundBy("versions"),
     "502, reason `stalled` or `lost`": NotFound("the update has ended; `admission` shows the content that it left"),
