@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import gc
 import os
 import signal
 import threading
@@ -133,6 +134,36 @@ def wake(rank: FakeRank, tags: Sequence[Tag] = PUBLIC_TAGS) -> dict[str, TagChan
     changes = rank.manager.commit_wake()
     rank.manager.check_integrity()
     return {change.tag: change for change in changes}
+
+
+def refuse_threads(monkeypatch: Any, first: int = 0, last: int | None = None) -> list[str]:
+    """Let threads of the package start no more, from one number to another, until `monkeypatch` is undone.
+
+    Returns: the names of those that were refused, so far.
+    """
+    start, names, refused = threading.Thread.start, [], []
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name.startswith("rl-memory"):
+            names.append(thread.name)
+            if first < len(names) <= (last or len(names)):
+                refused.append(thread.name)
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    return refused
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Cycles stay."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.buffers.received_slot import ReceivedSlot
-from rl_memory_plugins.weights.buffers.streamed import extent
+from rl_memory_plugins.weights.buffers.streamed import extent, require_bytes
 from rl_memory_plugins.weights.communicators import ENGINE, JOIN_SHARE, SEAL_BYTES, Communicator, join
 from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.manifest import BucketEntry
@@ -36,8 +36,7 @@ def communicated(
         RLMemoryError: the trainer has given up, or is gone.
     """
     slot_bytes = int(description["slot_bytes"])
-    if slot_bytes < 1:
-        raise WeightUpdateError("the trainer announced a slot without bytes")
+    require_bytes(slot_bytes)
     communicator = kept.take(str(description["communicator"]), str(description["kind"]))
     if communicator is None and not description["new"]:
         raise UnsupportedError("the communicator of the former update is broken")

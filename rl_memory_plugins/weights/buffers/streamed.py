@@ -61,6 +61,15 @@ class StreamedAttached:
         self._slot = torch.empty(0, dtype=torch.uint8)
 
 
+def require_bytes(nbytes: int) -> None:
+    """
+    Raises:
+        WeightUpdateError: a slot of this size has no bytes.
+    """
+    if nbytes < 1:
+        raise WeightUpdateError("the trainer announced a slot without bytes")
+
+
 def host_slot(nbytes: int) -> torch.Tensor:
     """A slot in host memory.
 
@@ -68,8 +77,7 @@ def host_slot(nbytes: int) -> torch.Tensor:
         HostMemoryError: there is no memory for it.
         WeightUpdateError: it has no bytes.
     """
-    if nbytes < 1:
-        raise WeightUpdateError("the trainer announced a slot without bytes")
+    require_bytes(nbytes)
     try:  # the kernel gives a page when its bytes arrive, whatever size the trainer has announced
         mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import interrupts
+from helpers import interrupts, refuse_threads
 
 from rl_memory_plugins.memory import pinned
 from rl_memory_plugins.memory.backup import address_of
@@ -85,11 +85,8 @@ def test_memory_that_stays_page_locked_stays_mapped(arena, monkeypatch):
 
 
 def test_without_a_thread_to_be_had_memory_is_made_when_it_is_needed(arena, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patch)
         arena.prepare([4 * MiB])
     assert arena.held_bytes == 0
     arena.acquire(4 * MiB)
@@ -112,10 +109,7 @@ def slow_pages(monkeypatch):
 def test_without_a_thread_to_be_had_the_pages_are_made_here_and_not_more_slowly_after(mapping, monkeypatch):
     all_ended, niceness = slow_pages(monkeypatch), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_threads(monkeypatch)
     pinned.touch(address_of(mapping), len(mapping), threads=4, nice=5)
     assert all_ended()
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == niceness

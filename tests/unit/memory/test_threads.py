@@ -1,13 +1,12 @@
 """Functions in other threads: what they return, what they raise, and what happens without a thread."""
 
-import gc
 import threading
 import time
 import weakref
 from functools import partial
 
 import pytest
-from helpers import interrupts
+from helpers import interrupts, no_collection, refuse_threads
 
 from rl_memory_plugins.memory.threads import Beside, await_end, in_parallel
 
@@ -34,10 +33,7 @@ def test_who_waits_for_the_end_gets_its_error_once():
 
 
 def test_a_process_that_can_start_no_thread_runs_it_itself(monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    refuse_threads(monkeypatch)
     assert Beside(threading.current_thread, NAME).start().result() is threading.current_thread()
 
 
@@ -64,25 +60,16 @@ def test_the_first_error_of_calls_in_parallel_reaches_the_caller_after_the_last_
         lambda: fail(LookupError),
         lambda: (failing.set(), fail(OSError)),
     ]
-    gc.disable()
-    try:
+    with no_collection():
         with pytest.raises(LookupError):
             in_parallel(calls, NAME)
         assert ended.is_set()
         assert [one() for one in held] == [None, None]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("allowed", range(4))
 def test_calls_in_parallel_run_one_by_one_where_no_thread_can_be_started(monkeypatch, allowed):
-    start, started, ran = threading.Thread.start, [], []
-
-    def start_or_not(thread):
-        if len(started) == allowed:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
+    ran = []
 
     def call(number):
         ran.append(number)
@@ -90,7 +77,7 @@ def test_calls_in_parallel_run_one_by_one_where_no_thread_can_be_started(monkeyp
             raise LookupError
         return number
 
-    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    refuse_threads(monkeypatch, allowed)
     with pytest.raises(LookupError):
         in_parallel([partial(call, number) for number in range(4)], NAME)
     assert sorted(ran) == [0, 1, 2, 3]
@@ -144,16 +131,13 @@ def test_an_interrupted_wait_for_a_function_can_be_made_again():
 def test_an_interrupt_of_a_call_that_runs_here_begins_no_further_call(monkeypatch):
     ran = []
 
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     def call(number):
         ran.append(number)
         if number == 0:
             raise LookupError
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_threads(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         in_parallel([partial(call, number) for number in range(3)], NAME)
     assert ran == [0, 1]
@@ -163,20 +147,14 @@ def test_what_cannot_run_in_a_thread_is_not_kept_alive(monkeypatch):
     class Held:
         pass
 
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_threads(monkeypatch)
     held = Held()
     gone = weakref.ref(held)
-    gc.disable()
-    try:
+    with no_collection():
         assert Beside(partial(str, held), NAME).start().result()
         in_parallel([partial(str, held)], NAME)
         del held
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_an_interrupt_while_a_thread_starts_begins_no_further_call(monkeypatch):

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import no_collection
 from models import Tree
 from process_pair import ProcessPair
 from toy_engine import ToyEngine
-from toys import Tracked, checkpoint, loaded, no_collection
+from toys import Tracked, checkpoint, loaded
 
 from rl_memory_plugins.errors import (
     InvalidRequestError,

@@ -7,10 +7,11 @@ import time
 
 import pytest
 import torch
+from helpers import no_collection
 from silent_engine import POINTS, SilentEngine
 from test_push_from_all import OPTIONS, assert_loaded, break_once, fail_once, on_engines_gpus, sharded
 from toy_engine import ToyEngine
-from toys import Rank, ToyModel, Tracked, checkpoint, no_collection
+from toys import Rank, ToyModel, Tracked, checkpoint
 
 from rl_memory_plugins.errors import (
     EngineFaultError,

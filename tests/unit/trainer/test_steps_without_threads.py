@@ -2,9 +2,10 @@
 
 import contextlib
 import itertools
-import threading
+from functools import partial
 
 import pytest
+from helpers import refuse_threads
 from test_pausable import WIDTH, Tied, adamw, train
 from toy_engine import ToyEngine
 from toys import checkpoint, loaded
@@ -15,24 +16,8 @@ from rl_memory_plugins.trainer import PausableMemory, RolloutHandoff, push_from_
 
 @pytest.fixture
 def refuse(monkeypatch):
-    """A function that lets threads of the package start no more, from one number to another. Returns their names."""
-    start = threading.Thread.start
-
-    def from_number(first, last=None):
-        names, refused = [], []
-
-        def start_or_not(thread):
-            if thread.name.startswith("rl-memory"):
-                names.append(thread.name)
-                if first < len(names) <= (last or len(names)):
-                    refused.append(thread.name)
-                    raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start_or_not)
-        return refused
-
-    return from_number
+    """See `refuse_threads`."""
+    return partial(refuse_threads, monkeypatch)
 
 
 def assert_has(engines, tensors):

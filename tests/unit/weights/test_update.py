@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import Rank, Receiving, ToyModel, Tracked, checkpoint, loaded, no_collection, update
+from helpers import no_collection
+from toys import Rank, Receiving, ToyModel, Tracked, checkpoint, loaded, update
 
 from rl_memory_plugins.errors import (
     AuthenticationError,

@@ -3,11 +3,12 @@
 import contextlib
 import itertools
 import socket
-import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import refuse_threads
 from test_network_update import update
 from toys import Rank, ToyModel, checkpoint, loaded
 
@@ -21,24 +22,8 @@ from rl_memory_plugins.weights.host_copy import HostCopier
 
 @pytest.fixture
 def refuse(monkeypatch):
-    """A function that lets threads of the package start no more, from one number to another. Returns their names."""
-    start = threading.Thread.start
-
-    def from_number(first, last=None):
-        names, refused = [], []
-
-        def start_or_not(thread):
-            if thread.name.startswith("rl-memory"):
-                names.append(thread.name)
-                if first < len(names) <= (last or len(names)):
-                    refused.append(thread.name)
-                    raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start_or_not)
-        return refused
-
-    yield from_number
+    """See `refuse_threads`."""
+    yield partial(refuse_threads, monkeypatch)
     monkeypatch.undo()
     kept.close_communicators()
 

@@ -1,7 +1,5 @@
 """A tiny tensor-parallel model whose loader does what real engines' loaders do, and a rank to run it on."""
 
-import contextlib
-import gc
 import threading
 import weakref
 
@@ -184,14 +182,3 @@ class Tracked:
     def alive(self):
         """How many of the tensors that were made still exist."""
         return sum(made() is not None for made in self._made)
-
-
-@contextlib.contextmanager
-def no_collection():
-    """Cycles stay."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
