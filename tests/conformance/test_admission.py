@@ -46,7 +46,7 @@ def failed(server: Server, weights: Weights) -> str:
     return "failed"
 
 
-HEALTH_S = 3.0  # monitors ask often, and some give up after a second; this machine may be busy
+HEALTH_S = 1.0  # monitors ask often, and some give up after a second
 CLOSED = [paused, asleep_1, asleep_2, weights_awake, stale, failed]
 
 
