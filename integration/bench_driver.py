@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from integration.records import Records
-from integration.subjects import described
+from integration.subjects import add_commit, described
 from rl_memory_plugins.memory import hash_kernel
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.cuda_device import CudaDevice
@@ -121,7 +120,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=5, help="repetitions of each measurement")
-    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     arguments = parser.parse_args()
     words = ["--out", "results.json"]

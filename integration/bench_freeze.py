@@ -45,7 +45,7 @@ from integration.engines.base import Launch, Server
 from integration.json_process import Child, serve
 from integration.models import SHAPES, Shape, checkpoint_shapes, write_model
 from integration.records import Records, read
-from integration.subjects import described
+from integration.subjects import add_commit, described
 from rl_memory_plugins.errors import InvalidRequestError
 
 MODES = ("freeze", "keep")
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="rounds for each mode")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--keep-mapped", action="store_true", help="the engine keeps the trainer's tensors open")
-    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--clients", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -47,7 +47,7 @@ from integration.offline import (
     vllm_scored,
 )
 from integration.records import Records
-from integration.subjects import described, succeeds
+from integration.subjects import add_commit, described, succeeds
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
 ALONE = 4  # the prompts of which each is answered alone
@@ -437,7 +437,7 @@ def main() -> None:
     parser.add_argument("--drift-cycles", type=int, default=0, help=drift)
     parser.add_argument("--warm-start", action="store_true", help="start each subject once before it is measured")
     parser.add_argument("--start-only", action="store_true", help="start the subject and measure nothing")
-    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
+    add_commit(parser)
     parser.add_argument("--timeout", type=float, default=240, help="seconds that each subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     arguments = parser.parse_args()

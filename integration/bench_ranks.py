@@ -33,7 +33,7 @@ from integration import records
 from integration.models import SHAPES
 from integration.offline import Token, most_different, sglang_answers, sglang_scored, vllm_answers, vllm_scored
 from integration.records import Records
-from integration.subjects import described, succeeds
+from integration.subjects import add_commit, described, succeeds
 
 SUBJECTS = ("plugin", "nccl", "native")
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(64)]
@@ -203,7 +203,7 @@ def main() -> None:
         "--flags", nargs="*", default=[], help="arguments of vLLM to set, e.g. enable_nccl_comm_suspend"
     )
     parser.add_argument("--options", nargs="*", default=[], help="options of rl_memory to set, e.g. nccl_suspend")
-    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
+    add_commit(parser)
     parser.add_argument("--timeout", type=float, default=400, help="seconds that each subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the model, in a subject's process

@@ -42,7 +42,7 @@ from integration.bench_weights import SglangSubject, Subject, VllmSubject, envir
 from integration.engines.ports import reserve_port
 from integration.models import SHAPES, weight_bytes, write_model
 from integration.records import Records
-from integration.subjects import described, gpu_name, succeeds
+from integration.subjects import add_commit, described, gpu_name, succeeds
 
 SUBJECTS = ("broadcast", "plugin", "native")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--subject", choices=SUBJECTS, action="append", help="by default all, one after the other")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is only for trying the script")
     parser.add_argument("--repeats", type=int, default=5, help="updates after the first one")
-    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
+    add_commit(parser)
     parser.add_argument("--timeout", type=float, default=100, help="seconds that each subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

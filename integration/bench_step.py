@@ -51,7 +51,7 @@ from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, used_bytes_by_gpu
 from integration.models import SHAPES, write_model
 from integration.records import Records
-from integration.subjects import described, succeeds
+from integration.subjects import add_commit, described, succeeds
 from integration.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -146,11 +146,6 @@ def run_subject(arguments: argparse.Namespace) -> None:
         for number in range(arguments.steps + 1):
             make_step(number, lambda name: nullcontext())
         measured = {name: statistics.median(one.get(name, 0.0) for one in seconds[1:]) for name in seconds[-1]}
-        trainer.sample()
-        with Timeline(sources) as timeline:  # a sample takes milliseconds and the GIL, so these steps are not measured
-            for number in range(arguments.steps + 1, arguments.steps + 1 + SAMPLED_STEPS):
-                make_step(number, timeline.stage)
-        del releases[-SAMPLED_STEPS:], trainings[-SAMPLED_STEPS:], returns[-SAMPLED_STEPS:]
         # The first release finds the trainer on the GPU, so the first whole transition is the first return and the next
         # release.
         transitions = [back + release for back, release in zip(returns, releases[1:], strict=False)]
@@ -165,10 +160,16 @@ def run_subject(arguments: argparse.Namespace) -> None:
         limits = [nbytes / into + nbytes / out_of for nbytes, (into, out_of) in zip(moved, links, strict=True)]
         figures.add("transition_limit_s", [max(limits)], "s", {"bytes": max(moved), "each_way": True})
         figures.add("link_gb_s", [min(way) / 1e9 for way in zip(*links, strict=True)], "GB/s, to the GPU and back")
+        figures.add("losses", losses, "nats")
+        # A sample takes milliseconds and the GIL, so these steps are not measured. If they take too long for the time
+        # limit, the records are there.
+        trainer.sample()
+        with Timeline(sources) as timeline:
+            for number in range(arguments.steps + 1, arguments.steps + 1 + SAMPLED_STEPS):
+                make_step(number, timeline.stage)
         if cuda:
             figures.add("peak_gpu_mib", [timeline.peak("fullest") / 2**20], "MiB")
         figures.add("host_mib", [timeline.peak("host") / 2**20], "MiB")
-        figures.add("losses", losses, "nats")
         if arguments.pictures:
             shape = arguments.model if arguments.gpus == 1 else f"{arguments.model}-tp{arguments.gpus}"
             draw(timeline, arguments.pictures / f"step-{arguments.engine}-{shape}-{arguments.subject}.svg")
@@ -278,7 +279,7 @@ def main() -> None:
         default=None,
         help="seconds in which pausable memory prepares its copies, as in a first rollout; by default 20, on the CPU 0",
     )
-    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    add_commit(parser)
     parser.add_argument("--timeout", type=float, default=400, help="seconds that each subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--pictures", type=Path, help="folder for the pictures")

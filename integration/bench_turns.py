@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import signal
 import statistics
 import sys
@@ -53,7 +52,7 @@ from integration.engines.base import EngineKind, Launch, Server
 from integration.engines.native import NATIVE
 from integration.models import SHAPES, weight_bytes, write_model
 from integration.records import Records
-from integration.subjects import described
+from integration.subjects import add_commit, described
 
 SUBJECTS = ("plugin", "native", "restart")
 PROMPT = [5, 6, 7, 8]
@@ -339,7 +338,7 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=40, help="the most swaps of a subject")
     parser.add_argument("--seconds", type=float, default=25, help="the longest time for the swaps of a subject")
     parser.add_argument("--timeout", type=float, default=200, help="seconds that each subject may take, with starts")
-    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records; logs go beside it")
     arguments = parser.parse_args()
     arguments.out = arguments.out.absolute()

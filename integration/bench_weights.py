@@ -44,7 +44,7 @@ from integration.kinds.checkpoints import configure
 from integration.models import SHAPES, fp8_config, write_model
 from integration.offline import sglang_answers, start_sglang, start_vllm, vllm_answers
 from integration.records import Records
-from integration.subjects import described, engine_version, succeeds
+from integration.subjects import add_commit, described, engine_version, succeeds
 from rl_memory_plugins.weights.sender import DEFAULT_BUCKET_BYTES
 
 PROMPTS = [[5 + i, 6 + i, 7 + i, 8 + i] for i in range(4)]
@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that the engine takes")
     parser.add_argument("--repeats", type=int, default=7, help="updates per route after the first one")
     parser.add_argument("--bucket-mib", type=int, default=DEFAULT_BUCKET_BYTES >> 20, help="largest bucket, in MiB")
-    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    add_commit(parser)
     parser.add_argument("--timeout", type=float, default=280, help="seconds that one subject may take")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

@@ -25,7 +25,7 @@ from integration.gpu_figures import copy_floor, peak_extra_bytes
 from integration.json_process import Child, serve
 from integration.models import SHAPES, checkpoint_shapes
 from integration.records import Records
-from integration.subjects import described
+from integration.subjects import add_commit, described
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Tag
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="7b")
     parser.add_argument("--repeats", type=int, default=7, help="updates per metric")
     parser.add_argument("--out", type=Path, default=Path("bench_wire.json"), help="JSON file for the records")
-    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    add_commit(parser)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

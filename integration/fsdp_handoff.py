@@ -30,7 +30,7 @@ import httpx
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, new_model, write_model
-from integration.subjects import engine_version, gpu_name
+from integration.subjects import add_commit, engine_version, gpu_name
 
 RANKS = 2
 SEED = 5
@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default=None, help="by default 0.5b, and tiny on the CPU")
     parser.add_argument("--kv-gib", type=int, default=90, help="GiB of KV cache on each GPU")
     parser.add_argument("--cycles", type=int, default=3, help="training steps")
-    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for logs and the record")
     inside = parser.add_argument_group("for the trainer's processes only")
     inside.add_argument("--trainer", action="store_true")

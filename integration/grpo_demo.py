@@ -32,7 +32,7 @@ from integration import grpo
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.models import SHAPES, Shape, new_model, write_model
-from integration.subjects import engine_version
+from integration.subjects import add_commit, engine_version
 from integration.timeline import Timeline
 from rl_memory_plugins.tags import TagState
 from rl_memory_plugins.timeline import History, html_page, perfetto_trace, pictures, read_handoffs, timeline_in
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny model and fewer steps")
     parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--commit", default="unknown", help="commit of this repository, for the record")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     arguments = parser.parse_args()
     scale = SCALES["quick" if arguments.quick else arguments.device]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -73,25 +74,38 @@ def run_bounded(command: list[str], timeout_s: float, environment: Mapping[str, 
         subprocess.SubprocessError: the subject failed, or took longer than `timeout_s`.
     """
     process = subprocess.Popen(command, process_group=0, env=environment)
-    children: list[psutil.Process] = []
     try:
         code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(psutil.NoSuchProcess):  # an engine's server has a process group of its own
-            children = psutil.Process(process.pid).children(recursive=True)
-        raise
     finally:
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.kill()
-        process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            for _ in range(100):  # zombies that nobody reaps may stay
-                os.killpg(process.pid, signal.SIGKILL)
-                time.sleep(0.1)
+        kill_all(process)
     if code != 0:
         raise subprocess.CalledProcessError(code, command)
+
+
+def kill_all(process: subprocess.Popen[Any]) -> None:
+    """Kill a process, its group and its children, and wait until they are gone.
+
+    Args:
+        process: The leader of its group. If it has ended, only its group is left to be found.
+    """
+    children: list[psutil.Process] = []
+    if process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # an engine's server has a process group of its own
+            children = psutil.Process(process.pid).children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.kill()
+    process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        for _ in range(100):  # zombies that nobody reaps may stay
+            os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+
+def add_commit(parser: argparse.ArgumentParser) -> None:
+    """The option with the commit that records name."""
+    parser.add_argument("--commit", default=os.environ.get("GIT_COMMIT", "unknown"), help="commit of this repository")
 
 
 def succeeds(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> bool:

@@ -38,7 +38,7 @@ from integration.engines.base import REPOSITORY, Launch
 from integration.engines.vllm import Vllm
 from integration.models import SHAPES, write_model
 from integration.records import Records, read
-from integration.subjects import engine_version, run_bounded
+from integration.subjects import add_commit, engine_version, run_bounded
 from integration.trainers import openrlhf_agent as agent
 from integration.trainers.checks import problems_of
 
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer, each with an engine")
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=2, help="DeepSpeed's stage")
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the records")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, default=Path("openrlhf.json"))
     arguments = parser.parse_args()
     arguments.out.unlink(missing_ok=True)

@@ -44,7 +44,7 @@ from integration.engines.base import Launch, Server
 from integration.engines.vllm import Vllm
 from integration.models import SHAPES, write_model
 from integration.records import Records, read
-from integration.subjects import run_bounded
+from integration.subjects import add_commit, run_bounded
 from integration.timeline import Timeline
 from integration.trainers.checks import problems_of
 
@@ -346,7 +346,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS["cpu"], default=None)
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the records")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, default=Path("trl.json"))
     parser.add_argument("--run", nargs=2, default=None, help=argparse.SUPPRESS)  # a subject, the model's folder
     arguments = parser.parse_args()

@@ -49,7 +49,7 @@ from integration.engines import ENGINES
 from integration.engines.base import REPOSITORY, Launch
 from integration.models import SHAPES, write_model
 from integration.records import Records, read
-from integration.subjects import engine_version, gpu_name, run_bounded
+from integration.subjects import add_commit, engine_version, gpu_name, run_bounded
 from integration.timeline import Timeline
 from integration.trainers.checks import problems_of
 
@@ -295,7 +295,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer and of the engine")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS["cuda"], default=None)
-    parser.add_argument("--commit", default="unknown", help="of this repository, for the records")
+    add_commit(parser)
     parser.add_argument("--out", type=Path, default=Path("verl.json"))
     arguments = parser.parse_args()
     kind = arguments.engine, arguments.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.upstream import comparison, hub, sources
-from integration.upstream.environment import environment
+from integration.upstream.environment import DEFAULTS_VARIABLE, environment
 from integration.upstream.run import SUBJECTS, Outcomes, Setting, former, run
 from tests.run_report import ENGINES, commit, gpus, version_of
 
@@ -75,7 +76,12 @@ def _parse() -> argparse.Namespace:
         default=list(SUBJECTS),
         help="run these alone; the outcomes of the others are those of an earlier run with this folder",
     )
-    parser.add_argument("--defaults", type=json.loads, default={}, help="JSON: other defaults of SGLang's arguments")
+    parser.add_argument(
+        "--defaults",
+        type=json.loads,
+        default=json.loads(os.environ.get(DEFAULTS_VARIABLE, "{}")),
+        help=f"JSON: other defaults of SGLang's arguments; of the environment {DEFAULTS_VARIABLE}, if it is set",
+    )
     parser.add_argument("--file-seconds", type=float, default=1800, help="kill a file of tests after so long")
     parser.add_argument("--out", type=Path, help="where the record is written")
     arguments = parser.parse_args()

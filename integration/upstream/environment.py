@@ -10,6 +10,7 @@ from integration.engines.base import REPOSITORY
 from integration.engines.sglang import STAND_IN_KERNELS
 
 DEFAULTS = REPOSITORY / "tests" / "aids" / "sglang_defaults"
+DEFAULTS_VARIABLE = "SGLANG_TEST_DEFAULTS"
 #: SGLang's own defaults ask for kernels that exist on GPUs only.
 SGLANG_ON_CPU = {
     "device": "cpu",
@@ -39,6 +40,6 @@ def environment(engine: str, *, on_gpu: bool, defaults: dict[str, object], root:
             paths.insert(0, STAND_IN_KERNELS)
             defaults = SGLANG_ON_CPU | defaults
             variables |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "none", "OMP_WAIT_POLICY": "passive"}
-        variables["SGLANG_TEST_DEFAULTS"] = json.dumps(defaults)
+        variables[DEFAULTS_VARIABLE] = json.dumps(defaults)
     former = os.environ.get("PYTHONPATH")
     return variables | {"PYTHONPATH": os.pathsep.join([*map(str, paths), *([former] if former else [])])}

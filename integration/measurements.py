@@ -1,0 +1,105 @@
+"""The measurements of the documentation's records, in the order of their worth. `integration.measure` runs them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Measurement(NamedTuple):
+    """One command.
+
+    Attributes:
+        name: Of the log, and of the file with the records.
+        engine: Whose Python runs it.
+        gpus: How many GPUs it needs.
+        seconds: The most that it takes, with imports from a cold disk.
+        words: A module and its arguments. `{out}` is the file of the records, `{folder}` their folder, `{sources}` the
+            folder of the engines' sources.
+        alone: Whether other work on the host would disturb it.
+    """
+
+    name: str
+    engine: str
+    gpus: int
+    seconds: int
+    words: tuple[str, ...]
+    alone: bool = False
+
+
+def _measurement(name: str, engine: str, gpus: int, seconds: int, command: str, *only: str) -> Measurement:
+    """`only` are kinds, whose names have blanks."""
+    module, *words = command.split()
+    more = ("--only", *only) if only else ()
+    return Measurement(f"{name}-{engine}", engine, gpus, seconds, (module, *words, "--out", "{out}", *more))
+
+
+def _step(model: str, gpus: int, kv_gib: int) -> Measurement:
+    command = (
+        f"integration.bench_step --engine vllm --model {model} --gpus {gpus} --kv-gib {kv_gib} --timeout 240 "
+        "--pictures {folder}/pictures --subject pausable_overlap pausable native offloader"
+    )
+    return _measurement(f"step-{model}", "vllm", gpus, 900, command)
+
+
+def _remote(engine: str, model: str, seconds: int) -> Measurement:
+    command = f"integration.bench_remote --engine {engine} --model {model} --repeats 5 --timeout {seconds}"
+    return _measurement(f"remote-{model}", engine, 2, 3 * seconds, command)
+
+
+def _fp8(engine: str, model: str) -> Measurement:
+    command = f"integration.bench_weights --engine {engine} --model {model} --fp8 --timeout 200"
+    return _measurement(f"weights-{model}-fp8", engine, 1, 420, command)
+
+
+def _upstream(engine: str, name: str, gpus: int, seconds: int, parts: str) -> Measurement:
+    """Parts of the paths of the engine's own tests."""
+    command = (
+        f"integration.upstream {engine} --source {{sources}}/{engine} --folder {{folder}}/{name} --file-seconds 400 "
+        f"--only {parts}"
+    )
+    return _measurement(f"upstream-{name}", engine, gpus, seconds, command)
+
+
+def _kinds(engine: str, name: str, gpus: int, seconds: int, *only: str) -> Measurement:
+    command = f"integration.kinds {engine} --start-timeout 400"
+    return _measurement(f"kinds-{name}", engine, gpus, seconds, command, *only)
+
+
+def _sleep(engine: str, model: str, more: str, *, gpus: int = 1) -> Measurement:
+    command = f"integration.bench_gpu --engine {engine} --model {model} --tp {gpus} --native-cycles 1 {more}"
+    return _measurement(f"sleep-{model}", engine, gpus, 600, command)
+
+
+MEASUREMENTS = (
+    _step("3b", 1, 10)._replace(alone=True),
+    _remote("vllm", "7b", 200),
+    _remote("sglang", "7b", 200),
+    _fp8("sglang", "7b"),
+    _fp8("vllm", "7b"),
+    _step("7b", 2, 6),
+    _remote("vllm", "30b-a3b", 300),
+    _remote("sglang", "30b-a3b", 300),
+    _fp8("sglang", "moe"),
+    _fp8("vllm", "moe"),
+    _upstream("sglang", "states", 1, 500, "state_errors weights_from_tensor engine_drain"),
+    _upstream("sglang", "release", 2, 800, "test_release_memory_occupation.py multi_instance"),
+    _upstream("sglang", "updates", 2, 800, "weights_from_disk.py weights_from_distributed weight_checker"),
+    _upstream("vllm", "transfers", 2, 600, "distributed/test_weight sharded_rdt"),
+    _upstream("vllm", "worker", 1, 600, "v1/ tensor_ownership openai_schema arg_utils launch_cli"),
+    _kinds("vllm", "two", 2, 400, "dense, two ranks, padded vocabulary", "Qwen3-MoE, two ranks"),
+    _kinds("sglang", "one", 1, 600, "reward (sequence classification)", "int4 WNA16, experts"),
+    Measurement("gpu-tests", "vllm", 2, 900, ("pytest", "-q", "--timeout", "300", "tests/gpu", "--report", "{out}")),
+    _measurement(
+        "ranks-7b-suspend",
+        "sglang",
+        2,
+        400,
+        "integration.bench_ranks --engine sglang --model 7b --subject plugin --options nccl_suspend --timeout 380",
+    ),
+    _sleep("vllm", "32b", "--memory 0.9"),
+    _sleep("sglang", "32b", "--memory 0.9"),
+    _sleep("vllm", "72b", "--memory 0.9 --levels 2", gpus=2),
+    _measurement("freeze-7b", "vllm", 1, 300, "integration.bench_freeze --engine vllm --model 7b"),
+    _measurement("turns-7b", "vllm", 1, 400, "integration.bench_turns --engine vllm --model 7b"),
+    _measurement("turns-7b", "sglang", 1, 400, "integration.bench_turns --engine sglang --model 7b"),
+)
