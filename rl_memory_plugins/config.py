@@ -28,7 +28,7 @@ MiB = 1 << 20
 ENV_PREFIX = "RL_MEMORY_"
 
 #: Variables of the command line.
-OTHER_VARIABLES = ("url", "api_key")
+OTHER_VARIABLES = ("url", "api_key", "engine_key")
 
 _ON = ("", "1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")

@@ -72,3 +72,16 @@ class Adapter:
 def _as_json(value: Any) -> Any:
     """Sets as lists, as PEFT writes them; and nothing for objects of PEFT that only training needs."""
     return sorted(value) if isinstance(value, (set, frozenset)) else None
+
+
+def as_adapter(given: Adapter | str | None) -> Adapter | None:
+    """
+    Raises:
+        InvalidRequestError: it is something else, or has no name.
+    """
+    found = Adapter(given) if isinstance(given, str) else given
+    if found is not None and not (isinstance(found, Adapter) and found.name):
+        raise InvalidRequestError(
+            f"adapter is the name of an adapter or an Adapter, and not {given!r}", field="adapter", got=repr(given)
+        )
+    return found

@@ -27,7 +27,7 @@ import torch
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.tags import Level, PauseMode, Tag
-from rl_memory_plugins.trainer.adapters import Adapter
+from rl_memory_plugins.trainer.adapters import Adapter, as_adapter
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
 from rl_memory_plugins.trainer.handoff_report import HandoffReport
 from rl_memory_plugins.trainer.leaving import Leaving
@@ -161,7 +161,7 @@ class RolloutHandoff:
                 field="level",
                 got=level,
             )
-        self._adapter = Adapter(adapter) if isinstance(adapter, str) else adapter
+        self._adapter = as_adapter(adapter)
         if level is None:
             level = (Level.DISCARD if adapter is None else Level.PRESERVE).value
         self.engines = as_engines(engines)

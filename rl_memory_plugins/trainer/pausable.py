@@ -60,7 +60,8 @@ class PausableMemory(PausableTensors):
     Raises:
         UnsupportedError: no allocator works on this device, or a tensor cannot be adopted; use `Offloader`. Or torch or
             NCCL is too old for `process_groups`.
-        InvalidRequestError: see `adopt`; or `process_groups` without `torch.distributed`, or in another order.
+        InvalidRequestError: see `adopt`; or `process_groups` without `torch.distributed`, or in another order; or an
+            option has a value that it cannot have.
         DeviceMemoryError: too little device memory to move the tensors.
     """
 

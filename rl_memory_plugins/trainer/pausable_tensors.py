@@ -23,7 +23,7 @@ from rl_memory_plugins.records import TagChange
 from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import is_capturing, with_index
 from rl_memory_plugins.trainer.offloading import Target
-from rl_memory_plugins.trainer.pause_options import PauseOptions
+from rl_memory_plugins.trainer.pause_options import pause_options
 from rl_memory_plugins.trainer.process_groups import groups_of
 from rl_memory_plugins.trainer.sleepers import owned_elsewhere, sleepers
 from rl_memory_plugins.trainer.sleeping_content import SleepingContent, forget_ended, memory_ended, within
@@ -65,7 +65,7 @@ class PausableTensors:
         self._frozen = frozenset(frozen)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed else 0
-        self._allocator, arena = choose_allocator(PauseOptions(**options), self.device, rank)
+        self._allocator, arena = choose_allocator(pause_options(options), self.device, rank)
         self._manager = MemoryManager(  # may outlive this memory, and must not keep it
             rank,
             self._allocator,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.own_host import host_id
-from rl_memory_plugins.trainer.adapters import Adapter
+from rl_memory_plugins.trainer.adapters import Adapter, as_adapter
 from rl_memory_plugins.trainer.engine_handle import Post, as_engines, post_adapter_of, post_update_of
 from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.outcomes import Outcome, devices_of, outcomes_of
@@ -45,7 +45,7 @@ def push_from_all(
     weight_version: str | None = None,
     mode: str = "keep",
     timeout_s: float | None = None,
-    adapter: Adapter | None = None,
+    adapter: Adapter | str | None = None,
     on_failure: str = "abort",
     base_version: str | None = None,
     shards: bool = False,
@@ -70,8 +70,9 @@ def push_from_all(
         peers: The processes of the trainer; by default this process alone.
         draft: The tensors of the draft model, as for `push_weights`, the same on every process.
         partial, weight_version, mode, timeout_s: As for `push_weights`, the same on every process.
-        adapter: Update this LoRA adapter, and not the base weights. `tensors` is then a PEFT model, or has the names of
-            `adapter_model.safetensors`; `weight_version` is the version of the adapter, and `mode` has no meaning.
+        adapter: Update this LoRA adapter, and not the base weights; a name stands for `Adapter(name)`. `tensors` is
+            then a PEFT model, or has the names of `adapter_model.safetensors`; `weight_version` is the version of the
+            adapter, and `mode` has no meaning.
         on_failure: What follows if an engine fails, the same on every process. `abort`: the update fails at all
             engines. None begins before all have accepted the manifest; afterwards the failure of one leaves all that
             are not done `failed`. `continue`: each engine gets the update or fails for itself. Each then has a sender
@@ -107,6 +108,7 @@ def push_from_all(
         )
     engines = as_engines(engines)
     peers = peers or Peers()
+    adapter = as_adapter(adapter)
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if adapter is None:
         source = with_draft(as_source(tensors), None if draft is None else as_source(draft))

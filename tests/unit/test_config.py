@@ -70,11 +70,12 @@ def test_an_empty_variable_is_an_unset_one(monkeypatch):
 
 def test_a_misspelt_variable_is_told(monkeypatch, caplog):
     monkeypatch.setenv("RL_MEMORY_URL", "http://127.0.0.1:8000")
+    monkeypatch.setenv("RL_MEMORY_ENGINE_KEY", "secret")
     RLMemoryConfig.parse()
     assert not caplog.records
     monkeypatch.setenv("RL_MEMORY_DRAIN_TIMEOUT", "30")
     assert RLMemoryConfig.parse().drain_timeout_s == 600
-    assert "RL_MEMORY_DRAIN_TIMEOUT" in caplog.text and "URL" not in caplog.text
+    assert "RL_MEMORY_DRAIN_TIMEOUT" in caplog.text and "URL" not in caplog.text and "ENGINE_KEY" not in caplog.text
 
 
 def test_what_was_decided_once_does_not_ask_the_environment_again(monkeypatch):

@@ -28,6 +28,7 @@ from rl_memory_plugins.trainer import (
     RolloutHandoff,
     handoff,
     parts,
+    push_from_all,
 )
 from rl_memory_plugins.trainer.cache import CacheClearing
 from rl_memory_plugins.trainer.handoff_report import STEPS
@@ -808,6 +809,25 @@ def test_an_adapter_alone_is_handed_over():
     for rank, former in zip(engine.ranks, before, strict=True):
         rank.model.assert_unchanged(former)
     assert engine.open and engine.version is None
+
+
+def test_an_adapter_is_updated_by_its_name_without_a_handoff():
+    model = LoraLayer()
+    model.peft_config = {"default": {"r": 2}}
+    engine = ToyEngine()
+    push_from_all(engine, model, adapter="policy", weight_version="3")
+    version, config, _ = engine.adapters["policy"]
+    assert (version, config) == ("3", {"r": 2})
+
+
+@pytest.mark.parametrize("adapter", ["", 7, {"r": 2}, Adapter("")])
+def test_what_is_no_adapter_is_refused_at_once(adapter):
+    engine = ToyEngine()
+    with pytest.raises(InvalidRequestError, match="name of an adapter"):
+        RolloutHandoff(engine, LoraLayer(), adapter=adapter)
+    with pytest.raises(InvalidRequestError, match="name of an adapter"):
+        push_from_all(engine, LoraLayer(), adapter=adapter)
+    assert not engine.log
 
 
 def test_an_adapter_needs_base_weights_that_stay():

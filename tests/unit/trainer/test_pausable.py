@@ -492,6 +492,21 @@ def test_a_bound_of_host_memory_holds():
         memory.sleep()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"host_arena_max_bytes": "1GiB"}, "host_arena_max_bytes"),
+        ({"host_memory_margin_bytes": 1.5e9}, "host_memory_margin_bytes"),
+        ({"device_memory_margin_bytes": -1}, "device_memory_margin_bytes"),
+        ({"allocator": "vm"}, "allocator"),
+        ({"prepare_host_memory": "always"}, "prepare_host_memory"),
+    ],
+)
+def test_an_option_with_a_value_that_it_cannot_have_is_refused_at_once(options, says):
+    with pytest.raises(InvalidRequestError, match=says):
+        PausableMemory(Tied(width=WIDTH), **options)
+
+
 def test_injected_faults_are_typed(tmp_path):
     memory = PausableMemory(Tied(width=WIDTH), fault_dir=str(tmp_path))
     (tmp_path / "release.0").touch()
