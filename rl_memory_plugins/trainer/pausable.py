@@ -212,7 +212,8 @@ class PausableMemory(PausableTensors):
         Raises:
             StateConflictError: no sleep is prepared.
             RLMemoryError: from the next call that waits, once: a copy or a release failed. The tags that had not left
-                before are awake with their content; `details["changed"]` names those that had.
+                before are awake with their content; `details["changed"]` names those that had. Or `then` failed, which
+                the message says: all tags sleep.
         """
         with self._lock:
             if self._pending is None or not self._pending.sleeps:
@@ -227,15 +228,19 @@ class PausableMemory(PausableTensors):
                 return sizes
 
             def run() -> None:
+                failed = "a trainer's memory did not leave; its next call raises this too"
                 try:
                     self._leave(pending, None, written=True)
+                    self._has_left = True
+                    failed = "a trainer's memory has left, but what follows failed; its next call raises this too"
                     then()
                 except BaseException:
-                    logger.warning("a trainer's memory did not leave; its next call raises this too", exc_info=True)
+                    logger.warning(failed, exc_info=True)
                     raise
 
             # Not a daemon: the interpreter waits for it at exit, so it makes no CUDA call while torch shuts down.
             leaves = Beside(run, "rl-memory-leaving", daemon=False)
+            self._has_left = False
             self._leaves, self._pending = leaves, None  # before the start, which an interrupt may end
             leaves.start()
             return sizes

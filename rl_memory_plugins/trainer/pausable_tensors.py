@@ -84,6 +84,7 @@ class PausableTensors:
         self._regions: Counter[str] = Counter()  # the open regions by tag
         self._pending: Pending | None = None
         self._leaves: Beside[None] | None = None  # commits a sleep; whoever touches tensors or the manager waits for it
+        self._has_left = False  # what `_leaves` has committed; it may still run what follows
         self._lock = threading.RLock()  # the thread of `_leaves` never takes it: callers hold it while they wait
         self._closed = False
         self._content = SleepingContent(self._manager, self._allocator, self.device)
@@ -257,10 +258,10 @@ class PausableTensors:
         self._leaves = None
         if failure is not None:
             error = as_rl_memory_error(failure)
-            raise type(error)(
-                f"{error.message}. It was an error of the sleep before: what it has not put to sleep is awake",
-                **error.details,
-            ) from failure
+            told = "the sleep before: what it has not put to sleep is awake"
+            if self._has_left:
+                told = "what follows the sleep before: all that the sleep names is asleep"
+            raise type(error)(f"{error.message}. It was an error of {told}", **error.details) from failure
 
     def waits_before_use(self, tag: str) -> bool:
         """Whether the users of a tag wait for its content by themselves.

@@ -796,6 +796,21 @@ def test_it_tells_what_leaves_and_calls_a_function_behind(setup):
     setup.assert_nothing_lost()
 
 
+def test_a_failure_of_what_follows_says_that_all_sleeps(setup, caplog):
+    def then():
+        raise RuntimeError("the cache")
+
+    setup.memory.prepare_sleep()
+    setup.memory.commit_behind(then)
+    setup.gate.set()
+    with pytest.raises(RLMemoryError, match=r"the cache\. It was an error of what follows the sleep .* is asleep"):
+        setup.memory.wait()
+    assert states(setup.memory)["parameters"] == ASLEEP
+    assert "has left, but what follows failed" in caplog.text and "did not leave" not in caplog.text
+    setup.memory.wait()
+    setup.assert_nothing_lost()
+
+
 def test_gradients_are_dropped_at_once(setup):
     setup.model(torch.tensor([[1, 2, 3]])).sum().backward()
     setup.memory.prepare_sleep()
