@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,7 +175,10 @@ def _named(word: str) -> tuple[str, str]:
     engine, equals, path = word.partition("=")
     if engine not in {one.engine for one in MEASUREMENTS} or not equals or not path:
         raise argparse.ArgumentTypeError(f"{word!r} is not vllm=PATH or sglang=PATH")
-    return engine, path
+    program = shutil.which(path)
+    if program is None:
+        raise argparse.ArgumentTypeError(f"{path!r} is no program that can be run")
+    return engine, str(Path(program).absolute())  # not resolved: a link is what makes an environment
 
 
 if __name__ == "__main__":

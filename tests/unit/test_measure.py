@@ -186,10 +186,11 @@ def test_every_option_of_the_list_is_one_of_its_module(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--python", "vllm=python", "--only", "nonesuch"], "no measurement's name has any of nonesuch"),
+        (["--python", f"vllm={sys.executable}", "--only", "nonesuch"], "no measurement's name has any of nonesuch"),
         (["--python", "python"], "'python' is not vllm=PATH or sglang=PATH"),
         (["--python", "trt=python"], "'trt=python' is not"),
         (["--python", "vllm="], "'vllm=' is not"),
+        (["--python", "vllm=/no/python"], "'/no/python' is no program"),
         ([], "--python"),
     ],
 )
