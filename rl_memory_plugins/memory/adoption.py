@@ -12,6 +12,7 @@ import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory.host_memory import free_host_bytes
+from rl_memory_plugins.memory.interrupts import to_its_end
 
 if TYPE_CHECKING:
     from rl_memory_plugins.memory.allocator import Allocator
@@ -71,14 +72,12 @@ def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
             for storage, nbytes in zip(group, sizes, strict=True):
                 storage.resize_(0)
                 storage.resize_(nbytes)
-    except BaseException as error:
-        _restore(group, copies)
-        if not isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             f"too little device memory to move {needed} bytes into the region {tag}: {error}", needed_bytes=needed
         ) from None
-    _restore(group, copies)
+    finally:
+        to_its_end(lambda: _restore(group, copies))
 
 
 def _restore(storages: Iterable[Any], copies: Iterable[torch.Tensor]) -> None:

@@ -335,10 +335,14 @@ class Backup:
         return _nbytes(pairs)
 
     def finish(self) -> None:
-        """Wait for the running copy, if any."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
+        """Wait for the running copy, if any. An interrupted wait can be made again."""
+        if self._wait is not None:
+            try:
+                self._wait()
+            except Exception:
+                self._wait = None
+                raise
+            self._wait = None
 
     def save_in_steps(self, device: Device, epoch: int, go_on: Callable[[], bool]) -> bool:
         """Copy the blocks to the host while other code may write to them.
@@ -408,10 +412,15 @@ class Backup:
     def free(self) -> None:
         try:
             self.finish()  # the memory must not be reused during a copy
-        finally:
-            if self._address:
-                self._arena.release(self._address)
-            self.nbytes = self._address = 0
+        except Exception:
+            self._release()
+            raise
+        self._release()  # not after an interrupt, which leaves the copy running: `free` can be called again
+
+    def _release(self) -> None:
+        address, self.nbytes, self._address = self._address, 0, 0
+        if address:
+            self._arena.release(address)
 
 
 def copies_of(blocks: Sequence[Block], address: int) -> list[tuple[Block, int]]:

@@ -97,7 +97,8 @@ class Driver:
             try:
                 self.map(address, nbytes, handle)
             except BaseException:
-                self.release(handle)
+                if self.is_mapped(address):
+                    self.unmap(address, nbytes)
                 self.free_address(address, nbytes)
                 raise
             return address
@@ -117,17 +118,19 @@ class Driver:
             self.release(self.create(self.granularity))
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
-        """Map the handle's memory at the address. The mapping then owns the memory.
+        """Map the handle's memory at the address. The mapping owns the memory from now on.
 
-        On an error nothing is mapped, and the caller still owns the handle.
+        On an error nothing is mapped, and the memory is released. After an interrupt it may be mapped: see `is_mapped`.
         """
-        self._check(self._api.cuMemMap(address, nbytes, 0, handle, 0))
         try:
-            self._check(self._api.cuMemSetAccess(address, nbytes, [self._access], 1))
-        except BaseException:
-            self.unmap(address, nbytes)
-            raise
-        self.release(handle)
+            self._check(self._api.cuMemMap(address, nbytes, 0, handle, 0))
+            try:
+                self._check(self._api.cuMemSetAccess(address, nbytes, [self._access], 1))
+            except BaseException:
+                self.unmap(address, nbytes)
+                raise
+        finally:
+            self.release(handle)
 
     def unmap(self, address: int, nbytes: int) -> None:
         self._check(self._api.cuMemUnmap(address, nbytes))

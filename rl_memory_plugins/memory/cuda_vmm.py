@@ -31,6 +31,7 @@ from rl_memory_plugins.memory.adoption import move_storages
 from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_wake
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
+from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.regions import RegionStack, keep_forever
 from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segments, pool_key
@@ -289,8 +290,10 @@ class CudaVmmAllocator(Allocator):
             self._retired_pools[tag] += self._idle_pools[tag]
             self._idle_pools[tag].clear()
             for mapping in mapped:
-                self._driver.unmap(*mapping.block)
-                mapping.mapped = False
+                try:
+                    self._driver.unmap(*mapping.block)
+                finally:  # an interrupt may come when the driver has unmapped it
+                    mapping.mapped = self._driver.is_mapped(mapping.block.address)
                 released += mapping.block.nbytes
         return released
 
@@ -377,28 +380,30 @@ class VmmReservation:
 
     def commit(self) -> None:
         freed = self._allocator.forget_freed(self._tag)
-        mapped: list[_Mapping] = []
+        mappings = [mapping for mapping in self._handles if mapping.block.address not in freed]
+
+        def undo() -> None:
+            for mapping in mappings:
+                mapping.mapped = False
+                if self._driver.is_mapped(mapping.block.address):  # also one that an interrupt has left uncounted
+                    self._driver.unmap(*mapping.block)
+
         with self._driver.context():
             try:
-                for mapping in [mapping for mapping in self._handles if mapping.block.address not in freed]:
-                    self._driver.map(*mapping.block, self._handles[mapping])
-                    del self._handles[mapping]
-                    mapped.append(mapping)
-            except BaseException:
-                for mapping in mapped:
-                    self._driver.unmap(*mapping.block)
-                raise
-            else:
-                for mapping in mapped:
+                for mapping in mappings:
+                    self._driver.map(*mapping.block, self._handles.pop(mapping))
+                for mapping in mappings:
                     mapping.mapped = True
+            except BaseException:
+                to_its_end(undo)
+                raise
             finally:
-                self.drop()
+                to_its_end(self.drop)
 
     def drop(self) -> None:
-        handles, self._handles = self._handles, {}
         with self._driver.context():
-            for handle in handles.values():
-                self._driver.release(handle)
+            while self._handles:
+                self._driver.release(self._handles.popitem()[1])
 
 
 def require_torch_symbols() -> None:

@@ -136,8 +136,8 @@ class HostAllocator(Allocator):
         with self._lock:
             for _storage, entry, block in self._live(tag):
                 if entry.released != block:
+                    entry.released = block  # before: an interrupt comes when the pages have gone
                     _madvise(block, mmap.MADV_DONTNEED)
-                    entry.released = block
                     released += block.nbytes
         return released
 

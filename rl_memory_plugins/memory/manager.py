@@ -14,7 +14,8 @@ from types import MappingProxyType
 from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
 from rl_memory_plugins.memory.backup import Backup, PagedArena
-from rl_memory_plugins.memory.ranges import intersect, subtract
+from rl_memory_plugins.memory.interrupts import to_its_end
+from rl_memory_plugins.memory.ranges import intersect, merge, subtract
 from rl_memory_plugins.memory.sleep_copies import SleepCopies
 from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.memory.weights_content import KeptWeights, PreparedSleep
@@ -257,14 +258,15 @@ class MemoryManager(SleepCopies):
         self._reclaimed = False
         try:
             released = self.allocator.release(tag)
+            self._states[tag] = state
         except BaseException:
-            try:
+            # Counts as released as a whole, also if an interrupt ends the undo: a wake maps the released part.
+            self._states[tag] = state
+            with suppress(Exception):
                 self._map_tag(tag, self.allocator.reserve(tag))
                 self._await_content(tag)
-            except Exception:
-                self._states[tag] = state  # counts as released as a whole; a wake maps the released part
+                self._states[tag] = TagState.RESIDENT
             raise
-        self._states[tag] = state
         return TagChange(self.rank, str(tag), state, bytes_released=released, bytes_copied=copied)
 
     def abort_sleep(self) -> None:
@@ -335,15 +337,19 @@ class MemoryManager(SleepCopies):
                 self._unfinished = {tag: state for tag, state in former.items() if tag in self._unrestored}
             except BaseException:
                 self._prepared_wake = None
-                for reservation in reservations.values():
-                    reservation.drop()
-                for tag, state in former.items():
-                    self._unmap_tag(tag, state)
+                to_its_end(lambda: self._undo_wake(reservations, former))
                 raise
             finally:
                 self._reclaim_later()
             self._require_own_bytes()
         return changes
+
+    def _undo_wake(self, reservations: dict[str, Reservation], former: Mapping[str, TagState]) -> None:
+        """Drop what is reserved, and unmap the tags that were mapped. May be run again."""
+        while reservations:
+            reservations.popitem()[1].drop()
+        for tag, state in former.items():
+            self._unmap_tag(tag, state)
 
     def _require_wake(self) -> dict[str, Reservation]:
         if self._prepared_wake is None:
@@ -367,8 +373,7 @@ class MemoryManager(SleepCopies):
                     self._await_content(tag)
                     self._unfinished.pop(tag, None)  # a signal handler may have waited meanwhile
             except BaseException:
-                for tag, state in self._unfinished.items():
-                    self._unmap_tag(tag, state)
+                to_its_end(lambda: self._undo_wake({}, self._unfinished))
                 self._unfinished = {}
                 self._reclaim_later()
                 raise
@@ -378,9 +383,10 @@ class MemoryManager(SleepCopies):
 
         The tag counts as unrestored until `_await_content`. The next tag is mapped while this one is copied.
         """
+        # Before the commit: what an interrupt leaves mapped has no content yet.
+        undefined = self._unrestored[tag] = merge([*self._unrestored.get(tag, []), *reservation.blocks])
         with self._timed("map"):
             reservation.commit()
-        undefined = self._unrestored[tag] = [*self._unrestored.get(tag, []), *reservation.blocks]
         with self._timed("restore"):
             # A tensor may have been freed since the release, and its addresses may belong to another tensor now.
             blocks = intersect(self.allocator.blocks(tag), undefined)

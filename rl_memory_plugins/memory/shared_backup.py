@@ -103,8 +103,10 @@ class SharedBackup(Backup):
     def free(self) -> None:
         try:
             super().free()
-        finally:
+        except Exception:
             self._shared.end_lease()
+            raise
+        self._shared.end_lease()
 
 
 class NotShareable(Exception):

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.memory.backup import Backup
+from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.ranges import subtract
 from rl_memory_plugins.memory.transitions import Transitions
 from rl_memory_plugins.memory.weights_content import PreparedSleep
@@ -98,11 +99,15 @@ class SleepCopies(Transitions):
 
     def _free_new_backups(self, prepared: PreparedSleep) -> None:
         """Wait for the copies that nobody needs any more. If one fails, nothing is lost: its tag is resident."""
-        for tag, backup in prepared.backups.items():
-            try:
-                if backup is self._backups.get(tag):
-                    backup.finish()
-                else:
-                    backup.free()
-            except Exception:  # it must hide no error before it, and keep no other copy
-                logger.warning("the copy of %s, which is no longer needed, has failed", tag, exc_info=True)
+
+        def free() -> None:
+            for tag, backup in prepared.backups.items():
+                try:
+                    if backup is self._backups.get(tag):
+                        backup.finish()
+                    else:
+                        backup.free()
+                except Exception:  # it must hide no error before it, and keep no other copy
+                    logger.warning("the copy of %s, which is no longer needed, has failed", tag, exc_info=True)
+
+        to_its_end(free)

@@ -121,8 +121,12 @@ class TorchSaverAllocator(Allocator):
         for name in self._names_of(tag):
             nbytes = 0 if name in self._paused[tag] else sum(block.nbytes for block in self._blocks_of([name]))
             if nbytes:
-                self._saver.pause(name)
-                self._paused[tag].add(name)
+                self._paused[tag].add(name)  # before: an interrupt comes when the saver has paused it
+                try:
+                    self._saver.pause(name)
+                except Exception:
+                    self._paused[tag].discard(name)
+                    raise
                 released += nbytes
         if self._names_of(tag)[-1] in self._paused[tag]:
             self._names_of(tag).append(_new_name(tag))
@@ -166,8 +170,12 @@ class SaverReservation:
         self._allocator.require_free(self.nbytes)  # another process may have taken memory: raise, and no exit(1)
         paused = self._allocator._paused[self._tag]
         for name in sorted(paused):
-            self._allocator._saver.resume(name)
-            paused.remove(name)
+            paused.remove(name)  # before: an interrupt comes when the saver has resumed it
+            try:
+                self._allocator._saver.resume(name)
+            except Exception:
+                paused.add(name)
+                raise
 
     def drop(self) -> None:
         self._allocator.reserved_bytes -= self.nbytes

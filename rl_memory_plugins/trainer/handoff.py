@@ -417,6 +417,8 @@ class RolloutHandoff:
             wake()
         except RLMemoryError as error:
             if not lacks_memory(error):
+                if emptying is not None:
+                    emptying.join()  # the caller may capture a graph now
                 raise
             lacking = True
         if emptying is not None:

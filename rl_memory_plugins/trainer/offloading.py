@@ -23,6 +23,7 @@ from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, Sta
 from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
+from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.trainer.sleepers import all_sleepers, await_leaving, owned_elsewhere
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
@@ -173,16 +174,16 @@ class Offloader:
             except torch.OutOfMemoryError:
                 await_leaving()
                 _fill(copies)
-        except torch.OutOfMemoryError as error:
-            _synchronize(copies)  # the copies that have begun still write
+            _synchronize(copies)
             for storage in copies:
-                storage.resize_(0)
+                del _host_copies[storage]
+        except BaseException as error:
+            to_its_end(lambda: _take_back(copies))
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
             raise DeviceMemoryError(
                 f"too little device memory to load {total} bytes: {error}", needed_bytes=total
             ) from None
-        _synchronize(copies)
-        for storage in copies:
-            del _host_copies[storage]
         return Moved(total, time.perf_counter() - start)
 
     def close(self) -> None:
@@ -221,6 +222,16 @@ class Offloader:
         for target in self._targets:
             for tensor in tensors_of(target, self._gradients):
                 yield from plain_parts(tensor)
+
+
+def _take_back(copies: Mapping[Any, Any]) -> None:
+    """Free the device memory of what has not been loaded: its copy in host memory stays the content."""
+    try:
+        _synchronize(copies)  # the copies that have begun still write
+    finally:
+        for storage in copies:
+            if storage in _host_copies:
+                storage.resize_(0)
 
 
 def _fill(copies: Mapping[Any, Any]) -> None:

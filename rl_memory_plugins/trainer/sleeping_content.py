@@ -102,9 +102,9 @@ remnants: set[SleepingContent] = set()
 
 def memory_ended(content: SleepingContent) -> None:
     """The end of the memory. The garbage collector may call this in any thread."""
-    if content.may_exist:
-        remnants.add(content)
-    else:
+    remnants.add(content)  # first: an interrupt in a finaliser is lost, and `forget_ended` goes on then
+    if not content.may_exist:
+        remnants.discard(content)
         content.end()
 
 

@@ -40,8 +40,8 @@ class Turns:
                 "a step of this handoff, or a signal handler during it, has called the handoff: call it once the step "
                 "is over"
             )
-        _within.set((*before, call))
         try:
+            _within.set((*before, call))
             with self._lock:
                 yield
         finally:

@@ -15,7 +15,14 @@ from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.trainer import PausableMemory
 
 ROOT = Path(rl_memory_plugins.__file__).parent
-FILES = ("trainer/pausable.py", "trainer/process_groups.py", "memory/manager.py", "memory/transitions.py")
+FILES = (
+    "trainer/pausable.py",
+    "trainer/process_groups.py",
+    "memory/backup.py",
+    "memory/manager.py",
+    "memory/sleep_copies.py",
+    "memory/transitions.py",
+)
 OWN = {str(ROOT / path) for path in FILES}
 
 

@@ -1,6 +1,7 @@
 """Moving tensors to host memory and back. `everything` makes a CPU's tensors move as a GPU's do."""
 
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
 
@@ -212,6 +213,60 @@ def test_no_device_memory_leaves_everything_in_host_memory(monkeypatch):
     assert caught.value.details["needed_bytes"] == away == offloader.offloaded_bytes
     assert set(storage_bytes(*model.parameters())) == {0}
     monkeypatch.undo()
+    offloader.load()
+    same(whole(model), expected)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, RuntimeError("CUDA error")], ids=str)
+def test_a_load_that_breaks_off_leaves_the_content_in_host_memory(monkeypatch, failure):
+    """At every storage. Otherwise the next offload would take what has not arrived for the content."""
+    bytes_of = offloading.bytes_of
+    for at in itertools.count():
+        model = Tied()
+        expected = whole(model)
+        offloader = Offloader(model, moves=everything)
+        offloader.offload()
+        calls = itertools.count()
+
+        def breaks(storage, at=at, calls=calls):
+            if next(calls) == at:
+                storage.fill_(7)
+                raise failure
+            return bytes_of(storage)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(offloading, "bytes_of", breaks)
+            try:
+                offloader.load()
+            except BaseException as error:
+                assert type(error) is (failure if isinstance(failure, type) else type(failure))
+            else:
+                break
+        assert set(storage_bytes(*model.parameters())) == {0}
+        offloader.offload()
+        offloader.load()
+        same(whole(model), expected)
+    assert at > 1
+
+
+def test_an_interrupt_behind_a_load_leaves_each_tensor_here_or_there(monkeypatch):
+    model = Tied()
+    expected = whole(model)
+    offloader = Offloader(model, moves=everything)
+    offloader.offload()
+    forget, calls = type(offloading._host_copies).__delitem__, itertools.count()
+
+    def interrupted(copies, storage):
+        forget(copies, storage)
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(offloading._host_copies), "__delitem__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            offloader.load()
+    sizes = storage_bytes(*model.parameters())
+    assert 0 in sizes and any(sizes)
     offloader.load()
     same(whole(model), expected)
 

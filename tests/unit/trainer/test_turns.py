@@ -101,3 +101,25 @@ def test_a_thread_waits_for_its_turn_also_one_that_an_earlier_call_has_started()
         order.append("first")
     thread.join(WAIT_S)
     assert order == ["first", "late"]
+
+
+def test_an_interrupt_at_the_begin_of_a_turn_keeps_no_call_out(monkeypatch):
+    turns = Turns()
+
+    class Within:
+        """A context variable whose `set` is interrupted once, at its end."""
+
+        def __init__(self, variable):
+            self.get, self._variable, self._calls = variable.get, variable, 0
+
+        def set(self, value):
+            self._variable.set(value)
+            self._calls += 1
+            if self._calls == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("rl_memory_plugins.trainer.turns._within", Within(contextvars.ContextVar("within", default=())))
+    with pytest.raises(KeyboardInterrupt), turns.turn():
+        pass
+    with turns.turn():
+        pass
