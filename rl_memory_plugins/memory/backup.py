@@ -144,9 +144,11 @@ class PagedArena:
         try:
             self._fill(mapping, step, file)
         except BaseException:
-            unmap(mapping)
-            with self._lock:
-                self._pending_bytes -= nbytes
+            try:
+                self._discard(address_of(mapping), mapping)
+            finally:
+                with self._lock:
+                    self._pending_bytes -= nbytes
             raise
         address = address_of(mapping)
         with self._lock:

@@ -164,10 +164,8 @@ class PinnedArena(PagedArena):
                     back(address + start, made, self._threads)
             start += made
         with step(0):
-            (code,) = in_parallel([partial(self._register, address, nbytes)], _PAGES, to_the_end=True)
-        if code == 0:
-            self._registered.add(address)
-        else:
+            (code,) = in_parallel([partial(self._lock_pages, address, nbytes)], _PAGES, to_the_end=True)
+        if code != 0:
             note = f"host memory could not be page-locked (CUDA error {code}): copies take longer"
             logger.warning(note)
             if note not in self.notes:
@@ -175,6 +173,20 @@ class PinnedArena(PagedArena):
 
     # An error stays the last CUDA error of the thread, and torch would raise it at its next kernel launch. So both
     # functions run in a thread of their own.
+
+    # What the driver has done is noted there too: an interrupt of the caller does not come between the two.
+
+    def _lock_pages(self, address: int, nbytes: int) -> int:
+        code = self._register(address, nbytes)
+        if code == 0:
+            self._registered.add(address)
+        return code
+
+    def _unlock_pages(self, address: int) -> int:
+        code = self._unregister(address)
+        if code == 0:
+            self._registered.remove(address)
+        return code
 
     def _register(self, address: int, nbytes: int) -> int:
         with torch.cuda.device(self._index):  # a new thread would create a context on GPU 0
@@ -186,9 +198,8 @@ class PinnedArena(PagedArena):
 
     def _discard(self, address: int, mapping: mmap.mmap) -> None:
         if address in self._registered:
-            self._registered.remove(address)
             self._kept.append(mapping)
-            (code,) = in_parallel([partial(self._unregister, address)], _PAGES, to_the_end=True)
+            (code,) = in_parallel([partial(self._unlock_pages, address)], _PAGES, to_the_end=True)
             if code != 0:
                 logger.error("host memory could not be unlocked (CUDA error %d), so it is not freed", code)
                 return

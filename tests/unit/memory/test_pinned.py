@@ -84,6 +84,33 @@ def test_memory_that_stays_page_locked_stays_mapped(arena, monkeypatch):
     assert arena.held_bytes == 0
 
 
+def test_an_interrupt_while_pages_are_locked_leaves_none_locked(arena, monkeypatch):
+    """Pages that stay locked after their mapping has gone would be read in place of those of a later mapping."""
+    locked, begun = set(), threading.Event()
+
+    def lock(address, nbytes):
+        begun.set()
+        time.sleep(0.3)
+        locked.add(address)
+        return 0
+
+    def unlock(address):
+        locked.remove(address)
+        return 0
+
+    monkeypatch.setattr(arena, "_register", lock)
+    monkeypatch.setattr(arena, "_unregister", unlock)
+    with pytest.raises(KeyboardInterrupt), interrupts(begun):
+        arena.acquire(4 * MiB)
+    assert begun.is_set() and not locked
+    assert arena.held_bytes == 0 and not arena._kept
+    address = arena.acquire(4 * MiB)
+    assert locked == {address}
+    arena.release(address)
+    arena.close()
+    assert not locked
+
+
 def test_without_a_thread_to_be_had_memory_is_made_when_it_is_needed(arena, monkeypatch):
     with monkeypatch.context() as patch:
         refuse_threads(patch)
