@@ -62,14 +62,23 @@ class Suspension:
                 if not nbytes and not self._warned:
                     logger.warning("NCCL holds no memory that it can release: is NCCL_CUMEM_ENABLE 0?")
                     self._warned = True
-                one.suspend()
-                self._suspended.append((one, nbytes))
+                self._suspended.append((one, nbytes))  # before: an interrupt comes when NCCL has suspended it
+                try:
+                    one.suspend()
+                except Exception:
+                    self._suspended.pop()
+                    raise
 
     def resume(self, among: Collection[Communicator] | None = None) -> None:
         """Resume the suspended ones among these communicators. Default: all. Raises as `suspend` does."""
-        for one, nbytes in self._chosen(among):
-            one.resume()
-            self._suspended.remove((one, nbytes))
+        for chosen in self._chosen(among):
+            place = self._suspended.index(chosen)
+            del self._suspended[place]  # before, as in `suspend`
+            try:
+                chosen[0].resume()
+            except Exception:
+                self._suspended.insert(place, chosen)
+                raise
 
     def require_memory(self, device: torch.device, among: Collection[Communicator] | None = None) -> None:
         """Check that the device has memory for `resume`. A rank that fails in it alone leaves the others waiting.

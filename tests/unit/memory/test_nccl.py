@@ -66,6 +66,38 @@ def able(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: group.config)
 
 
+def test_an_interrupt_of_nccl_leaves_no_communicator_suspended_for_ever():
+    """The interrupt comes when NCCL has done its work: a group that nobody resumes would wait without end."""
+
+    class Interrupted(Communicator):
+        def _call(self, name):
+            self.calls.append(name)
+            if len(self.calls) <= 2:
+                raise KeyboardInterrupt
+
+    first, second = Interrupted(), Communicator()
+    suspension = nccl.Suspension()
+    with pytest.raises(KeyboardInterrupt):
+        suspension.suspend([first, second])
+    assert suspension.is_suspended(first) and not suspension.is_suspended(second)
+    suspension.suspend([first, second])
+    with pytest.raises(KeyboardInterrupt):
+        suspension.resume()
+    assert not suspension.is_suspended(first) and suspension.is_suspended(second)
+    suspension.resume()
+    assert (first.calls, second.calls) == (["suspend", "resume"],) * 2
+
+
+def test_a_failure_keeps_the_order_that_all_ranks_have():
+    communicators = [Communicator() for _ in range(3)]
+    suspension = nccl.Suspension()
+    suspension.suspend(communicators)
+    communicators[0].failure = RuntimeError("NCCL")
+    with pytest.raises(RuntimeError):
+        suspension.resume()
+    assert [one for one, _ in suspension._suspended] == communicators
+
+
 def test_each_communicator_is_suspended_once_and_resumed_once():
     first, second = Communicator(), Communicator()
     suspension = nccl.Suspension()
