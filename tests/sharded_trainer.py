@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from integration.engines.base import Server
 
 RANKS = 2
@@ -78,7 +80,10 @@ class ShardedTrainer:
         process = self._processes[rank]
         if not process.is_alive():
             return True
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        try:
+            return psutil.Process(process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:  # it has ended meanwhile
+            return True
 
     def answer(self, rank: int) -> dict[str, Any] | None:
         """The answer of a process; `None` if it has died."""
