@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from integration.kinds.run import run
 from integration.kinds.ways import WAYS
 
 RESULTS = REPOSITORY / "integration" / "results"
+#: vLLM chooses the kernel by its own list, and not by what it was compiled with for the CPU.
+MISSING_KERNEL = re.compile(r"'_OpNamespace' '_C' object has no attribute '(cpu_\w+)'")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,6 +48,9 @@ def test_an_engine_is_a_fresh_one_of_the_weights_that_it_got(
 ) -> None:
     found = {outcome.way: outcome for outcome in run(engine, kind, tmp_path, WAYS)}
     assert found
+    missing = {MISSING_KERNEL.search(one.reason) for one in found.values() if one.outcome == "engine_cannot"}
+    for kernel in filter(None, missing):  # found by an engine without the package
+        pytest.skip(f"vLLM's build for this CPU has no {kernel[1]}: it needs AVX-512")
     for way, (_, outcome, reason) in found.items():
         # A way without a record must pass, or be one that the engine does not have.
         wanted = {recorded[kind, way]} if (kind, way) in recorded else {"passed", "engine_cannot"}
