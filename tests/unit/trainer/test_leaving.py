@@ -185,6 +185,33 @@ def test_the_cache_goes_while_the_engine_opens_where_the_device_has_ample_memory
     setup.assert_nothing_lost()
 
 
+def test_the_cache_has_gone_when_the_engine_does_not_open(monkeypatch):
+    """Nothing of a failed handoff runs on: the caller may capture a CUDA graph."""
+    setup = Setup(monkeypatch)
+    setup.step()
+    cache = Cache(monkeypatch, setup, 30 * GiB - 1)
+    setup.engine.needed, setup.engine.cache = 4 * GiB, 10 * GiB
+    wake, empty, begun = setup.engine.wake_up, setup.handoff._parts.empty_cache, threading.Event()
+
+    def wake_up(asked=None):
+        if asked is None:
+            assert begun.wait(60)
+            raise EngineFaultError("an error of the driver")
+        wake(asked)
+
+    def slowly(step):
+        begun.set()
+        time.sleep(0.3)
+        return empty(step)
+
+    monkeypatch.setattr(setup.engine, "wake_up", wake_up)
+    monkeypatch.setattr(setup.handoff._parts, "empty_cache", slowly)
+    setup.handoff.release()
+    with pytest.raises(EngineFaultError, match="an error of the driver"):
+        setup.handoff.sync()
+    assert cache.beside == [ASLEEP]
+
+
 @pytest.mark.parametrize("options", [{"on_failure": "continue"}, {"tells": False}], ids=str)
 def test_the_cache_does_not_stay_where_an_engine_could_be_lost_for_it(monkeypatch, options):
     tells = options.pop("tells", True)
