@@ -23,6 +23,7 @@ from typing import NamedTuple
 from integration.engines.base import REPOSITORY
 from integration.measurements import MEASUREMENTS, Measurement
 from integration.subjects import kill_all
+from tests.run_report import commit
 
 POLL_S = 0.1
 LEAST_S = 60  # less is not worth a start
@@ -136,6 +137,7 @@ class Host:
 def main() -> int:
     arguments, chosen = _parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, which ends what runs
+    os.environ.setdefault("GIT_COMMIT", commit() or "unknown")  # for the records
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     sources = arguments.sources and arguments.sources.absolute()

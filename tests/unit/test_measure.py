@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -201,3 +203,18 @@ def test_words_that_name_nothing_are_refused(words, says, monkeypatch, capsys, t
     assert refusal.value.code == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_records_name_the_commit(module, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    (module / "says.py").write_text("import os; print(os.environ['GIT_COMMIT'])")
+    monkeypatch.setattr(measure, "MEASUREMENTS", [Measurement("says", "vllm", 1, 60, ("says",))])
+    words = ["--seconds", "600", "--out", str(module / "out"), "--python", f"vllm={sys.executable}"]
+    monkeypatch.setattr(sys, "argv", ["measure", *words])
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        assert measure.main() == 0
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        os.environ.pop("GIT_COMMIT", None)
+    assert (module / "out/says.log").read_text().strip() not in ("", "unknown")
