@@ -60,7 +60,6 @@ class Host:
         self, gpus: Sequence[str], pythons: Mapping[str, str], out: Path, sources: Path | None, seconds: float
     ) -> None:
         self._gpus, self._pythons, self._out, self._sources = list(gpus), pythons, out, sources
-        self._free = list(gpus)
         self._running: list[Running] = []
         self._end = time.monotonic() + seconds
         self.outcomes: list[Outcome] = []
@@ -90,12 +89,16 @@ class Host:
             self._note(measurement.name, "left out", 0.0)
         return can
 
+    @property
+    def _free(self) -> list[str]:
+        return [gpu for gpu in self._gpus if not any(gpu in one.gpus for one in self._running)]
+
     def _fits(self, measurement: Measurement) -> bool:
         disturbs = bool(self._running) and (measurement.alone or any(one.measurement.alone for one in self._running))
         return measurement.gpus <= len(self._free) and not disturbs
 
     def _start(self, measurement: Measurement) -> None:
-        gpus, self._free = self._free[: measurement.gpus], self._free[measurement.gpus :]
+        gpus = self._free[: measurement.gpus]
         now = time.monotonic()
         self._record(measurement).unlink(missing_ok=True)
         print(f"{time.strftime('%T')} {measurement.name} begins on {','.join(gpus)}", flush=True)
@@ -125,7 +128,6 @@ class Host:
                 continue
             kill_all(one.process)
             self._running.remove(one)
-            self._free = [gpu for gpu in self._gpus if gpu in {*self._free, *one.gpus}]
             outcome = "too long" if code is None else "failed" if code else "ok"
             self._note(one.measurement.name, outcome, now - one.begun)
 

@@ -171,10 +171,9 @@ class PinnedArena(PagedArena):
             if note not in self.notes:
                 self.notes.append(note)
 
-    # An error stays the last CUDA error of the thread, and torch would raise it at its next kernel launch. So both
-    # functions run in a thread of their own.
-
-    # What the driver has done is noted there too: an interrupt of the caller does not come between the two.
+    # An error stays the last CUDA error of the thread, and torch would raise it at its next kernel launch. So these
+    # functions run in a thread of their own. The thread notes what the driver has done: no interrupt of the caller comes
+    # between the two there.
 
     def _lock_pages(self, address: int, nbytes: int) -> int:
         code = self._register(address, nbytes)

@@ -100,13 +100,11 @@ class SharedBackup(Backup):
     def _identity(self, device: Device) -> int | None:
         return fingerprint_of(device, self._sources)
 
-    def free(self) -> None:
+    def _release(self) -> None:
         try:
-            super().free()
-        except Exception:
+            super()._release()
+        finally:
             self._shared.end_lease()
-            raise
-        self._shared.end_lease()
 
 
 class NotShareable(Exception):

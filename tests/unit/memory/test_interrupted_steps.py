@@ -29,6 +29,16 @@ class Interrupts:
         if next(self.calls) in self.at:
             raise KeyboardInterrupt
 
+    def behind(self, call):
+        """The call, which can be interrupted at its end."""
+
+        def run(*arguments):
+            result = call(*arguments)
+            self()
+            return result
+
+        return run
+
 
 # -- a step to its end --------------------------------------------------------------------------------------
 
@@ -88,14 +98,9 @@ def test_an_interrupt_while_pages_go_loses_no_content(monkeypatch, more):
     madvise = host._madvise
     for at in itertools.count():
         memory, tensors, expected = with_tensors()
-        interrupt = Interrupts(at, *(at + 1 + one for one in more))
-
-        def interrupted(block, advice, interrupt=interrupt):
-            madvise(block, advice)
-            interrupt()
-
+        interrupts = Interrupts(at, *(at + 1 + one for one in more))
         with monkeypatch.context() as patch:
-            patch.setattr(host, "_madvise", interrupted)
+            patch.setattr(host, "_madvise", interrupts.behind(madvise))
             try:
                 memory.sleep()
             except KeyboardInterrupt:
@@ -120,15 +125,9 @@ def test_an_interrupt_while_pages_come_loses_no_content(monkeypatch):
     for at in itertools.count():
         memory, tensors, expected = with_tensors(3)
         memory.sleep()
-        interrupt = Interrupts(at, at + 1)
-
-        def interrupted(block, advice, interrupt=interrupt):
-            madvise(block, advice)
-            interrupt()
-
         was = False
         with monkeypatch.context() as patch:
-            patch.setattr(host, "_madvise", interrupted)
+            patch.setattr(host, "_madvise", Interrupts(at, at + 1).behind(madvise))
             try:
                 memory.wake()
             except KeyboardInterrupt:
@@ -149,17 +148,10 @@ def test_interrupted_aborts_leave_no_copy(monkeypatch):
     memory.free_host_memory()
     arena = memory._manager.arena
     assert arena.held_bytes == 0
-    release = arena.release
     memory.prepare_sleep()
     memory.begin()
-    interrupt = Interrupts(0)
-
-    def interrupted(address):
-        release(address)
-        interrupt()
-
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "release", interrupted)
+        patch.setattr(arena, "release", Interrupts(0).behind(arena.release))
         with pytest.raises(KeyboardInterrupt):
             memory.abort()
     memory.free_host_memory()
@@ -411,14 +403,8 @@ def test_an_interrupt_at_the_end_of_an_adoption_loses_no_content(monkeypatch):
     for at in itertools.count():
         tensors = [torch.full((1000,), float(number)) for number in range(5)]
         expected = [tensor.clone() for tensor in tensors]
-        interrupt = Interrupts(at, at + 1)
-
-        def interrupted(storage, interrupt=interrupt):
-            interrupt()
-            return bytes_of(storage)
-
         with monkeypatch.context() as patch:
-            patch.setattr(adoption, "bytes_of", interrupted)
+            patch.setattr(adoption, "bytes_of", Interrupts(at, at + 1).behind(bytes_of))
             try:
                 adoption.move_storages(Regions(), "mine", tensors)
             except KeyboardInterrupt:
