@@ -172,8 +172,8 @@ class PinnedArena(PagedArena):
                 self.notes.append(note)
 
     # An error stays the last CUDA error of the thread, and torch would raise it at its next kernel launch. So these
-    # functions run in a thread of their own. The thread notes what the driver has done: no interrupt of the caller comes
-    # between the two there.
+    # functions run in a thread of their own. The thread notes what the driver has done: no interrupt of the caller
+    # comes between the two there.
 
     def _lock_pages(self, address: int, nbytes: int) -> int:
         code = self._register(address, nbytes)
