@@ -144,10 +144,9 @@ def round_blocks(
         return None
     if any(weight.numel() == 0 or weight.stride(1) != 1 for weight in weights):
         return None
-    grids = [
-        [triton.cdiv(length, part) for length, part in zip(weight.shape, block, strict=True)] for weight in weights
-    ]
-    counts = [down * across for down, across in grids]
+    down, across = block
+    grids = [(-(-weight.shape[0] // down), -(-weight.shape[1] // across)) for weight in weights]
+    counts = [rows * columns for rows, columns in grids]
     made = _results(weights, grids, into or [None] * len(weights))
     table = [
         [weight.data_ptr(), codes.data_ptr(), scales.data_ptr(), *weight.shape, weight.stride(0)]
@@ -180,6 +179,9 @@ def _results(
     grids: Sequence[Sequence[int]],
     into: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    given = [place for place in into if place is not None]
+    if len(given) == len(weights):
+        return given
     new = [
         (0, 0) if place is not None else (-weight.numel() // ALIGNMENT * -ALIGNMENT, down * across)
         for weight, (down, across), place in zip(weights, grids, into, strict=True)

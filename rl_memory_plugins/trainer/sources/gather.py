@@ -35,7 +35,7 @@ def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator
         elif hasattr(tensor, "full_tensor"):
             yield name, _redistributed(name, tensor, outgoing)
         else:
-            yield name, outgoing.cast(name, host_view(tensor.detach()))
+            yield name, outgoing.cast(name, host_view(tensor))
     if batch is not None:
         yield from batch.gather()
 

@@ -81,7 +81,7 @@ class Outgoing:
         The current GPU casts tensors in host memory, if this process uses a GPU: it reads host memory faster than the
         few threads of a trainer cast it.
         """
-        tensor = tensor.detach()
+        tensor = tensor.detach() if tensor.requires_grad else tensor
         dtype = self.sent_as(name, tensor.dtype)
         if tensor.dtype == dtype:
             return tensor

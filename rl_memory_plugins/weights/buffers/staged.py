@@ -124,7 +124,7 @@ class _CudaSlots:
             return False
         require_memory(tensor)
         if entry.nbytes:
-            stream = self._streams.current(device)
+            stream = self._streams.current(device.index)
             peer.copy(memory.data_ptr() + entry.offset, tensor.data_ptr(), entry.nbytes, stream.cuda_stream)
         return True
 
@@ -147,7 +147,7 @@ class _CudaSlots:
         memory = self._slots[0]
         if not memory.is_cuda:
             return None
-        return self._streams.current(memory.device)
+        return self._streams.current(memory.device.index)
 
     def _copy_small(self) -> None:
         targets, tensors = self._small_copies

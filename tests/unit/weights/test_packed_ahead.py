@@ -45,7 +45,9 @@ class FakeStream:
 def streams(monkeypatch):
     """The current streams of the two GPUs."""
     found = {0: FakeStream("first"), 1: FakeStream("second")}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found[torch.device(device).index])
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: found[device if isinstance(device, int) else device.index]
+    )
     monkeypatch.setattr(staged, "gpu_name", lambda index: f"GPU-{index}")
     return found
 
