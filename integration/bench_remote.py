@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     words = sys.argv[1 : sys.argv.index("--inside")] if arguments.inside else []
-    arguments.given = ["FILE" if word == str(arguments.out) else word for word in words]
+    arguments.given = words
     arguments.out = arguments.out.absolute()
     if arguments.inside:
         arguments.subject = arguments.subject[-1]

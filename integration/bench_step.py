@@ -18,8 +18,8 @@ process on each GPU. A step is a rollout, the handoff to the trainer, a short tr
                          with the parts of the update by its sender (`sync_`) and by the slowest rank (`sync_rank_`)
     return_s             from the end of the training to the first token
     transition_s         both, of each step but the first
-    first_transition_s   both, of the first step; pausable memory has had some seconds to prepare its copies, as during
-                         the first rollout
+    first_transition_s   both, of the first step, with its release and its steps; pausable memory has had some seconds
+                         to prepare its copies, as during the first rollout
     training_s           forward, backward and step, with the wait for states that are still on their way
     step_s               a whole step without the rollout: release, training and return
     transition_limit_s   the bytes that must cross the link, each way over what the link carries that way; of several
@@ -120,7 +120,8 @@ def run_subject(arguments: argparse.Namespace) -> None:
         }
         losses: list[float] = []
         releases, trainings, returns = [], [], []
-        seconds: list[dict[str, float]] = []  # by step of the handoff, of each step
+        released: list[dict[str, float]] = []  # by step of the handoff, of each step; and the same of the way back
+        returned: list[dict[str, float]] = []
 
         def make_step(number: int, stage: Callable[[str], AbstractContextManager[None]]) -> None:
             if number:
@@ -128,7 +129,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
                     server.generate(PROMPTS[number % len(PROMPTS)], TOKENS)
             with stage("release"):
                 start = time.perf_counter()
-                released = trainer.release()
+                released.append(trainer.release())
                 releases.append(time.perf_counter() - start)
             with stage("training"):
                 start = time.perf_counter()
@@ -136,8 +137,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
                 trainings.append(time.perf_counter() - start)
             with stage("return"):
                 start = time.perf_counter()
-                back = trainer.back()
-                seconds.append({name: one + released.get(name, 0.0) for name, one in back.items()})
+                returned.append(trainer.back())
                 server.generate(PROMPTS[0], 1)
                 returns.append(time.perf_counter() - start)
 
@@ -145,14 +145,16 @@ def run_subject(arguments: argparse.Namespace) -> None:
             time.sleep(arguments.settle_s)
         for number in range(arguments.steps + 1):
             make_step(number, lambda name: nullcontext())
+        seconds = [summed(*ways) for ways in zip(released, returned, strict=True)]
         measured = {name: statistics.median(one.get(name, 0.0) for one in seconds[1:]) for name in seconds[-1]}
         # The first release finds the trainer on the GPU, so the first whole transition is the first return and the next
         # release.
         transitions = [back + release for back, release in zip(returns, releases[1:], strict=False)]
-        figures.add("release_s", releases[2:], "s", {"steps": {name: round(one, 4) for name, one in measured.items()}})
+        figures.add("release_s", releases[2:], "s", {"steps": rounded(measured)})
         figures.add("return_s", returns[1:], "s")
         figures.add("transition_s", transitions[1:], "s")
-        figures.add("first_transition_s", transitions[:1], "s")
+        first = {"release_s": round(releases[1], 4), "steps": rounded(summed(returned[0], released[1]))}
+        figures.add("first_transition_s", transitions[:1], "s", first)
         figures.add("training_s", trainings[2:], "s")
         steps = [sum(parts) for parts in zip(releases, trainings, returns, strict=True)]
         figures.add("step_s", steps[2:], "s")
@@ -173,6 +175,15 @@ def run_subject(arguments: argparse.Namespace) -> None:
         if arguments.pictures:
             shape = arguments.model if arguments.gpus == 1 else f"{arguments.model}-tp{arguments.gpus}"
             draw(timeline, arguments.pictures / f"step-{arguments.engine}-{shape}-{arguments.subject}.svg")
+
+
+def summed(*parts: dict[str, float]) -> dict[str, float]:
+    """The seconds of each step in all parts."""
+    return {name: sum(one.get(name, 0.0) for one in parts) for part in parts for name in part}
+
+
+def rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(one, 4) for name, one in seconds.items()}
 
 
 class OneProcess:

@@ -114,13 +114,15 @@ def _ranks(results: Path, planned: Planned) -> Iterator[Compared]:
 
 
 def _steps(results: Path, planned: Planned) -> Iterator[Compared]:
-    """`bench_step`: 4 x 64 tokens, a KV cache of 20 GiB, 4 requests."""
+    """`bench_step`: 4 x 64 tokens, 4 requests; if its command does not say otherwise, a KV cache of 20 GiB."""
     for path, found in _records(results, "step-*.json"):
         for subject, metrics in found.items():
             if subject == "native" or metrics["losses"].get("gpus", 1) > 1:
                 continue
             record = metrics["peak_gpu_mib"]
-            options = {"gpu": _gpu(record), "engine": record["engine"], "kv_gib": 20, "max_running": 4}
+            _, _, given = record["command"].partition("--kv-gib ")
+            kv_gib = float(given.split()[0]) if given else 20.0
+            options = {"gpu": _gpu(record), "engine": record["engine"], "kv_gib": kv_gib, "max_running": 4}
             training = {"trainer": "plain", "micro_tokens": 256, "checkpointing": False}
             made = planned(SHAPES[record["model"]], dtype="float16", **options, **training)
             opens_early = subject == "pausable_overlap" and record["commit"] != WAITING_COMMIT

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.run_report import command_of
+
 
 def gpu_name() -> str:
     import pynvml
@@ -63,7 +65,7 @@ def described(
         "model": model,
         "subject": subject,
         "commit": commit,
-        "command": " ".join([f"python -m integration.{module}", *(sys.argv[1:] if words is None else words)]),
+        "command": command_of(f"integration.{module}", words),
     }
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +32,7 @@ class RunReport:
             "python": platform.python_version(),
             "gpus": gpus(),
             "commit": commit(),
-            "command": " ".join(["python -m pytest", *sys.argv[1:]]),
+            "command": command_of("pytest"),
             "summary": {},
             "tests": {},
         }
@@ -69,6 +70,16 @@ class RunReport:
         self._report["summary"] = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self._report, indent=1) + "\n")
+
+
+def command_of(module: str, words: Sequence[str] | None = None) -> str:
+    """The command for records, without the paths of this machine: `FILE` stands for them.
+
+    Args:
+        words: The arguments; by default those of this process.
+    """
+    shown = ["FILE" if Path(word).is_absolute() else word for word in (sys.argv[1:] if words is None else words)]
+    return " ".join([f"python -m {module}", *shown])
 
 
 def version_of(*distributions: str) -> str | None:

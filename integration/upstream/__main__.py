@@ -15,7 +15,7 @@ from typing import Any
 from integration.upstream import comparison, hub, sources
 from integration.upstream.environment import DEFAULTS_VARIABLE, environment
 from integration.upstream.run import SUBJECTS, Outcomes, Setting, former, run
-from tests.run_report import ENGINES, commit, gpus, version_of
+from tests.run_report import ENGINES, command_of, commit, gpus, version_of
 
 DEFAULT_FOLDER = Path(".upstream")
 
@@ -57,7 +57,7 @@ def _record(engine: str, tests: list[comparison.Test]) -> dict[str, Any]:
         "device": gpus() or ["cpu"],
         "python": platform.python_version(),
         "commit": commit(),
-        "command": " ".join(["python -m integration.upstream", *sys.argv[1:]]),
+        "command": command_of("integration.upstream"),
         "score": comparison.score(tests),
         "tests": tests,
     }

@@ -61,5 +61,5 @@ ENGINES = {
 TRAINER_CONTEXT = 610 * MIB
 #: NCCL's memory in a trainer with several processes: that of vLLM's ranks
 TRAINER_COMMUNICATORS = ENGINES["vllm"].communicators
-#: step-vllm-0.33.0-3b.json, host_mib 36830 of `pausable_overlap`, less the copies of parameters and states
-TRAINER_HOST = 1515 * MIB
+#: step-vllm-0.33.0-3b.json, host_mib 37372 of `pausable_overlap`, less the copies of parameters and states
+TRAINER_HOST = 2057 * MIB

@@ -6,6 +6,10 @@ On GPUs vLLM forks where it can. Its CPU platform asks for new interpreters, so 
 
 import gc
 import os
+import time
+
+SETTLED_S = 5
+BUSY_LOOP_S = 0.005
 
 
 def register() -> None:
@@ -17,6 +21,7 @@ def register() -> None:
 
     system_utils._maybe_force_spawn = fork
     _compile_nothing()
+    _sleep_when_idle()
 
 
 def _compile_nothing() -> None:
@@ -28,3 +33,26 @@ def _compile_nothing() -> None:
         import torch
 
         torch.compiler.set_stance("force_eager")
+
+
+def _sleep_when_idle() -> None:
+    """vLLM's processes look for messages in a loop for a second after each one, and would take a core from the tests.
+
+    A while after their start they wait for a notification, as they do otherwise after that second. Before, the
+    connection that carries notifications may not be there.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    condition = shm_broadcast.SpinCondition
+    start, record_read = condition.__init__, condition.record_read
+
+    def begin(self, *args, **kwargs) -> None:
+        start(self, *args, **kwargs)
+        self.made = time.monotonic()
+
+    def record(self) -> None:
+        record_read(self)
+        if self.last_read > self.made + SETTLED_S:
+            self.busy_loop_s = BUSY_LOOP_S
+
+    condition.__init__, condition.record_read = begin, record

@@ -35,6 +35,7 @@ def test_every_record_with_memory_is_compared() -> None:
     with_memory = {path.stem for path in RESULTS.glob("*.json") if path.stem.startswith(kinds)}
     without = {
         "weights-sglang-0.5.20-0.5b",  # has no staged figure
+        "step-vllm-0.33.0-7b-tp2",  # of two GPUs
         "ranks-sglang-0.5.23-7b-tp2-suspend-h100",  # an option that plans do not have
         "ranks-vllm-0.33.0-7b-tp2-suspend-h200",
     }
