@@ -25,7 +25,7 @@ from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.pinned import PinnedArena
-from rl_memory_plugins.trainer.sleepers import all_sleepers, await_leaving, owned_elsewhere
+from rl_memory_plugins.trainer.sleepers import await_leaving, owned_elsewhere, that_may_sleep
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
 
@@ -356,7 +356,7 @@ def _synchronize(storages: Iterable[Any]) -> None:
 
 
 def _sleeping_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    asked = all_sleepers()
+    asked = that_may_sleep()
     if not asked or hasattr(tensor, "__tensor_flatten__") or not has_memory(tensor.untyped_storage()):
         return None
     found = (sleeper.host_bytes(tensor.untyped_storage()) for sleeper in asked)
@@ -375,6 +375,8 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedError: the tensor is offloaded and consists of several tensors, e.g. a quantised tensor.
     """
+    if not _host_copies and not that_may_sleep():  # the common case with thousands of tensors
+        return tensor
     copy = _host_copies.get(tensor.untyped_storage())
     content = copy.content if copy is not None else _sleeping_copy(tensor)
     if content is None:

@@ -177,6 +177,11 @@ class PausableTensors:
         """See `sleepers.Sleeper`."""
         return within(self._allocator, self._manager.tags)
 
+    @property
+    def may_sleep(self) -> bool:
+        """See `sleepers.Sleeper`."""
+        return self._leaves is not None or self._content.may_sleep
+
     def host_bytes(self, storage: Any) -> torch.Tensor | None:
         """See `sleepers.Sleeper`."""
         if storage.device != self.device:

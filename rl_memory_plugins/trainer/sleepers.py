@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 
 class Sleeper(Protocol):
-    """Memory of tensors that can be asleep: `PausableMemory`."""
+    """Memory of tensors that can be asleep: `PausableMemory`.
+
+    Attributes:
+        may_sleep: Whether something of it may be asleep, or its content on its way.
+    """
+
+    @property
+    def may_sleep(self) -> bool: ...
 
     def host_bytes(self, storage: Any) -> torch.Tensor | None:
         """The content of a sleeping storage in host memory, uint8, [bytes]; `None` if the storage is not asleep."""
@@ -26,19 +33,28 @@ class Sleeper(Protocol):
 
 
 class Sleepers:
-    """The memories that exist. Unlike those of a `WeakSet`, they can be looked at while another thread makes one."""
+    """The memories that exist. Unlike those of a `WeakSet`, they can be looked at while another thread makes one.
+
+    An update looks at them for each of its tensors, which a `WeakValueDictionary` makes ten times as slow.
+    """
 
     def __init__(self) -> None:
-        self._by_id: weakref.WeakValueDictionary[int, Sleeper] = weakref.WeakValueDictionary()
+        self._references: dict[int, weakref.ref[Sleeper]] = {}  # by id
 
     def add(self, sleeper: Sleeper) -> None:
-        self._by_id[id(sleeper)] = sleeper
+        key = id(sleeper)
+
+        def ended(reference: weakref.ref[Sleeper]) -> None:
+            if self._references.get(key) is reference:  # not if another memory has its id already
+                del self._references[key]
+
+        self._references[key] = weakref.ref(sleeper, ended)
 
     def discard(self, sleeper: Sleeper) -> None:
-        self._by_id.pop(id(sleeper), None)
+        self._references.pop(id(sleeper), None)
 
     def __iter__(self) -> Iterator[Sleeper]:
-        found = [reference() for reference in self._by_id.valuerefs()]
+        found = [reference() for reference in list(self._references.values())]
         return iter([sleeper for sleeper in found if sleeper is not None])
 
 
@@ -49,6 +65,11 @@ sleepers = Sleepers()
 def all_sleepers() -> list[Sleeper]:
     """All that `host_view` and `owned_elsewhere` ask: also what sleeps of memories that have ended."""
     return [*sleepers, *remnants]
+
+
+def that_may_sleep() -> list[Sleeper]:
+    """Those of `all_sleepers` of which something may be asleep."""
+    return [sleeper for sleeper in all_sleepers() if sleeper.may_sleep]
 
 
 def owned_elsewhere(own: Sleeper | None = None) -> Callable[[int], bool]:

@@ -41,8 +41,8 @@ class SleepingContent:
         return [tag for tag in self._manager.tags if not self._manager.is_resident(tag)]
 
     @property
-    def may_exist(self) -> bool:
-        """Whether a tag sleeps, or its content is on its way."""
+    def may_sleep(self) -> bool:
+        """See `sleepers.Sleeper`."""
         return bool(self._tags or self._manager.unfinished)
 
     def exists(self) -> bool:
@@ -103,7 +103,7 @@ remnants: set[SleepingContent] = set()
 def memory_ended(content: SleepingContent) -> None:
     """The end of the memory. The garbage collector may call this in any thread."""
     remnants.add(content)  # first: an interrupt in a finaliser is lost, and `forget_ended` goes on then
-    if not content.may_exist:
+    if not content.may_sleep:
         remnants.discard(content)
         content.end()
 

@@ -117,16 +117,22 @@ class Manifest(msgspec.Struct, frozen=True):
         """The mismatches that do not depend on the model."""
         found = []
         seen: set[str] = set()
+        sound: set[tuple[str, tuple[int, ...]]] = set()  # dtypes and shapes: thousands of tensors have few
         for spec in self.tensors:
             if spec.name in seen:
                 found.append(Mismatch("duplicate", spec.name, "the name appears more than once"))
             seen.add(spec.name)
+            if (spec.dtype, spec.shape) in sound:
+                continue
+            before = len(found)
             if spec.dtype not in ITEMSIZE:
                 found.append(Mismatch("dtype", spec.name, f"dtype {spec.dtype!r} cannot be sent"))
             if min(spec.shape, default=0) < 0:
                 found.append(Mismatch("shape", spec.name, f"shape {list(spec.shape)} has a negative extent"))
             elif spec.dtype in ITEMSIZE and spec.nbytes > MOST_BYTES:
                 found.append(Mismatch("shape", spec.name, f"shape {list(spec.shape)} is larger than any memory"))
+            if len(found) == before:
+                sound.add((spec.dtype, spec.shape))
         return found
 
     def buckets(self, *, split: bool = True) -> list[list[BucketEntry]]:
@@ -163,8 +169,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def slot_bytes(self) -> int:
         """The size of the largest bucket, in bytes, rounded up to `ALIGNMENT`."""
-        needed = max((bucket[-1].offset + bucket[-1].nbytes for bucket in self.buckets()), default=0)
-        return align(max(needed, 1))
+        return largest_bytes(self.buckets())
+
+
+def largest_bytes(buckets: Sequence[Sequence[BucketEntry]]) -> int:
+    """See `Manifest.slot_bytes`."""
+    needed = max((bucket[-1].offset + bucket[-1].nbytes for bucket in buckets), default=0)
+    return align(max(needed, 1))
 
 
 def align(nbytes: int) -> int:

@@ -42,7 +42,7 @@ class Packing:
         if self._places is not None:
             self._places.begin(slot, entries)
         placed: dict[Route, list[BucketEntry]] = {route: [] for route in self._routes}
-        left = {route: route.left_of(entries) for route in self._routes}
+        left = {route: route.left_of(entries) for route in self._routes if route.cut is not None}
         for entry in entries:
             spec, nbytes = self._specs[entry.index], entry.nbytes
             if entry.start == 0:
@@ -52,7 +52,7 @@ class Packing:
                 row = spec.row_nbytes
                 part = part.narrow(0, entry.start // row, nbytes // row)
             for route, places in placed.items():
-                own = left[route].get(entry.index)
+                own = left[route].get(entry.index) if route in left else entry
                 if own is not None:
                     places.append(route.buffer.put(slot, own, spec, route.part(entry, part)))
             if entry.start + nbytes == whole:

@@ -23,7 +23,7 @@ from rl_memory_plugins.weights.buffers import (
     staged,
 )
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, joining, over_nccl
-from rl_memory_plugins.weights.manifest import MIN_STAGED_BUCKET_BYTES, BucketEntry, Manifest, align
+from rl_memory_plugins.weights.manifest import MIN_STAGED_BUCKET_BYTES, BucketEntry, Manifest, align, largest_bytes
 from rl_memory_plugins.weights.slices import Cut, Slice
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class Routes:
             manifest = msgspec.structs.replace(manifest, slots=PEER_SLOTS)
         self.manifest = manifest
         self._cut = manifest  # with smaller buckets where memory is short
+        self._cut_buckets: list[list[BucketEntry]] | None = None  # those of `_cut`, once they are known
 
     def _crosses(self, rank: ConnectedRank) -> bool:
         """Whether buckets are packed on a rank's GPU from another one, if its best transport works."""
@@ -256,8 +257,9 @@ class Routes:
             needed += 3 * staged.GROUP_BYTES if self._stable else 0
         cut = _with_buckets(self._cut, min(_staged_bucket_bytes(sizes, self._cut.slots), most))
         while True:
+            buckets = cut.buckets()
             try:
-                staging = _allocate(make, cut.slot_bytes(), cut.slots)
+                staging = _allocate(make, largest_bytes(buckets), cut.slots)
             except OutOfMemoryError:
                 smaller = _with_half_buckets(cut)
                 if smaller is None:
@@ -266,7 +268,7 @@ class Routes:
                 is_short = needed > 0 and cuda_ipc.local_gpu(self._own_gpu or device).lacks(needed)
                 smaller = _with_half_buckets(cut) if is_short else None
                 if smaller is None:
-                    self._cut = cut
+                    self._cut, self._cut_buckets = cut, buckets
                     return staging
                 staging.close()
             cut = smaller
@@ -290,11 +292,14 @@ class Routes:
             nbytes = max(self._cut.bucket_bytes, DIRECT_BUCKET_BYTES)
             return msgspec.structs.replace(self._cut, bucket_bytes=nbytes).buckets(split=False)
         if transports <= {"cuda_direct", "cuda_ipc"}:
-            return self._cut.buckets()
+            return self._buckets_of_at_most(self._cut.bucket_bytes)
         if transports <= {"cuda_direct", "cuda_ipc", "nccl"}:
-            most = NCCL_PART_BUCKET_BYTES if self._may_divide else NCCL_BUCKET_BYTES
-            return _with_buckets(self._cut, most).buckets()
-        nbytes = STREAMED_BUCKET_BYTES if transports & {"tcp", "gloo"} else HOST_BUCKET_BYTES
+            return self._buckets_of_at_most(NCCL_PART_BUCKET_BYTES if self._may_divide else NCCL_BUCKET_BYTES)
+        return self._buckets_of_at_most(STREAMED_BUCKET_BYTES if transports & {"tcp", "gloo"} else HOST_BUCKET_BYTES)
+
+    def _buckets_of_at_most(self, nbytes: int) -> list[list[BucketEntry]]:
+        if self._cut_buckets is not None and self._cut.bucket_bytes <= nbytes:
+            return self._cut_buckets
         return _with_buckets(self._cut, nbytes).buckets()
 
     def cut(self, slices: Mapping[ConnectedRank, Sequence[Slice | None]], buckets: list[list[BucketEntry]]) -> None:
