@@ -25,7 +25,7 @@ def _start(process: Any) -> Any:
 
 
 def _wait_for_requests() -> None:
-    """The data-parallel controller looks for requests in a loop without a wait, and would take a core from the tests."""
+    """The data-parallel controller looks for requests in an endless loop, and would take a core from the tests."""
     module = sys.modules.get("sglang.srt.managers.data_parallel_controller")
     if module is None:  # not in this process
         return
