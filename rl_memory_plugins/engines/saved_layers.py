@@ -29,7 +29,8 @@ class Graphs:
 
 
 class SavedLayers:
-    """The attributes, tensors and tables of layers at one moment, and the attributes of their quantisation methods.
+    """The attributes, tensors, children and tables of layers at one moment, and the attributes of their parameters and
+    quantisation methods.
 
     Args:
         layers: The layers by name.
@@ -43,6 +44,10 @@ class SavedLayers:
             layer: (dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
             for layer in self._names
         }
+        self._modules = {layer: dict(layer._modules) for layer in self._names}
+        # Loaders note on a parameter what they have loaded into it, e.g. the type of its quantisation.
+        parameters = {id(one): one for layer in self._names for one in layer._parameters.values() if one is not None}
+        self._notes = [(one, dict(vars(one))) for one in parameters.values()]
         self._held: dict[torch.nn.Module, dict[tuple[Any, ...], Held]] = {}
         self._methods: list[tuple[Any, dict[str, Any]]] = []
         for layer in self._names:
@@ -70,7 +75,7 @@ class SavedLayers:
 
     def restore(self) -> None:
         """Restore the layers and their methods, but not the values in their tensors."""
-        for owner, attributes in self._methods:
+        for owner, attributes in (*self._methods, *self._notes):
             vars(owner).clear()
             vars(owner).update(attributes)
         for layer, attributes in self._attributes.items():
@@ -79,6 +84,8 @@ class SavedLayers:
             for table, former in zip((layer._parameters, layer._buffers), self._tables[layer][:2], strict=True):
                 table.clear()
                 table.update(former)
+            layer._modules.clear()
+            layer._modules.update(self._modules[layer])
             layer._non_persistent_buffers_set.clear()
             layer._non_persistent_buffers_set.update(self._tables[layer][2])
 

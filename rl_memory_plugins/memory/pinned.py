@@ -18,7 +18,7 @@ import torch
 
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc
-from rl_memory_plugins.memory.preparation import AllocationCancelled, Make, Preparation, PrepareMode, always
+from rl_memory_plugins.memory.preparation import AllocationCancelled, Asked, Make, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.memory.threads import await_end, in_parallel
 from rl_memory_plugins.private_directory import one_at_a_time
@@ -72,11 +72,11 @@ class PinnedArena(PagedArena):
         Meanwhile an `acquire` that fits a pending buffer waits for it; small and other sizes do not wait. If the host
         lacks memory for a buffer, the `acquire` allocates it, or raises.
         """
-        return self._prepare(sizes, lambda *asked: self.release(self._allocate_patiently(*asked)))
+        return self._prepare(sizes, lambda nbytes, *asked: self.release(self._allocate_patiently(nbytes, *asked)))
 
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
-        def in_background(_: int, go_on: Callable[[], bool], awaited: Callable[[], bool]) -> None:
-            make(lambda file, size: self._allocate_patiently(size, go_on, awaited, file))
+        def in_background(_: int, go_on: Asked, awaited: Asked, pause: Callable[[], None]) -> None:
+            make(lambda file, size: self._allocate_patiently(size, go_on, awaited, pause, file))
 
         return self._prepare([nbytes], in_background)
 
@@ -96,7 +96,11 @@ class PinnedArena(PagedArena):
 
     def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
         if nbytes > SMALL_BYTES:
-            for preparation in self._running():
+            running = self._running()
+            if any(preparation.is_making(nbytes) for preparation in running):
+                for preparation in running:  # the others too: they take turns with that one
+                    preparation.hurry()
+            for preparation in running:
                 preparation.await_buffer(nbytes, go_on)
         return super().acquire(nbytes, go_on)
 
@@ -117,12 +121,18 @@ class PinnedArena(PagedArena):
             return self._allocate(nbytes, step, file)
 
     def _allocate_patiently(
-        self, nbytes: int, go_on: Callable[[], bool], awaited: Callable[[], bool], file: File | None = None
+        self,
+        nbytes: int,
+        go_on: Asked,
+        awaited: Asked,
+        pause: Callable[[], None],
+        file: File | None = None,
     ) -> int:
         """Allocate a buffer in the background; see `Preparation`."""
 
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
+            pause()  # outside the lock, which others get meanwhile
             _check_not_cancelled(go_on)
             with one_at_a_time("host-memory", TURN_S, go_on):  # per step: a sleep of another rank waits for one step
                 _check_not_cancelled(go_on)

@@ -55,9 +55,12 @@ class Demand:
         return self.mode == "auto" and self._discarded >= (PATIENCE if self._preserved else 1)
 
 
-Make = Callable[[int, Callable[[], bool], Callable[[], bool]], None]
+Asked = Callable[[], bool]
+
+Make = Callable[[int, Asked, Asked, Callable[[], None]], None]
 """Allocates a buffer of the given size. Between steps it calls its second argument, and stops at `False`. The third
-argument says whether somebody waits for a buffer; until then the processors are for others."""
+argument says whether somebody waits for a buffer; until then the processors are for others. The fourth is called once
+before each step, outside the lock of all ranks: the pause that leaves time to the engine."""
 
 
 class Preparation(threading.Thread):
@@ -72,9 +75,7 @@ class Preparation(threading.Thread):
         RuntimeError: the thread cannot start.
     """
 
-    def __init__(
-        self, sizes: Sequence[int], make: Callable[[int, Callable[[], bool], Callable[[], bool]], None]
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], make: Make) -> None:
         super().__init__(name="rl-memory-arena", daemon=True)
         self._make = make
         # Each event is set when its buffer is allocated, or when the allocation has failed.
@@ -93,19 +94,33 @@ class Preparation(threading.Thread):
         Raises:
             AllocationCancelled: `go_on` returned `False`.
         """
-        for size, done in self._buffers:
-            if nbytes <= size <= MAX_OVERSIZE * nbytes and not done.is_set() and not self._ended.is_set():
-                self._awaited.set()
-                while not done.wait(_POLL_S):
-                    if not go_on():
-                        raise AllocationCancelled
-                return
+        done = self._pending(nbytes)
+        if done is None:
+            return
+        self.hurry()
+        while not done.wait(_POLL_S):
+            if not go_on():
+                raise AllocationCancelled
+
+    def is_making(self, nbytes: int) -> bool:
+        """Whether a buffer for so many bytes is pending."""
+        return self._pending(nbytes) is not None
+
+    def hurry(self) -> None:
+        """Somebody waits: from now on the processors are for this thread."""
+        self._awaited.set()
+
+    def _pending(self, nbytes: int) -> threading.Event | None:
+        if self._ended.is_set():
+            return None
+        fitting = (done for size, done in self._buffers if nbytes <= size <= MAX_OVERSIZE * nbytes)
+        return next((done for done in fitting if not done.is_set()), None)
 
     def run(self) -> None:
         for nbytes, done in self._buffers:
             try:
                 if not self._ended.is_set():
-                    self._make(nbytes, self._go_on, self._awaited.is_set)
+                    self._make(nbytes, self._go_on, self._awaited.is_set, self._pause)
             except AllocationCancelled:
                 pass
             except RLMemoryError as error:
@@ -115,7 +130,9 @@ class Preparation(threading.Thread):
             finally:
                 done.set()
 
-    def _go_on(self) -> bool:
+    def _pause(self) -> None:
         if not self._awaited.is_set():
             self._ended.wait(PAUSE_S)
+
+    def _go_on(self) -> bool:
         return not self._ended.is_set()

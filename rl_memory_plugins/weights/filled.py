@@ -64,7 +64,7 @@ def filled_by(
     except ManifestError:  # the loader takes nothing at all
         return {}
     lacking = {name: one for name, one in parameters.items() if tracer.written.fraction(one) < 1}
-    if failures or untried or tracer.unseen_writes or len(lacking) == len(parameters):
+    if failures or untried or len(lacking) == len(parameters) or any(map(tracer.may_have_written, lacking.values())):
         return {}
     by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
     for destination in tracer.destinations:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.weights.manifest import Mismatch, manifest_error
+from rl_memory_plugins.weights.casts import CastRule
+from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.pools import inline, intercepted
 from rl_memory_plugins.weights.trace import PythonGuard, Tracer
 
@@ -75,6 +76,17 @@ def run_traced(load_weights: Loader, tracer: Tracer, names: Sequence[str]) -> tu
             failures[name] = _mismatch(name, error)
             in_a_row += 1
     return failures, names[first:]
+
+
+def insists_on_others(load_weights: Loader, specs: Sequence[TensorSpec]) -> bool:
+    """Whether a loader fails if it gets these tensors alone, e.g. because it counts at its end what it has loaded."""
+    tracer = Tracer(specs, casts=CastRule(any=True))
+    try:
+        with intercepted(inline), PythonGuard(tracer), tracer:
+            load_weights(tracer.feed(spec.name for spec in specs))
+    except Exception as error:
+        return not _needs_values(error)
+    return False
 
 
 def _needs_values(error: Exception) -> bool:

@@ -148,7 +148,9 @@ class ModelLoader:
         if known is not None and known.omitted <= kept:
             return known
         reload = self.reload()
-        with nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
+        replays = reload is None or reload.is_temporary is not None
+        # A loader may assign attributes and make new tensors even in a trace.
+        with self.unchanged(), nullcontext(expected) if reload is None else reload.checkpoint_layout() as layout:
             plan = trace(
                 self.load_weights,
                 manifest,
@@ -157,8 +159,8 @@ class ModelLoader:
                 ignorable=self.ignorable,
                 checkpoint=self.checkpoint,
                 filled=functools.partial(self._filled_in, layout),
-                # In the checkpoint's layout nothing is replayed. An opaque name would escape the rule for casts.
-                owned=[*expected.values(), *self.buffers().values()] if reload is None else None,
+                # Where nothing is replayed, an opaque name would escape the rule for casts.
+                owned=[*expected.values(), *self.buffers().values()] if replays else None,
                 casts=self.casts,
                 whole_layers="" if reload is None else reload.why,
                 is_temporary=None if reload is None else reload.is_temporary,
@@ -169,7 +171,7 @@ class ModelLoader:
         while len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         self._plans[digest] = plan
-        self.drop_outdated()  # the loader may have made new tensors even in a trace
+        self.drop_outdated()  # if `unchanged` does not restore what the trace has changed
         return plan
 
     def _filled_in(self, layout: Mapping[str, torch.Tensor]) -> Filled:
@@ -226,7 +228,7 @@ class ModelLoader:
             UnsupportedError: the engine has transformed weights and cannot repeat that.
         """
         reload = self.reload()
-        with nullcontext() if reload is None else reload.checkpoint_layout():
+        with self.unchanged(), nullcontext() if reload is None else reload.checkpoint_layout():
             memory = [tensor for name, tensor in self.parameters().items() if name in among]
             return written_names(self.load_weights, specs, memory)
 

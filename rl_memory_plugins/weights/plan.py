@@ -21,7 +21,7 @@ from rl_memory_plugins.weights.casts import CastRule, summary
 from rl_memory_plugins.weights.coverage import Coverage
 from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.known_names import hint, nearest, skipped_twins
-from rl_memory_plugins.weights.loader_run import MAX_FAILURES, Loader, run_traced
+from rl_memory_plugins.weights.loader_run import MAX_FAILURES, Loader, insists_on_others, run_traced
 from rl_memory_plugins.weights.manifest import Manifest, Mismatch, TensorSpec, manifest_error
 from rl_memory_plugins.weights.slices import Slice, cut_specs, cut_step, slice_of
 from rl_memory_plugins.weights.trace import CopyStep, Step, Tracer
@@ -310,13 +310,13 @@ def trace(
     reloaded = {name for name, parameter in expected.items() if temporary(parameter)}
     counted = expected if not manifest.partial else {name: expected[name] for name in expected if name in reloaded}
     written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}
-    any_may_lack = manifest.partial or (tracer.unseen_writes and whole_layers)
-    missing = _missing(written, frozenset(written) if any_may_lack else kept, reloaded)
+    unsure = frozenset(name for name, parameter in counted.items() if tracer.may_have_written(parameter))
+    may_lack = frozenset(written) if manifest.partial else kept | unsure if whole_layers else kept
+    missing = _missing(written, may_lack, reloaded)
     lacking = {mismatch.name: counted[mismatch.name] for mismatch in missing}
     padded = _padded(filled(), tracer.written, lacking) if lacking else {}
     missing = [mismatch for mismatch in missing if mismatch.name not in padded]
-    if whole_layers or not tracer.unseen_writes:
-        problems += missing
+    problems += [mismatch for mismatch in missing if whole_layers or mismatch.name not in unsure]
     if problems:
         error = manifest_error(problems, unused)
         error.details["nearest"] = near
@@ -330,6 +330,9 @@ def trace(
     if tracer.derives or (whole_layers and is_temporary is None):
         why = whole_layers or f"the loader runs {tracer.derives} on the model's memory"
         opaque = {spec.name: why for spec in manifest.tensors}
+    left = [spec for spec in manifest.tensors if spec.name in opaque]
+    if left and tracer.steps.keys() - opaque.keys() and insists_on_others(load_weights, left):
+        opaque = {**dict.fromkeys(tracer.steps, "the loader fails without the other tensors"), **opaque}
     steps = {name: steps for name, steps in tracer.steps.items() if name not in opaque}
     plan = LoadPlan(manifest, steps, opaque, unused)
     plan.casts, plan.skipped, plan.nearest = summary(tracer.casts), skipped, near
@@ -338,7 +341,7 @@ def trace(
     plan.read_unwritten = frozenset(
         name for name in plan.derived_from - padded.keys() if tracer.written.fraction(expected[name]) < 1
     )
-    if not (whole_layers or tracer.derives or manifest.partial) and tracer.unseen_writes:
+    if not (whole_layers or tracer.derives or manifest.partial):
         plan.traced = tracer.written
         plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
     plan.padded = [one for one in padded.values() if not (temporary(one) or manifest.partial)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,8 @@ class Session:
                 sent, self._slices = plan.cut, plan.slices
                 manifest = msgspec.structs.replace(manifest, tensors=list(sent.specs.values()))
             arrivals = self._arrivals(connection, offer.manifest, manifest, sent)
+            if plan.opaque:  # a loader may write before it reads: not before the content counts as being written
+                arrivals = itertools.chain(list(itertools.islice(arrivals, 1)), arrivals)
             self.model.load_with_engine(plan, arrivals)
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)

@@ -56,6 +56,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         written: The real memory that the loader would overwrite.
         destinations: The same memory as tensors.
         unseen_writes: The loader would write more memory: it needs values, which the trace does not have.
+        perhaps_written: The storages of which an operator would write some elements; the trace cannot tell which.
         derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
         current: The name that the loader read last.
     """
@@ -68,6 +69,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.derives = ""
         self._derived_from: set[int] = set()  # the storages of `memory` that such operators read
         self.unseen_writes = False
+        self.perhaps_written: set[int] = set()
         self.steps: dict[str, list[Step]] = {}
         self.opaque: dict[str, str] = {}
         self.wrong_dtype: dict[str, Mismatch] = {}
@@ -87,6 +89,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._tainted: list[torch.Tensor] = []
         self._rearranged: dict[int, Rearranged] = {}  # by storage
         self._pending: list[tuple[int, FillStep, str | None]] = []
+        self._before_names = ""  # why only the loader can do what it does before it reads a name
         self._previous: tuple[int, str] | None = None  # storage and name of the copy recorded last
 
     def feed(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,6 +116,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """Whether the loader computes other tensors from this tensor of the model."""
         return _storage(tensor) in self._derived_from
 
+    def may_have_written(self, tensor: torch.Tensor) -> bool:
+        """Whether the loader would perhaps write a tensor of which `written` has not all."""
+        return self.unseen_writes or _storage(tensor) in self.perhaps_written
+
     def finish(self, owned: Callable[[torch.Tensor], bool] | None) -> None:
         """Assign the remaining fills and drop the steps of opaque names. Call this once, after the loader.
 
@@ -121,9 +128,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 would notice if the model replaced them.
         """
         for _, fill, name in self._pending:  # fills of memory without a copy
-            if name is not None:
-                self.steps.setdefault(name, []).append(fill)
+            first = next(iter(self.steps), None) if name is None else name  # `None`: before the loader read a name
+            if first is not None:
+                self.steps.setdefault(first, []).append(fill)
         self._pending = []
+        if self._before_names:
+            self.mark_opaque([*self.steps], self._before_names)
         if owned is not None:
             for name, steps in self.steps.items():
                 if not all(owned(step.destination) for step in steps):
@@ -181,7 +191,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         elif any(tensor.numel() for tensor in written):
             self.refuse(f"the loader runs {func} on the model's memory", *tensors_in((args, kwargs)))
             overwritten = overwritten_by(func, args, kwargs)
-            self.unseen_writes = self.unseen_writes or len(overwritten) < len(written)
+            if len(overwritten) < len(written):
+                self.perhaps_written |= {_storage(tensor) for tensor in written}
             for tensor in overwritten:
                 self.overwrite(tensor)
         returns = func._schema.returns
@@ -230,12 +241,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self.wrong_dtype[spec.name] = Mismatch("dtype", spec.name, text, expected=held)
 
     def _elements(self, tensor: torch.Tensor) -> Elements | None:
-        """The elements of a manifest's tensor that a tensor holds; `None` if it holds others."""
+        """The elements of a manifest's tensor that a tensor holds; `None` if it holds others, or their bits."""
         storage = _storage(tensor)
         if storage in self._rearranged:
-            return self._rearranged[storage].elements_of(tensor)
-        name = self._sources.get(storage)
-        return None if name is None else Elements(name, tuple(tensor.stride()), int(tensor.storage_offset()))
+            elements = self._rearranged[storage].elements_of(tensor)
+        else:
+            name = self._sources.get(storage)
+            elements = None if name is None else Elements(name, tuple(tensor.stride()), int(tensor.storage_offset()))
+        # A copy of bits that are read as another dtype (`view(dtype)`) would be replayed as a cast of values.
+        return elements if elements is not None and tensor.dtype == self._tensors[elements.name].dtype else None
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:
         """Record a fill (e.g. of vocabulary padding) with the name whose copy writes the same storage."""
@@ -250,6 +264,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     def refuse(self, why: str, *inputs: torch.Tensor, destination: torch.Tensor | None = None) -> None:
         names = self._names(*inputs) or ({self.current} if self.current is not None else set())
+        self._before_names = self._before_names or ("" if names else why)
         self.mark_opaque(names, why)
         if destination is not None:
             self._spread(names, destination)

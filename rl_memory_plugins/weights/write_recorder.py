@@ -19,7 +19,10 @@ from rl_memory_plugins.weights.pools import inside, intercepted
 
 aten = torch.ops.aten
 
-_OVERWRITING = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_}
+_OVERWRITING = {
+    *(aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_),
+    *(aten.normal_, aten.uniform_, aten.random_, aten.bernoulli_, aten.exponential_, aten.log_normal_),
+}
 """In-place operators that overwrite every element."""
 
 

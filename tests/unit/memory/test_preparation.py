@@ -15,7 +15,7 @@ from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import pinned, preparation, reclaim
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.preparation import PATIENCE, AllocationCancelled, Demand
-from rl_memory_plugins.private_directory import one_at_a_time
+from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
 from rl_memory_plugins.tags import Content, Level
 
 MiB = 1 << 20
@@ -395,3 +395,33 @@ def test_a_thread_that_touches_pages_is_nice(monkeypatch):
     pinned.touch(1 << 30, 8 * MiB, threads=2, nice=own + 3)
     assert seen == [own + 3] * 2
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+def test_there_is_one_pause_a_step_and_meanwhile_others_get_the_lock(arenas, pages, monkeypatch):
+    """The lock is that of all ranks: a pause that held it would make each of them pause for all."""
+    made = []
+
+    def pause(self):
+        descriptor = os.open(private_directory() / "host-memory.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        assert try_lock(descriptor)
+        os.close(descriptor)
+        made.append(pages.made)
+
+    monkeypatch.setattr(preparation.Preparation, "_pause", pause)
+    pages.let_all()
+    running = arenas().prepare([12 * MiB])
+    running.join(TIMEOUT_S)
+    assert made == [0, 4 * MiB, 8 * MiB, 12 * MiB]  # before the three steps, and before the pages are locked
+
+
+def test_who_waits_for_one_buffer_hurries_all(arenas, pages):
+    """Their threads take turns, so that an unhurried one would hold up the one that is waited for."""
+    arena = arenas()
+    others = [arena.prepare([8 * MiB]), arena.prepare([40 * MiB])]
+    assert pages.waiting.wait(TIMEOUT_S)
+    waiting = threading.Thread(target=arena.acquire, args=(40 * MiB,))
+    waiting.start()
+    wait_until(lambda: all(one._awaited.is_set() for one in others), "both to hurry")
+    pages.let_all()
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()

@@ -1,0 +1,201 @@
+"""Loaders that do more than to copy tensors into parameters: an update gives what they themselves would give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_transports import send
+from toys import Rank
+
+from rl_memory_plugins.engines.saved_layers import SavedLayers
+from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.tags import Content
+from rl_memory_plugins.trainer import ModelSource
+from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
+from rl_memory_plugins.weights.model_loader import ModelLoader
+from rl_memory_plugins.weights.plan import trace
+
+
+class Odd(torch.nn.Module):
+    """Parameters by their names and values, and a loader that is a function of the model and the tensors."""
+
+    def __init__(self, load, **parameters):
+        super().__init__()
+        for name, value in parameters.items():
+            self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        self._load = load
+
+    def load_weights(self, weights):
+        self._load(self, weights)
+
+
+def plain(model, weights):
+    for name, tensor in weights:
+        model.get_parameter(name).data.copy_(tensor)
+
+
+def loader_of(model):
+    return ModelLoader(
+        model.load_weights,
+        lambda: dict(model.named_parameters()),
+        buffers=lambda: dict(model.named_buffers()),
+        unchanged=lambda: SavedLayers(dict(model.named_modules())).restoring(),
+    )
+
+
+def plan_of(loader, tensors, **options):
+    return loader.plan(Manifest(ModelSource(tensors).specs(), **options), loader.drop_outdated())
+
+
+def update(loader, tensors, **options):
+    """Load tensors as a session does."""
+    plan = plan_of(loader, tensors, **options)
+
+    def arrivals():
+        for name, tensor in tensors.items():
+            if name in plan.opaque:
+                yield name, tensor
+            else:
+                plan.apply(name, tensor)
+
+    left = arrivals()
+    loader.load_with_engine(plan, left)
+    for _ in left:
+        pass
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("sent", "held"),
+    [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.int16), (torch.int32, torch.int8)],
+)
+@pytest.mark.parametrize("rearranges", [False, True])
+def test_bits_that_the_loader_reads_as_another_dtype_are_not_cast(sent, held, rearranges):
+    def load(model, weights):
+        for _, tensor in weights:
+            found = tensor.view(held)
+            model.weight.data.copy_(found.t().contiguous().t() if rearranges else found)
+
+    values = torch.arange(1, 33).reshape(4, 8)
+    tensor = values.to(torch.float32).to(sent) if sent.is_floating_point else values.to(sent)
+    model = Odd(load, weight=torch.zeros(tensor.view(held).shape, dtype=held))
+    plan = update(loader_of(model), {"weight": tensor})
+    assert torch.equal(model.weight.data, tensor.view(held))
+    assert not plan.casts
+
+
+def test_a_loader_that_writes_before_it_reads_runs_in_every_update():
+    def load(model, weights):
+        model.other.data.normal_()
+        plain(model, weights)
+
+    model = Odd(load, weight=torch.zeros(4), other=torch.full((4,), torch.nan))
+    update(loader_of(model), {"weight": torch.ones(4)})
+    assert torch.equal(model.weight.data, torch.ones(4))
+    assert model.other.isfinite().all()
+
+
+def test_a_fill_before_the_first_name_is_replayed():
+    def load(model, weights):
+        model.other.data.zero_()
+        plain(model, weights)
+
+    model = Odd(load, weight=torch.zeros(4), other=torch.full((4,), torch.nan))
+    assert not update(loader_of(model), {"weight": torch.ones(4)}).opaque
+    assert torch.equal(model.other.data, torch.zeros(4))
+
+
+@pytest.mark.parametrize("reloads", [False, True])
+def test_a_write_that_the_trace_cannot_follow_excuses_only_the_parameter_that_it_may_be_to(reloads):
+    def load(model, weights):
+        for name, tensor in weights:
+            if name == "weight":
+                model.weight.data[torch.arange(4)] = tensor
+            else:
+                plain(model, [(name, tensor)])
+
+    model = Odd(load, weight=torch.zeros(4), other=torch.zeros(4))
+    options = {"whole_layers": "it quantises", "is_temporary": lambda tensor: False} if reloads else {}
+    with pytest.raises(ManifestError) as error:
+        trace(
+            model.load_weights,
+            Manifest([TensorSpec("weight", "float32", (4,))]),
+            expected=dict(model.named_parameters()),
+            **options,
+        )
+    assert [one["name"] for one in error.value.details["mismatches"]] == ["other"]
+
+
+def replaces(model, weights):
+    made = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+    made.weight.data.copy_(torch.full((3, 3), 0.5))
+    model.child = made
+    for name, tensor in weights:
+        if name == "scale":
+            model.scale = tensor.item()
+        else:
+            plain(model, [(name, tensor)])
+    model.weight.kind = "loaded"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_trace_leaves_the_model_as_it_was(fits):
+    model = Odd(replaces, weight=torch.zeros(4))
+    model.load_weights([("weight", torch.ones(4)), ("scale", torch.tensor(3.0))])
+    model.weight.kind = "first"
+    child, loader = model.child, loader_of(model)
+    tensors = {"weight": torch.ones(4), "scale": torch.tensor(5.0), **({} if fits else {"bogus": torch.ones(2)})}
+    if fits:
+        plan_of(loader, tensors, partial=True)
+    else:
+        with pytest.raises(ManifestError):
+            plan_of(loader, tensors)
+    assert (model.child, model.scale, model.weight.kind) == (child, 3.0, "first")
+    assert (child.weight == 0.5).all()
+
+
+def test_a_module_that_the_loader_makes_is_made_in_every_update():
+    model = Odd(replaces, weight=torch.zeros(4))
+    update(loader_of(model), {"weight": torch.ones(4), "scale": torch.tensor(5.0)})
+    assert model.scale == 5.0
+    assert (model.child.weight == 0.5).all()
+    assert torch.equal(model.weight.data, torch.ones(4))
+
+
+def test_a_loader_that_insists_on_all_names_gets_all():
+    def load(model, weights):
+        loaded = set()
+        for name, tensor in weights:
+            loaded.add(name)
+            if name == "scale":
+                model.scale.data.fill_(tensor.item())
+            else:
+                plain(model, [(name, tensor)])
+        if loaded != {"weight", "scale"}:
+            raise ValueError(f"weights are missing: {loaded}")
+
+    model = Odd(load, weight=torch.zeros(4), scale=torch.zeros(()))
+    tensors = {"weight": torch.ones(4), "scale": torch.tensor(2.0)}
+    for _ in range(2):
+        update(loader_of(model), tensors)
+    assert (model.scale.item(), model.weight[0].item()) == (2.0, 1.0)
+
+
+class BreaksOff(ModelSource):
+    def tensors(self):
+        raise OSError("broken")
+        yield
+
+
+def test_what_a_loader_writes_before_it_reads_is_not_written_to_valid_weights():
+    def load(model, weights):
+        model.weight.data.zero_()
+        for name, tensor in weights:
+            model.get_parameter(name).data.fill_(tensor.sum().item())  # needs values
+
+    model = Odd(load, weight=torch.full((4,), 7.0))
+    rank = Rank(model)
+    rank.manager.content = Content.VALID
+    send([rank], BreaksOff({"weight": torch.ones(4)}))
+    assert rank.manager.content is Content.VALID
+    assert torch.equal(model.weight.data, torch.full((4,), 7.0))
