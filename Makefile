@@ -257,7 +257,7 @@ test-ray: env-trainers env-verl-sglang
 
 # What of it every change runs.
 test-ray-short: env-trainers
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_one_engine.py tests/ray/test_left_out.py tests/ray/test_trace.py
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(addprefix tests/ray/test_,actors.py one_engine.py left_out.py trace.py)
 
 # -- the engines' own tests --------------------------------------------------------------------------------------
 

@@ -350,6 +350,10 @@ class Controller:
             reply: Reply[Any] = Reply(rank=self.status.engine_rank, result=msgspec.to_builtins(act()))
         except Exception as error:
             reply = self._error_reply(operation.name, error)
+        except BaseException:  # an interrupt of the caller, in whose process the engine runs
+            self._state.refresh_or_close()
+            self._resume_if_admitting(lift_pause=False)
+            raise
         try:
             self._state.refresh_or_close()
             if not operation.ticket:

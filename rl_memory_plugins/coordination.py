@@ -26,12 +26,12 @@ def prepare(ranks: RankGroup, operation: str, **arguments: Any) -> None:
 
 
 def call_or_undo(ranks: RankGroup, method: str, undo: Callable[[], object], /, **arguments: Any) -> list[Reply[Any]]:
-    """Run a method on all ranks. If a rank fails, run `undo`, and raise as `prepare` does."""
-    replies = ranks.call(method, **arguments)
+    """Run a method on all ranks. If a rank fails, or is interrupted, run `undo`, and raise as `prepare` does."""
     try:
-        return raise_failures(replies)
-    except RLMemoryError:
-        undo()
+        return raise_failures(ranks.call(method, **arguments))
+    except BaseException as error:
+        if isinstance(error, RLMemoryError) or not isinstance(error, Exception):
+            undo()
         raise
 
 

@@ -77,11 +77,10 @@ class EngineActor:
 
         async def run() -> None:
             if self._living() is None:
-                self._starting = self._starting or asyncio.create_task(self._start(closed))
-                try:
-                    await asyncio.shield(self._starting)
-                finally:
-                    self._starting = None
+                if self._starting is None:
+                    self._starting = asyncio.create_task(self._start(closed))
+                    self._starting.add_done_callback(self._has_started)
+                await asyncio.shield(self._starting)  # it goes on if the caller is cancelled
 
         return await _recorded(run)
 
@@ -124,13 +123,18 @@ class EngineActor:
         api = engine.api
         if api is None:
             raise EngineFaultError("the engine has started without rl_memory")
+        self._engine = engine  # from now on a start that fails is repeated with this engine
         await api.run(api.status())
         if closed:
             await api.run(api.sleep(Level.DISCARD, [Tag.WEIGHTS]))
             await api.run(api.wake_up([Tag.WEIGHTS]))
         self._watch = asyncio.create_task(self._look())
         self._joined = not closed
-        self._engine = engine
+
+    def _has_started(self, task: asyncio.Task[None]) -> None:
+        self._starting = None
+        if not task.cancelled():
+            task.exception()  # nobody else may look
 
     def _phase(self) -> str:
         if self._living() is None:

@@ -23,7 +23,7 @@ from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, RLMem
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import EngineActor
 from rl_memory_plugins.ray.engines import Generated, engine_class
-from rl_memory_plugins.ray.handle import EngineActorHandle
+from rl_memory_plugins.ray.handle import REQUESTS, EngineActorHandle
 from rl_memory_plugins.ray.handoff import FleetHandoff
 from rl_memory_plugins.records import INITIAL_VERSION
 from rl_memory_plugins.tags import Level, Tag
@@ -39,7 +39,7 @@ with needs("ray"):
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 CALLS = 10_000
-"""The most calls that an actor runs at a time. Requests wait in the engine, not before it."""
+"""The most requests that an actor runs at a time. They wait in the engine, not before it."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,10 @@ class EngineFleet:
         own = placement_group([dict(description.resources)] * count) if placement is None else None
         if own is not None:
             ray.get(own.ready())
-        actor_class = ray.remote(EngineActor)
+        actor_class = ray.remote(concurrency_groups={REQUESTS: CALLS})(EngineActor)  # all else waits for no request
         actors = [
             actor_class.options(
                 max_restarts=-1,
-                max_concurrency=CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement or own, bundle),
                 **description.options(),
             ).remote(description.engine, dict(description.arguments), description.rl_memory)
@@ -175,9 +174,9 @@ class EngineFleet:
             **options: Those of `push_from_all`. The `base_version` of a partial update is by default the version of the
                 fleet's last update.
         """
-        if options.get("partial"):
-            options = {"base_version": self._version, **options}
         with self.turn:
+            if options.get("partial"):
+                options = {"base_version": self._version, **options}
             engines, version = self.present(), self.next_version(weight_version)
             report = push_from_all(
                 engines, tensors, self.peers(), weight_version=version, on_failure="continue", **options
@@ -201,14 +200,21 @@ class EngineFleet:
         Args:
             tensors: The weights that the other engines have, all of them.
             weight_version: Their version; by default that of the fleet's last update.
-            **options: As for `trainer.push_from_all`.
+            **options: As for `trainer.push_from_all`, but for `on_failure`.
 
         Returns: the numbers of the engines that serve again.
 
         Raises:
+            InvalidRequestError: `on_failure` is not `abort`.
             RLMemoryError: an engine has not started, or the update has failed. The engines that were to be replaced
                 admit nothing; call again.
         """
+        if options.get("on_failure", "abort") != "abort":
+            raise InvalidRequestError(
+                "replace() opens engines only if all of them have the weights: call it again after a failure",
+                field="on_failure",
+                got=options["on_failure"],
+            )
         with self.turn:
             peers = self.peers()
             absent: list[EngineActorHandle] = []

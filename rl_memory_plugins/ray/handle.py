@@ -19,6 +19,9 @@ with needs("ray"):
     from ray.exceptions import GetTimeoutError, RayActorError
 
 
+REQUESTS = "requests"
+"""Ray's concurrency group of the prompts."""
+
 LEAVE_S = 3.0
 """How long an engine may take for each of the calls by which it leaves its fleet."""
 
@@ -49,10 +52,16 @@ class EngineActorHandle(EngineClient):
         return msgspec.convert(self.result(self.actor.about.remote(), timeout_s), About)
 
     def phase(self, reference: Any) -> str:
-        """The phase in the answer of the actor's `about`; `lost` if the actor has died or cannot be reached."""
+        """The phase in the answer of the actor's `about`; `lost` if the actor has died or cannot be reached.
+
+        An actor that does not answer is ended, see `leave`: its calls would keep all others of the fleet waiting.
+        """
         try:
             return msgspec.convert(self.result(reference, STATUS_S), About).phase
         except EngineLostError:
+            return "lost"
+        except NoAnswerError:
+            self.leave()
             return "lost"
 
     def start(self, *, closed: bool = False, timeout_s: float | None = None) -> None:
@@ -90,7 +99,7 @@ class EngineActorHandle(EngineClient):
 
     def ask(self, prompt: list[int], sampling: dict[str, Any]) -> Any:
         """Send a prompt. Returns a reference for `answer`."""
-        return self.actor.generate.remote(prompt, sampling)
+        return self.actor.generate.options(concurrency_group=REQUESTS).remote(prompt, sampling)
 
     def answer(self, reference: Any) -> Generated:
         """Wait for the answer to a prompt.
@@ -147,7 +156,7 @@ class _RayTransport(httpx.BaseTransport):
         self._handle = handle
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        call = self._handle.actor.call.remote(request.method, request.url.path, request.read(), outgoing())
+        call = self._handle.actor.call.remote(request.method, request.url.raw_path.decode(), request.read(), outgoing())
         answer = self._handle.result(call, request.extensions["timeout"]["read"])
         if answer is None:
             raise self._handle.lost()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, from_record
-from rl_memory_plugins.memory.threads import await_end
+from rl_memory_plugins.memory.threads import Beside, await_end
+from rl_memory_plugins.timing import LONGEST_S
 
 T = TypeVar("T")
 
@@ -129,12 +132,8 @@ class Peers:
                     del error  # breaks the reference cycle between the error and this frame
             return [value]
         sent, error = self._encoded(value, error, severity)
-        announcement = _announcements.get(self._group)
-        if announcement is not None:
-            await_end(announcement)
-            _announcements.pop(self._group, None)
         try:
-            gathered = self._gather(sent)
+            gathered = self._gathered(sent)
         except RuntimeError as lost:  # torch's error for a connection that was closed, or a timeout
             raise error or RLMemoryError(f"a process of the trainer is gone: {lost}", reason="lost") from lost
         messages = [msgspec.msgpack.decode(message, type=_Message) for message in gathered]
@@ -169,17 +168,29 @@ class Peers:
             sent, _ = self._encoded(None, error)
             # A daemon, so that the process can exit; its peers notice the closed connections. If it has not destroyed
             # its process groups, torch may abort it at exit.
-            before = _announcements.get(self._group)
+            before = _under_way.get(self._group, lambda: None)
             announcement = threading.Thread(target=self._announce, args=(sent, before), daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter shuts down
                 announcement.start()
-                _announcements[self._group] = announcement
+                _under_way[self._group] = functools.partial(await_end, announcement)
 
-    def _announce(self, sent: bytes, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
+    def _announce(self, sent: bytes, before: Callable[[], object]) -> None:
+        before()
         with contextlib.suppress(Exception):  # a lost connection: the next agreement raises it
             self._gather(sent)
+
+    def _gathered(self, sent: bytes) -> list[bytes]:
+        """`_gather`, also if this process is interrupted: the other ranks wait for both of its collectives.
+
+        An interrupt ends the wait alone. The next agreement of this process waits for the end of this one.
+        """
+        if self._group in _under_way:
+            _under_way[self._group]()
+        gathering = Beside(lambda: self._gather(sent), "rl-memory-agreement")
+        _under_way[self._group] = gathering.end
+        gathered = gathering.start().result()
+        _under_way.pop(self._group, None)
+        return gathered
 
     def _encoded(
         self, value: Any, error: BaseException | None, severity: Callable[[Any], int] = lambda _: 0
@@ -206,17 +217,23 @@ class Peers:
         return [bytes(message.numpy()[: int(length)]) for message, length in zip(padded, lengths, strict=True)]
 
 
-_announcements: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
-"""By Gloo group: the thread of the latest `Peers.announce_failure`. The next agreement of the group waits for it."""
+_under_way: weakref.WeakKeyDictionary[Any, Callable[[], object]] = weakref.WeakKeyDictionary()
+"""By Gloo group: waits for the latest announcement or agreement. The next agreement of the group calls it first."""
 
 _gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _gloo_group(group: Any) -> Any:
-    """The Gloo group for agreements among the ranks of `group`."""
+    """The Gloo group for agreements among the ranks of `group`.
+
+    torch's default of 30 minutes would end a wait for a process that saves a checkpoint or evaluates, and all later
+    agreements with it. Whoever dies closes its connections, which ends a wait at once.
+    """
     if group not in _gloo_groups:
         ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
-        _gloo_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+        local = ranks is not None
+        timeout = timedelta(seconds=LONGEST_S)
+        _gloo_groups[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=local)
     return _gloo_groups[group]
 
 

@@ -831,3 +831,26 @@ def test_a_default_that_matches_nothing_is_refused_only_where_it_counts() -> Non
         assert world.controller.refusal() is None
     finally:
         world.board.close()
+
+
+@pytest.mark.parametrize("wrote", [False, True])
+def test_an_interrupted_update_leaves_no_engine_busy(world: World, wrote: bool) -> None:
+    """As by Ctrl-C, where the engine runs in the process of its caller."""
+
+    def interrupt(manager: Any) -> None:
+        if wrote:
+            manager.begin_writing()
+        raise KeyboardInterrupt
+
+    receiver = world.ranks[0].receiver
+    former, receiver.script = receiver.script, interrupt
+    update = commands.UpdateWeights(endpoints={"*": ["x"]}, token="t")
+    with pytest.raises(KeyboardInterrupt):
+        world.run(update)
+    content = Content.FAILED if wrote else Content.VALID
+    assert [rank.manager.content for rank in world.ranks] == [content] + [Content.VALID] * (len(world.ranks) - 1)
+    assert (world.controller.status.busy, world.controller.status.content) == ("", content)
+    assert (world.controller.refusal() is None) == (not wrote)
+    receiver.script = former
+    world.run(update)
+    assert world.controller.refusal() is None

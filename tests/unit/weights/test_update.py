@@ -51,7 +51,7 @@ def test_two_ranks_get_what_the_loader_would_give_them(bucket_bytes):
             assert rank.manager.device.calls["synchronize"] >= report["buckets"]
         assert report["tensors"] == len(tensors)
         assert report["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
-    # per model: two traces, the second of the opaque tensors alone, and a load for each update; the second traced nothing
+    # per model: two traces, the second of the opaque tensors alone, and a load in each update; the second traces none
     assert [rank.model.loads for rank in ranks] == [4, 4]
 
 

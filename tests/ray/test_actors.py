@@ -1,0 +1,125 @@
+"""Actors that hang, have thousands of requests, or whose start is cancelled. They have no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from integration.waiting import wait_until
+from rl_memory_plugins.errors import EngineLostError, InvalidRequestError
+from rl_memory_plugins.ray import EngineActorHandle, EngineFleet, actor, handle
+
+REQUESTS, AT_A_TIME = 40, 10
+
+
+class Actor:
+    """What an `EngineActor` answers while its engine is busy."""
+
+    async def about(self) -> dict[str, Any]:
+        return {"phase": "started", "node": "here", "pid": os.getpid()}
+
+    async def generate(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(3600)
+        return {}
+
+    async def leave(self) -> None: ...
+
+
+@pytest.fixture
+def handles(cluster: None) -> Any:
+    made = ray.remote(concurrency_groups={handle.REQUESTS: AT_A_TIME})(Actor)
+    actors = [made.options(max_restarts=-1, num_cpus=0).remote() for _ in range(2)]
+    yield [EngineActorHandle(one, number) for number, one in enumerate(actors)]
+    for one in actors:
+        ray.kill(one)
+
+
+def test_calls_of_the_fleet_wait_for_no_request(handles: list[EngineActorHandle]) -> None:
+    references = [handles[0].ask([1], {}) for _ in range(REQUESTS)]
+    assert handles[0].about(timeout_s=60).phase == "started"
+    assert EngineFleet(handles).up() == handles
+    assert not ray.wait(references, timeout=0)[0]
+
+
+def test_an_actor_that_hangs_is_ended_and_the_others_go_on(
+    handles: list[EngineActorHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "STATUS_S", 5.0)
+    monkeypatch.setattr(handle, "LEAVE_S", 1.0)
+    well, hung = handles
+    pid = hung.about(timeout_s=60).pid
+    well.about(timeout_s=60)
+    os.kill(pid, signal.SIGSTOP)
+    assert EngineFleet(handles).up() == [well]
+
+    def is_another() -> bool:
+        try:
+            return hung.about(timeout_s=60).pid != pid
+        except EngineLostError:  # Ray is restarting it
+            return False
+
+    wait_until(is_another, "Ray to restart the actor", 120)
+
+
+def test_engines_that_are_replaced_open_together_or_not_at_all(handles: list[EngineActorHandle]) -> None:
+    with pytest.raises(InvalidRequestError, match="on_failure|all of them"):
+        EngineFleet(handles).replace({}, on_failure="continue")
+
+
+class Api:
+    fails = True
+
+    async def run(self, call: Any) -> None:
+        if Api.fails and call == "wake_up":
+            raise MemoryError("no room")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: name
+
+
+class Slow:
+    """An engine that takes a while to start."""
+
+    made = 0
+    api = Api()
+
+    def __init__(self, arguments: Any, rl_memory: Any) -> None:
+        Slow.made += 1
+        time.sleep(0.5)
+
+    def lives(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("broken", ["cancelled", "failed"])
+def test_a_start_that_breaks_off_is_gone_on_with_and_makes_no_second_engine(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    monkeypatch.setattr(actor, "engine_class", lambda name: Slow)
+    monkeypatch.setattr(Slow, "made", 0)
+    monkeypatch.setattr(Api, "fails", broken == "failed")
+
+    async def starts() -> list[str]:
+        one = actor.EngineActor("vllm", {}, True)
+        phases = []
+        first = asyncio.create_task(one.start(True))
+        if broken == "cancelled":  # as a task of Ray is, whose parent is cancelled
+            await asyncio.sleep(0.1)
+            first.cancel()
+            await asyncio.wait([first])
+        else:
+            assert "error" in await first
+        phases.append(one._phase())
+        Api.fails = False
+        assert "answer" in await one.start(True)
+        phases.append(one._phase())
+        return phases
+
+    assert asyncio.run(starts()) == ["starting" if broken == "cancelled" else "joining", "joining"]
+    assert Slow.made == 1
