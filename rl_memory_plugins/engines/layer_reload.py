@@ -93,6 +93,12 @@ class LayerReload:
         """See `Reload`."""
         return _address(tensor) in self._places
 
+    @property
+    def optional(self) -> dict[str, torch.Tensor]:
+        """See `Reload`: those that the checkpoint did not have."""
+        blanks = ((name, template.blank, template.optional) for name, template in self._templates.items())
+        return {f"{name}.{key}": blank[key] for name, blank, keys in blanks for key in keys if key in blank}
+
     @contextmanager
     def checkpoint_layout(self) -> Iterator[dict[str, torch.Tensor]]:
         """See `Reload`. Only transformed layers change. Parameters that the checkpoint did not have are left out."""

@@ -66,6 +66,10 @@ class Reload(Protocol):
         """Tells whether a tensor has memory of `checkpoint_layout` that is no memory of the model. Only tensors that
         are loaded into such memory need the reload. `None`: all tensors need it."""
 
+    @property
+    def optional(self) -> Mapping[str, torch.Tensor]:
+        """Parameters of `checkpoint_layout` that an update need not have, and which the layout does not yield."""
+
     def checkpoint_layout(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """Give the model's parameters the shapes and loaders that they had before the transformation, without memory.
 
@@ -164,6 +168,7 @@ class ModelLoader:
                 casts=self.casts,
                 whole_layers="" if reload is None else reload.why,
                 is_temporary=None if reload is None else reload.is_temporary,
+                optional={} if reload is None else reload.optional,
             )
         if reload is not None and plan.omitted:
             after = _of_kept_layers(expected, expected, kept)  # their names after the transformation

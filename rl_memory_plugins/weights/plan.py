@@ -256,6 +256,7 @@ def trace(
     casts: CastRule | None = None,
     whole_layers: str = "",
     is_temporary: Callable[[torch.Tensor], bool] | None = None,
+    optional: Mapping[str, torch.Tensor] | None = None,
 ) -> LoadPlan:
     """Run the loader on meta tensors and record its copies and fills. Writes no real memory.
 
@@ -273,6 +274,7 @@ def trace(
         whole_layers: If the engine reloads whole layers, the reason; else empty. An update must then cover each
             reloaded layer of `expected` completely or not at all, and every name that is loaded into one is opaque.
         is_temporary: Whether a tensor has memory of a parameter of a reloaded layer. Default: all layers are reloaded.
+        optional: Parameters of reloaded layers that are not in `expected`. Whoever brings one brings its whole layer.
 
     Raises:
         ManifestError: the manifest does not fit. `details["mismatches"]` lists every mismatch, `details["unused"]` the
@@ -282,7 +284,8 @@ def trace(
     if problems:
         raise manifest_error(problems)
     expected = expected or {}
-    tracer = Tracer(manifest.tensors, expected.values(), casts=casts)
+    owned = None if owned is None else list(owned)
+    tracer = Tracer(manifest.tensors, expected.values(), buffers=owned or (), casts=casts)
     failures, untried = run_traced(load_weights, tracer, [spec.name for spec in manifest.tensors])
     addresses = None if owned is None else {tensor.untyped_storage().data_ptr() for tensor in owned}
 
@@ -312,7 +315,8 @@ def trace(
     written = {name: tracer.written.fraction(parameter) for name, parameter in counted.items()}
     unsure = frozenset(name for name, parameter in counted.items() if tracer.may_have_written(parameter))
     may_lack = frozenset(written) if manifest.partial else kept | unsure if whole_layers else kept
-    missing = _missing(written, may_lack, reloaded)
+    brought = {layer_of(name) for name, parameter in (optional or {}).items() if tracer.written.fraction(parameter)}
+    missing = _missing(written, may_lack, reloaded, brought)
     lacking = {mismatch.name: counted[mismatch.name] for mismatch in missing}
     padded = _padded(filled(), tracer.written, lacking) if lacking else {}
     missing = [mismatch for mismatch in missing if mismatch.name not in padded]
@@ -381,15 +385,18 @@ def _with_hint(problem: Mismatch, near: Mapping[str, str]) -> Mismatch:
     return msgspec.structs.replace(problem, message=problem.message + hint(near[problem.name]))
 
 
-def _missing(written: Mapping[str, float], may_omit: frozenset[str], reloaded: set[str]) -> list[Mismatch]:
+def _missing(
+    written: Mapping[str, float], may_omit: frozenset[str], reloaded: set[str], brought: set[str]
+) -> list[Mismatch]:
     """The parameters that the manifest does not cover.
 
     Args:
         written: The fraction of each parameter that the manifest covers.
         may_omit: Parameters that the manifest may leave out.
         reloaded: The parameters of layers that the manifest must cover completely or not at all.
+        brought: Layers of which it has other parameters.
     """
-    touched = {layer_of(name) for name, fraction in written.items() if fraction}
+    touched = brought | {layer_of(name) for name, fraction in written.items() if fraction}
     missing = []
     for name, fraction in written.items():
         whole = name in reloaded

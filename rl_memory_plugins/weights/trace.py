@@ -46,6 +46,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     Args:
         specs: The tensors of the manifest.
         memory: The model's parameters.
+        buffers: Its buffers. What the loader computes of them counts only if it has written them.
         casts: Which copies may cast.
 
     Attributes:
@@ -57,15 +58,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         destinations: The same memory as tensors.
         unseen_writes: The loader would write more memory: it needs values, which the trace does not have.
         perhaps_written: The storages of which an operator would write some elements; the trace cannot tell which.
-        derives: An operator that computes new tensors from `memory`, else empty. A replay would not run that operator.
+        derives: An operator that computes new tensors from `memory` or `buffers`, else empty. A replay would not run it.
         current: The name that the loader read last.
     """
 
     def __init__(
-        self, specs: Iterable[TensorSpec], memory: Iterable[torch.Tensor] = (), *, casts: CastRule | None = None
+        self,
+        specs: Iterable[TensorSpec],
+        memory: Iterable[torch.Tensor] = (),
+        *,
+        buffers: Iterable[torch.Tensor] = (),
+        casts: CastRule | None = None,
     ) -> None:
         super().__init__()
         self._memory = {_storage(tensor) for tensor in memory}
+        self._buffers = {_storage(tensor) for tensor in buffers} - self._memory
         self.derives = ""
         self._derived_from: set[int] = set()  # the storages of `memory` that such operators read
         self.unseen_writes = False
@@ -232,6 +239,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """Note that the loader would overwrite a tensor in real memory."""
         self.written.add(destination)
         self.destinations.append(destination)
+        if _storage(destination) in self._buffers:
+            self._memory.add(_storage(destination))
 
     def _cast(self, spec: TensorSpec, held: str) -> None:
         if self._rule.allows(spec, held):

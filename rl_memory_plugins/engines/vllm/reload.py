@@ -126,6 +126,7 @@ class LayerwiseReload:
         self._graphs = graphs
         self._device = next(self._model.parameters()).device
         self.is_temporary: Callable[[torch.Tensor], bool] | None = None
+        self.optional: dict[str, torch.Tensor] = {}
         name, method = next(iter(layers.items()))
         self.why = f"vLLM transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
         if not repeats_every_step():

@@ -190,6 +190,19 @@ def test_a_partial_update_transforms_its_layers_only() -> None:
     assert_equal(state(model), state(loaded({**weights(1), "two.weight": weights(2)["two.weight"]})))
 
 
+def test_a_partial_update_of_what_no_checkpoint_need_have_brings_the_whole_layer() -> None:
+    """Its step would transform memory that nothing has been loaded into."""
+    model = loaded(weights(1))
+    before = state(model)
+    with pytest.raises(ManifestError, match="whole layers"):
+        update(loader_of(model), {"one.multiplier": torch.tensor(2.0)}, partial=True)
+    assert_equal(state(model), before)
+    update(
+        loader_of(model), {"one.multiplier": torch.tensor(2.0), "one.weight": weights(2)["one.weight"]}, partial=True
+    )
+    assert model.one.weight_scale != before["one.weight_scale"]
+
+
 def test_a_partial_update_has_the_layers_that_the_loader_reads() -> None:
     model = loaded(weights(1), absorbs=True)
     before = state(model)

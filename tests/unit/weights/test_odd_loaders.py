@@ -181,6 +181,30 @@ def test_a_loader_that_insists_on_all_names_gets_all():
     assert (model.scale.item(), model.weight[0].item()) == (2.0, 1.0)
 
 
+def test_what_a_loader_computes_of_a_buffer_that_it_loads_follows_it():
+    def load(model, weights):
+        for name, tensor in weights:
+            (model.table if name == "table" else model.weight.data).copy_(tensor)
+        model.doubled = model.table * 2
+
+    model = Odd(load, weight=torch.zeros(4))
+    model.register_buffer("table", torch.ones(4))
+    model.register_buffer("unloaded", torch.ones(4))
+    for value in (5.0, 6.0):
+        update(loader_of(model), {"weight": torch.ones(4), "table": torch.full((4,), value)})
+        assert torch.equal(model.doubled, torch.full((4,), 2 * value))
+
+
+def test_what_a_loader_computes_of_a_buffer_that_it_does_not_load_hinders_no_plan():
+    def load(model, weights):
+        plain(model, weights)
+        model.doubled = model.unloaded * 2
+
+    model = Odd(load, weight=torch.zeros(4))
+    model.register_buffer("unloaded", torch.ones(4))
+    assert not update(loader_of(model), {"weight": torch.ones(4)}).opaque
+
+
 class BreaksOff(ModelSource):
     def tensors(self):
         raise OSError("broken")

@@ -139,6 +139,7 @@ class Transformed:
         self.blank = torch.zeros_like(model.experts)
         self.model = model
         self.is_temporary = None if whole else lambda tensor: tensor.data_ptr() == self.blank.data_ptr()
+        self.optional = {}
 
     @contextmanager
     def checkpoint_layout(self):

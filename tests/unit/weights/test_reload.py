@@ -25,6 +25,7 @@ class PackingEngine:
 
     why = "weights are stored transposed"
     is_temporary = None
+    optional = {}
 
     def __init__(self):
         self.model = torch.nn.ModuleDict({"one": Linear(), "two": Linear()})
