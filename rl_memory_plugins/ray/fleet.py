@@ -195,7 +195,8 @@ class EngineFleet:
         In an actor that Ray has restarted an engine starts first.
 
         The other engines serve meanwhile. Call it while the devices have room for an engine; in a thread, to use the
-        others from this process. Processes of a trainer call it together.
+        others from this process. Several processes of a trainer call it together, and not in a thread beside a handoff:
+        each process would agree with the others in an order of its own.
 
         Args:
             tensors: The weights that the other engines have, all of them.

@@ -58,7 +58,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         destinations: The same memory as tensors.
         unseen_writes: The loader would write more memory: it needs values, which the trace does not have.
         perhaps_written: The storages of which an operator would write some elements; the trace cannot tell which.
-        derives: An operator that computes new tensors from `memory` or `buffers`, else empty. A replay would not run it.
+        derives: An operator that computes new tensors from `memory` or `buffers`, which a replay would not run; else
+            empty.
         current: The name that the loader read last.
     """
 
