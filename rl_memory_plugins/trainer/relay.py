@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+from rl_memory_plugins.client import TRANSITION_S
 from rl_memory_plugins.errors import (
     InvalidRequestError,
     RLMemoryError,
@@ -30,7 +31,6 @@ from rl_memory_plugins.errors import (
     WeightUpdateError,
 )
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
-from rl_memory_plugins.timing import LONGEST_S
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
 from rl_memory_plugins.trainer.outcomes import STATE_S, on_each, record_of, state_of
 from rl_memory_plugins.trainer.participants import CLOSE_S, closed
@@ -47,6 +47,11 @@ from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
 CONTENTS = [Content.VALID, Content.STALE, Content.UPDATING, Content.FAILED]
 """From best to worst."""
+
+
+ANSWER_S = 0.9 * TRANSITION_S
+"""How long the engines of a relay may take for a sleep or a wake. The caller, which by default gives up after
+`TRANSITION_S`, then still hears which of them have obeyed."""
 
 
 class Relay:
@@ -159,7 +164,7 @@ class Relay:
 
     def _each(self, places: Sequence[int], call: Callable[[int], Any]) -> dict[str, Any]:
         """Have a caller's call made at these places. Those that obey are the caller's to open."""
-        answers = on_each(places, call, LONGEST_S)
+        answers = on_each(places, call, ANSWER_S)
         errors = {place: one for place, one in zip(places, answers, strict=True) if isinstance(one, RLMemoryError)}
         if errors and len(errors) == len(places):
             raise next(iter(errors.values()))

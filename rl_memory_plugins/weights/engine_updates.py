@@ -105,6 +105,7 @@ class EngineUpdates:
         Raises:
             StateConflictError: the weights are asleep.
         """
+        self._detector = WriteDetector()  # first: what is refused has written nothing
         self.prepare()
         if not self._storages:
             self._find_storages()

@@ -11,6 +11,7 @@ from toy_engine import ToyEngine
 from toys import Tracked, checkpoint
 
 from integration.waiting import wait_until
+from rl_memory_plugins.client import TRANSITION_S
 from rl_memory_plugins.errors import (
     EngineFaultError,
     InvalidRequestError,
@@ -661,3 +662,16 @@ def test_a_relay_needs_an_engine():
         Relay([])
     with pytest.raises(InvalidRequestError, match="unknown options"):
         Relay(ToyEngine(), bucket_byte=1)
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake_up"])
+def test_an_engine_that_hangs_behind_a_relay_does_not_keep_the_answer_of_the_others(call, monkeypatch):
+    """The caller would give up first, and take the engines that have obeyed for failed too."""
+    assert relay.ANSWER_S < TRANSITION_S
+    monkeypatch.setattr(relay, "ANSWER_S", 0.5)
+    engines, one = host(2)
+    hangs = threading.Event()
+    monkeypatch.setattr(engines[1], call, lambda *args, **options: hangs.wait(60))
+    answer = getattr(one, call)()
+    hangs.set()
+    assert [failure["engine"] for failure in answer["failed"]] == [1]

@@ -354,3 +354,16 @@ def test_writes_of_an_update_that_no_operator_makes_count(rank: Rank, names: str
         rank.parameters[name].numpy()[:] = 1
     rank.updates.end()
     assert rank.content is (Content.VALID if names == "ab" else Content.STALE)
+
+
+def test_a_call_that_is_refused_has_written_nothing(rank: Rank) -> None:
+    """Also after a call that has written."""
+    with rank.updates.record():
+        rank.write(*rank.parameters)
+    assert rank.updates.wrote
+    rank.updates.settle()
+    rank.manager.prepare_sleep(Level.DISCARD, [Tag.WEIGHTS])
+    rank.manager.commit_sleep()
+    with pytest.raises(StateConflictError), rank.updates.record():
+        pass
+    assert not rank.updates.wrote
