@@ -359,7 +359,7 @@ def test_writes_of_an_update_that_no_operator_makes_count(rank: Rank, names: str
 def test_a_call_that_is_refused_has_written_nothing(rank: Rank) -> None:
     """Also after a call that has written."""
     with rank.updates.record():
-        rank.write(*rank.parameters)
+        rank.write("ab")
     assert rank.updates.wrote
     rank.updates.settle()
     rank.manager.prepare_sleep(Level.DISCARD, [Tag.WEIGHTS])
