@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import EngineActor
@@ -30,7 +32,7 @@ from rl_memory_plugins.tags import Level, Tag
 from rl_memory_plugins.timing import LONGEST_S
 from rl_memory_plugins.trainer import EngineFailure, Peers, push_from_all
 from rl_memory_plugins.trainer.engine_handle import on_all
-from rl_memory_plugins.trainer.outcomes import on_each
+from rl_memory_plugins.trainer.outcomes import Outcome, on_each
 from rl_memory_plugins.trainer.sources.model import Tensors
 
 with needs("ray"):
@@ -178,9 +180,16 @@ class EngineFleet:
             if options.get("partial"):
                 options = {"base_version": self._version, **options}
             engines, version = self.present(), self.next_version(weight_version)
-            report = push_from_all(
-                engines, tensors, self.peers(), weight_version=version, on_failure="continue", **options
-            )
+            try:
+                report = push_from_all(
+                    engines, tensors, self.peers(), weight_version=version, on_failure="continue", **options
+                )
+            except RLMemoryError as error:
+                outcomes = msgspec.convert(error.details.get("engines") or [], list[Outcome])
+                if any(one.error is None for one in outcomes):  # it has failed here, and some engines have the weights
+                    self.leave_out([one for one in outcomes if one.error is not None])
+                    self.updated_to(version)
+                raise
             self.leave_out(report["failed"])
             self.updated_to(version)
         return report
@@ -298,7 +307,7 @@ class EngineFleet:
         _require_some(sum(self.peers().agree(look)))
         return engines
 
-    def leave_out(self, failures: Iterable[EngineFailure]) -> None:
+    def leave_out(self, failures: Iterable[EngineFailure | Outcome]) -> None:
         """Have the engines of this process that have failed leave the fleet; see `EngineActorHandle.leave`."""
         failed = {failure.engine for failure in failures if failure.trainer_rank == self.peers().rank}
         leaving = [engine for engine in self.engines if engine.number in failed]

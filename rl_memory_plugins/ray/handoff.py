@@ -54,9 +54,13 @@ class FleetHandoff(RolloutHandoff):
         with self._fleet.turn:
             self.engines = list(self._fleet.present())
             version = self._fleet.next_version(weight_version)
-            before = [] if report is None else report.failed
-            report = super().sync(version, report)
-            self._fleet.leave_out(report.failed)
+            report = report or self._new_report()
+            before = report.failed
+            try:
+                super().sync(version, report)
+            finally:
+                if report.update:  # also if a later step fails: some engines have the new weights
+                    self._fleet.leave_out(report.failed)
+                    self._fleet.updated_to(version)
             report.failed = [*before, *report.failed]
-            self._fleet.updated_to(version)
             return report

@@ -254,7 +254,7 @@ class RolloutHandoff:
                     self._leave_behind(report, leaving)
             finally:
                 leaving.abort()
-            report.failed = engines.failures
+                report.failed = engines.failures
         return report
 
     def _new_report(self) -> HandoffReport:

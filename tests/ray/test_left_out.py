@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from rl_memory_plugins.errors import EngineLostError, HostMemoryError, StateConflictError
+from rl_memory_plugins.errors import EngineLostError, HostMemoryError, StateConflictError, WeightUpdateError
 from rl_memory_plugins.ray import EngineFleet
+from rl_memory_plugins.ray import fleet as fleet_module
+from rl_memory_plugins.trainer import push_from_all
+from rl_memory_plugins.trainer.offloading import Moved
+from rl_memory_plugins.trainer.outcomes import Outcome
 
 UNIT = Path(__file__).parents[1] / "unit"
 sys.path[:0] = [str(UNIT / "trainer"), str(UNIT / "weights")]
@@ -71,6 +76,47 @@ def test_a_handoff_goes_on_without_an_engine_that_fails(fleet: Any, call: str, e
     assert [(one.engine, type(one.error)) for one in report.failed] == [(5, type(error))]
     assert_serve(fleet, "3", tensors, 4, 6)
     assert fleet.replace(tensors, **OPTIONS) == [5]
+    assert_serve(fleet, "3", tensors, 4, 5, 6)
+
+
+class Stays:
+    """A part of a trainer that cannot leave the device."""
+
+    def load(self) -> Moved:
+        return Moved(0, 0.0)
+
+    def offload(self) -> Moved:
+        raise HostMemoryError("full")
+
+
+def test_an_engine_that_missed_an_update_is_left_out_also_if_the_handoff_fails_later(fleet: Any) -> None:
+    tensors = checkpoint(3)
+    handoff = fleet.handoff(tensors, level=1, weights=[Stays()], **OPTIONS)
+    fleet.engines[1].fail["post_update"] = StateConflictError("busy")
+    with pytest.raises(HostMemoryError), handoff.training("3"):
+        pass
+    fleet.wake_up()
+    assert_serve(fleet, "3", tensors, 4, 6)
+
+
+def test_an_engine_that_missed_an_update_is_left_out_also_if_the_update_fails_in_this_process(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where this process of several has failed, and the others have brought the weights to their engines."""
+    tensors = checkpoint(3)
+
+    def fails(engines: Any, *arguments: Any, **options: Any) -> Any:
+        push_from_all([engines[0]], *arguments, **options)
+        busy = StateConflictError("busy").to_record()
+        outcomes = [Outcome(0, 4), *(Outcome(0, number, busy) for number in (5, 6))]
+        raise WeightUpdateError("broken", engines=msgspec.to_builtins(outcomes))
+
+    monkeypatch.setattr(fleet_module, "push_from_all", fails)
+    with pytest.raises(WeightUpdateError, match="broken"):
+        fleet.update(tensors, "3", **OPTIONS)
+    monkeypatch.undo()
+    assert_serve(fleet, "3", tensors, 4)
+    assert fleet.replace(tensors, **OPTIONS) == [5, 6]
     assert_serve(fleet, "3", tensors, 4, 5, 6)
 
 
