@@ -89,7 +89,8 @@ class VllmEngine(Engine):
         wanted = 0 if sampling.pop("logprobs", False) else None  # 0: the generated token's alone
         parameters = SamplingParams(**sampling, logprobs=wanted, detokenize=False)
         outputs = self._engine.generate({"prompt_token_ids": prompt}, parameters, uuid.uuid4().hex)
-        [*_, last] = [output async for output in outputs]  # each has all tokens so far
+        async for output in outputs:  # each has all tokens so far
+            last = output
         answer = last.outputs[0]
         found = zip(answer.token_ids, answer.logprobs or (), strict=False)
         return list(answer.token_ids), [float(by[token].logprob) for token, by in found], str(answer.finish_reason)

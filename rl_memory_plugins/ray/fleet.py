@@ -123,7 +123,11 @@ class EngineFleet:
             raise InvalidRequestError(f"{count} engines need as many bundles, not {len(bundles)}", field="bundles")
         own = placement_group([dict(description.resources)] * count) if placement is None else None
         if own is not None:
-            ray.get(own.ready())
+            try:
+                ray.get(own.ready())
+            except BaseException:  # it would hold its resources until the job ends
+                remove_placement_group(own)
+                raise
         actor_class = ray.remote(concurrency_groups={REQUESTS: CALLS})(EngineActor)  # all else waits for no request
         actors = [
             actor_class.options(
