@@ -28,6 +28,7 @@ def interrupted(rank):
     for step in ("training", "sleep", "wake"):
         peers.step = step
         if rank == 0 and step == "training":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         elif step == "training":
             time.sleep(1.0)
