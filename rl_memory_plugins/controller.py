@@ -202,7 +202,7 @@ class Controller:
                 return abort(self._ranks, "wake")
             try:
                 replies = commit(self._ranks, "wake")
-            except RLMemoryError:
+            except BaseException:
                 paused = self.status.paused
                 self._state.note(paused=True)  # `after_wake` may have failed: the next wake calls it again
                 self.refresh()

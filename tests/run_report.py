@@ -78,7 +78,8 @@ def command_of(module: str, words: Sequence[str] | None = None) -> str:
     Args:
         words: The arguments; by default those of this process.
     """
-    shown = ["FILE" if Path(word).is_absolute() else word for word in (sys.argv[1:] if words is None else words)]
+    given = (word.rpartition("=") for word in (sys.argv[1:] if words is None else words))
+    shown = [name + equals + ("FILE" if Path(value).is_absolute() else value) for name, equals, value in given]
     return " ".join([f"python -m {module}", *shown])
 
 

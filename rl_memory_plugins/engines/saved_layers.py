@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ class Graphs:
         self.tensors: dict[tuple[torch.nn.Module, tuple[Any, ...]], torch.Tensor] = {}
 
 
+_CONTAINERS = (list, dict, set)
+
+
 class SavedLayers:
     """The attributes, tensors, children and tables of layers at one moment, and the attributes of their parameters and
     quantisation methods.
@@ -48,6 +52,9 @@ class SavedLayers:
         # Loaders note on a parameter what they have loaded into it, e.g. the type of its quantisation.
         parameters = {id(one): one for layer in self._names for one in layer._parameters.values() if one is not None}
         self._notes = [(one, dict(vars(one))) for one in parameters.values()]
+        noted = [*self._attributes.values(), *(attributes for _, attributes in self._notes)]
+        containers = {id(value): value for values in noted for value in values.values() if type(value) in _CONTAINERS}
+        self._contents = [(value, copy.copy(value)) for value in containers.values()]
         self._held: dict[torch.nn.Module, dict[tuple[Any, ...], Held]] = {}
         self._methods: list[tuple[Any, dict[str, Any]]] = []
         for layer in self._names:
@@ -78,6 +85,9 @@ class SavedLayers:
         for owner, attributes in (*self._methods, *self._notes):
             vars(owner).clear()
             vars(owner).update(attributes)
+        for container, content in self._contents:
+            container.clear()
+            (container.extend if type(container) is list else container.update)(content)
         for layer, attributes in self._attributes.items():
             vars(layer).clear()
             vars(layer).update(attributes)

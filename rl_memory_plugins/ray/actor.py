@@ -59,6 +59,8 @@ class EngineActor:
         self._starting: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._joined = False
+        self._ready = False  # the engine has started to the end
+        self._loop: asyncio.AbstractEventLoop | None = None  # the engine's
         self._http = self._client()
 
     async def about(self) -> dict[str, Any]:
@@ -76,10 +78,10 @@ class EngineActor:
         """
 
         async def run() -> None:
-            if self._living() is None:
-                if self._starting is None:
-                    self._starting = asyncio.create_task(self._start(closed))
-                    self._starting.add_done_callback(self._has_started)
+            if self._starting is None and not (self._living() and self._ready):
+                self._starting = asyncio.create_task(self._start(closed))
+                self._starting.add_done_callback(self._has_started)
+            if self._starting is not None:
                 await asyncio.shield(self._starting)  # it goes on if the caller is cancelled
 
         return await _recorded(run)
@@ -112,24 +114,31 @@ class EngineActor:
             return None
 
         async def run() -> Generated:
-            return await engine.generate(prompt, sampling)
+            # Ray runs each concurrency group in a thread and an event loop of its own.
+            assert self._loop is not None
+            return await asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(engine.generate(prompt, sampling), self._loop)
+            )
 
         answer = await _recorded(run)
         self._living()
         return answer
 
     async def _start(self, closed: bool) -> None:
-        engine = await asyncio.to_thread(self._make)  # takes long, and this loop answers meanwhile
+        """Start the engine. After a failure the next call goes on with the engine that has been made."""
+        self._loop = asyncio.get_running_loop()
+        engine = self._living()
+        if engine is None:
+            engine = self._engine = await asyncio.to_thread(self._make)  # takes long, and this loop answers meanwhile
+            self._watch = asyncio.create_task(self._look())
         api = engine.api
         if api is None:
             raise EngineFaultError("the engine has started without rl_memory")
-        self._engine = engine  # from now on a start that fails is repeated with this engine
         await api.run(api.status())
         if closed:
             await api.run(api.sleep(Level.DISCARD, [Tag.WEIGHTS]))
             await api.run(api.wake_up([Tag.WEIGHTS]))
-        self._watch = asyncio.create_task(self._look())
-        self._joined = not closed
+        self._joined, self._ready = not closed, True
 
     def _has_started(self, task: asyncio.Task[None]) -> None:
         self._starting = None

@@ -189,10 +189,7 @@ class EngineFleet:
                     engines, tensors, self.peers(), weight_version=version, on_failure="continue", **options
                 )
             except RLMemoryError as error:
-                outcomes = msgspec.convert(error.details.get("engines") or [], list[Outcome])
-                if any(one.error is None for one in outcomes):  # it has failed here, and some engines have the weights
-                    self.leave_out([one for one in outcomes if one.error is not None])
-                    self.updated_to(version)
+                self.failed_to(version, error)
                 raise
             self.leave_out(report["failed"])
             self.updated_to(version)
@@ -295,6 +292,13 @@ class EngineFleet:
     def updated_to(self, weight_version: str) -> None:
         """Note the version that all engines but those left out have now."""
         self._version = weight_version
+
+    def failed_to(self, weight_version: str, error: RLMemoryError) -> None:
+        """An update has failed in this process. If some engines have the weights, the others leave the fleet."""
+        outcomes = msgspec.convert(error.details.get("engines") or [], list[Outcome])
+        if any(one.error is None for one in outcomes):
+            self.leave_out([one for one in outcomes if one.error is not None])
+            self.updated_to(weight_version)
 
     def present(self) -> list[EngineActorHandle]:
         """The engines of this process that are up. All processes ask together.

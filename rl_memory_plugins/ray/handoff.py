@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.ray.handle import EngineActorHandle
 from rl_memory_plugins.trainer import EngineFailure, HandoffReport, RolloutHandoff
 from rl_memory_plugins.trainer.sources.model import Tensors
@@ -24,6 +25,8 @@ class Fleet(Protocol):
     def next_version(self, weight_version: str | None) -> str: ...
 
     def updated_to(self, weight_version: str) -> None: ...
+
+    def failed_to(self, weight_version: str, error: RLMemoryError) -> None: ...
 
 
 class FleetHandoff(RolloutHandoff):
@@ -58,9 +61,12 @@ class FleetHandoff(RolloutHandoff):
             before = report.failed
             try:
                 super().sync(version, report)
+            except RLMemoryError as error:
+                self._fleet.failed_to(version, error)
+                raise
             finally:
                 if report.update:  # also if a later step fails: some engines have the new weights
                     self._fleet.leave_out(report.failed)
                     self._fleet.updated_to(version)
-            report.failed = [*before, *report.failed]
+                report.failed = [*before, *report.failed]
             return report

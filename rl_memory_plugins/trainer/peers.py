@@ -231,9 +231,11 @@ def _gloo_group(group: Any) -> Any:
     """
     if group not in _gloo_groups:
         ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
-        local = ranks is not None
-        timeout = timedelta(seconds=LONGEST_S)
-        _gloo_groups[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=local)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+        prolong = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # not before all are there
+        if prolong is not None:
+            prolong(timedelta(seconds=LONGEST_S), made)
+        _gloo_groups[group] = made
     return _gloo_groups[group]
 
 

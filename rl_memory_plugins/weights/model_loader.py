@@ -251,10 +251,9 @@ class ModelLoader:
         if not plan.opaque:
             return
         reload = self.reload()
-        if reload is not None:
-            reload.load(weights, plan)
-            return
         load = self.load_opaque or self.load_weights
+        if reload is not None:
+            load = functools.partial(reload.load, plan=plan)
         if not plan.unproven:
             load(weights)
             return

@@ -320,7 +320,8 @@ def trace(
     lacking = {mismatch.name: counted[mismatch.name] for mismatch in missing}
     padded = _padded(filled(), tracer.written, lacking) if lacking else {}
     missing = [mismatch for mismatch in missing if mismatch.name not in padded]
-    problems += [mismatch for mismatch in missing if whole_layers or mismatch.name not in unsure]
+    runs = bool(tracer.opaque or tracer.derives)  # the loader itself, whose writes can be looked at
+    problems += [mismatch for mismatch in missing if whole_layers or not runs or mismatch.name not in unsure]
     if problems:
         error = manifest_error(problems, unused)
         error.details["nearest"] = near
@@ -336,7 +337,7 @@ def trace(
         opaque = {spec.name: why for spec in manifest.tensors}
     left = [spec for spec in manifest.tensors if spec.name in opaque]
     if left and tracer.steps.keys() - opaque.keys() and insists_on_others(load_weights, left):
-        opaque = {**dict.fromkeys(tracer.steps, "the loader fails without the other tensors"), **opaque}
+        opaque = {spec.name: "the loader fails without the other tensors" for spec in manifest.tensors} | opaque
     steps = {name: steps for name, steps in tracer.steps.items() if name not in opaque}
     plan = LoadPlan(manifest, steps, opaque, unused)
     plan.casts, plan.skipped, plan.nearest = summary(tracer.casts), skipped, near
@@ -345,9 +346,11 @@ def trace(
     plan.read_unwritten = frozenset(
         name for name in plan.derived_from - padded.keys() if tracer.written.fraction(expected[name]) < 1
     )
-    if not (whole_layers or tracer.derives or manifest.partial):
+    if not manifest.partial:
+        excused = unsure - kept if whole_layers else {mismatch.name for mismatch in missing}
+        plain = (name for name in excused if written[name] < 1 and not temporary(expected[name]))
         plan.traced = tracer.written
-        plan.unproven = {mismatch.name: expected[mismatch.name].data_ptr() for mismatch in missing}
+        plan.unproven = {name: expected[name].data_ptr() for name in plain}
     plan.padded = [one for one in padded.values() if not (temporary(one) or manifest.partial)]
     plan.padding = {name: filled()[name] for name in padded}
     if not manifest.partial:

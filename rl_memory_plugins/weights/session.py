@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,8 +87,7 @@ class Session:
                 sent, self._slices = plan.cut, plan.slices
                 manifest = msgspec.structs.replace(manifest, tensors=list(sent.specs.values()))
             arrivals = self._arrivals(connection, offer.manifest, manifest, sent)
-            if plan.opaque:  # a loader may write before it reads: not before the content counts as being written
-                arrivals = itertools.chain(list(itertools.islice(arrivals, 1)), arrivals)
+            next(arrivals, None)  # a loader may write before it reads: not before the content counts as being written
             self.model.load_with_engine(plan, arrivals)
             for name, _ in arrivals:
                 raise WeightUpdateError(f"the engine's loader did not read {name}", name=name, rank=manager.rank)
@@ -212,6 +210,8 @@ class Session:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive buckets until the commit. Loads planned tensors, and yields copies of opaque tensors.
 
+        The first item is none of them: it comes with the first bucket, before anything of it is loaded.
+
         Args:
             offered, manifest: The manifest of whole tensors, and of those that travel. `plan` is of the latter.
         """
@@ -220,6 +220,7 @@ class Session:
             replays = self.model.replays
             replays.begin(plan, buffer.allocations)
         following: wire.Message | None = None  # was read while the bucket before it arrived
+        has_begun = False
         while True:
             bucket: wire.Message
             if following is not None:
@@ -258,6 +259,9 @@ class Session:
                 self.manager.begin_writing(plan.draft_share)
                 if is_undefined or self.model.has_random_padding:  # a sleep has discarded the padding
                     plan.clear_padding()
+            if bucket.entries and not has_begun:
+                has_begun = True
+                yield "", torch.empty(0)
             with timed(self.seconds, "load"):
                 repeated = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None
                 if repeated is not None and repeated.entries[0].index == self._next_tensor:

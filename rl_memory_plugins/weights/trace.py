@@ -96,7 +96,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._taint: dict[int, set[str]] = {storage: {name} for storage, name in self._sources.items()}
         self._tainted: list[torch.Tensor] = []
         self._rearranged: dict[int, Rearranged] = {}  # by storage
-        self._pending: list[tuple[int, FillStep, str | None]] = []
+        self._pending: list[tuple[int, FillStep, str]] = []
+        self._first_fills: dict[Any, FillStep] = {}  # before it reads a name, by the memory; it may be called again
         self._before_names = ""  # why only the loader can do what it does before it reads a name
         self._previous: tuple[int, str] | None = None  # storage and name of the copy recorded last
 
@@ -136,16 +137,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 would notice if the model replaced them.
         """
         for _, fill, name in self._pending:  # fills of memory without a copy
-            first = next(iter(self.steps), None) if name is None else name  # `None`: before the loader read a name
-            if first is not None:
-                self.steps.setdefault(first, []).append(fill)
+            self.steps.setdefault(name, []).append(fill)
         self._pending = []
-        if self._before_names:
-            self.mark_opaque([*self.steps], self._before_names)
         if owned is not None:
+            outside = "the loader writes memory outside the model's parameters and buffers"
             for name, steps in self.steps.items():
                 if not all(owned(step.destination) for step in steps):
-                    self.mark_opaque([name], "the loader writes memory outside the model's parameters and buffers")
+                    self.mark_opaque([name], outside)
+            if not all(owned(fill.destination) for fill in self._first_fills.values()):
+                self._before_names = self._before_names or outside
+        if self._before_names:
+            self.mark_opaque([*self.steps], self._before_names)
+        first = next((name for name in self._specs if name in self.steps), None)
+        if first is not None and not self.opaque:  # else the loader runs, and makes them itself
+            self.steps[first][:0] = self._first_fills.values()
         for name in self.opaque:
             self.steps.pop(name, None)
             self.wrong_dtype.pop(name, None)
@@ -267,6 +272,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return
         self.overwrite(destination)
         storage = _storage(destination)
+        if self.current is None:
+            place = (storage, destination.storage_offset(), destination.shape, destination.stride())
+            self._first_fills.setdefault(place, FillStep(destination, value))
+            return
         if self._previous is not None and self._previous[0] == storage:
             self.steps[self._previous[1]].append(FillStep(destination, value))
         else:

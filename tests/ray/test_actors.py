@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import ray
@@ -34,7 +34,7 @@ class Actor:
 @pytest.fixture
 def handles(cluster: None) -> Any:
     made = ray.remote(concurrency_groups={handle.REQUESTS: AT_A_TIME})(Actor)
-    actors = [made.options(max_restarts=-1, num_cpus=0).remote() for _ in range(2)]
+    actors = [made.options(max_restarts=-1, num_cpus=0, max_concurrency=AT_A_TIME).remote() for _ in range(2)]
     yield [EngineActorHandle(one, number) for number, one in enumerate(actors)]
     for one in actors:
         ray.kill(one)
@@ -74,8 +74,10 @@ def test_engines_that_are_replaced_open_together_or_not_at_all(handles: list[Eng
 
 class Api:
     fails = True
+    calls: ClassVar[list[str]] = []
 
     async def run(self, call: Any) -> None:
+        Api.calls.append(call)
         if Api.fails and call == "wake_up":
             raise MemoryError("no room")
 
@@ -123,3 +125,4 @@ def test_a_start_that_breaks_off_is_gone_on_with_and_makes_no_second_engine(
 
     assert asyncio.run(starts()) == ["starting" if broken == "cancelled" else "joining", "joining"]
     assert Slow.made == 1
+    assert Api.calls[-3:] == ["status", "sleep", "wake_up"]  # to the end

@@ -12,6 +12,7 @@ import pytest
 from rl_memory_plugins.errors import EngineLostError, HostMemoryError, StateConflictError, WeightUpdateError
 from rl_memory_plugins.ray import EngineFleet
 from rl_memory_plugins.ray import fleet as fleet_module
+from rl_memory_plugins.trainer import handoff as handoff_module
 from rl_memory_plugins.trainer import push_from_all
 from rl_memory_plugins.trainer.offloading import Moved
 from rl_memory_plugins.trainer.outcomes import Outcome
@@ -99,8 +100,9 @@ def test_an_engine_that_missed_an_update_is_left_out_also_if_the_handoff_fails_l
     assert_serve(fleet, "3", tensors, 4, 6)
 
 
+@pytest.mark.parametrize("call", ["update", "handoff"])
 def test_an_engine_that_missed_an_update_is_left_out_also_if_the_update_fails_in_this_process(
-    fleet: Any, monkeypatch: pytest.MonkeyPatch
+    fleet: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """As where this process of several has failed, and the others have brought the weights to their engines."""
     tensors = checkpoint(3)
@@ -111,10 +113,16 @@ def test_an_engine_that_missed_an_update_is_left_out_also_if_the_update_fails_in
         outcomes = [Outcome(0, 4), *(Outcome(0, number, busy) for number in (5, 6))]
         raise WeightUpdateError("broken", engines=msgspec.to_builtins(outcomes))
 
-    monkeypatch.setattr(fleet_module, "push_from_all", fails)
+    monkeypatch.setattr({"update": fleet_module, "handoff": handoff_module}[call], "push_from_all", fails)
     with pytest.raises(WeightUpdateError, match="broken"):
-        fleet.update(tensors, "3", **OPTIONS)
+        if call == "update":
+            fleet.update(tensors, "3", **OPTIONS)
+        else:
+            with fleet.handoff(tensors, level=1, **OPTIONS).training("3"):
+                pass
     monkeypatch.undo()
+    if call == "handoff":
+        fleet.wake_up()
     assert_serve(fleet, "3", tensors, 4)
     assert fleet.replace(tensors, **OPTIONS) == [5, 6]
     assert_serve(fleet, "3", tensors, 4, 5, 6)

@@ -27,7 +27,7 @@ from rl_memory_plugins.errors import (
     from_record,
 )
 from rl_memory_plugins.records import Report, StepTime
-from rl_memory_plugins.tags import Content, PauseMode
+from rl_memory_plugins.tags import PUBLIC_TAGS, Content, PauseMode
 from rl_memory_plugins.transition import STEPS
 
 
@@ -853,4 +853,22 @@ def test_an_interrupted_update_leaves_no_engine_busy(world: World, wrote: bool) 
     assert (world.controller.refusal() is None) == (not wrote)
     receiver.script = former
     world.run(update)
+    assert world.controller.refusal() is None
+
+
+def test_an_interrupted_wake_opens_nothing_before_the_next_wake(world: World) -> None:
+    """The engine's own work after a wake has not been done."""
+    world.run(commands.Sleep(level=1))
+    agent, done = world.ranks[1].agent, []
+
+    def interrupt(tags: Any) -> None:
+        agent._after_wake = done.extend
+        raise KeyboardInterrupt
+
+    agent._after_wake = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        world.run(commands.WakeUp(tags=list(PUBLIC_TAGS)))
+    assert world.controller.refusal() is not None
+    world.run(commands.WakeUp(tags=list(PUBLIC_TAGS)))
+    assert done == list(PUBLIC_TAGS)
     assert world.controller.refusal() is None

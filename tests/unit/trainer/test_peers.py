@@ -6,13 +6,13 @@ import datetime
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from process_pair import ProcessPair
 
+from integration.waiting import wait_until
 from rl_memory_plugins.trainer import Peers
 
 
@@ -22,7 +22,7 @@ def pair():
         yield found
 
 
-def interrupted(rank):
+def interrupted(rank, flag):
     """Rank 0 gets a Ctrl-C while it waits for rank 1, as at the end of a body."""
     peers, found = Peers(), []
     for step in ("training", "sleep", "wake"):
@@ -31,17 +31,18 @@ def interrupted(rank):
             signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         elif step == "training":
-            time.sleep(1.0)
+            wait_until(flag.exists, "the interrupt")
         try:
             found.append(peers.share(f"{step} of {rank}"))
         except KeyboardInterrupt:
             found.append("interrupted")
+            flag.touch()
     return found
 
 
-def test_an_interrupt_in_an_agreement_leaves_the_processes_in_step(pair):
+def test_an_interrupt_in_an_agreement_leaves_the_processes_in_step(pair, tmp_path):
     training, *later = (["training of 0", "training of 1"], ["sleep of 0", "sleep of 1"], ["wake of 0", "wake of 1"])
-    assert pair.run(interrupted) == [["interrupted", *later], [training, *later]]
+    assert pair.run(interrupted, tmp_path / "interrupted") == [["interrupted", *later], [training, *later]]
 
 
 def longest_wait(rank):

@@ -8,7 +8,7 @@ from test_transports import send
 from toys import Rank
 
 from rl_memory_plugins.engines.saved_layers import SavedLayers
-from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.errors import ManifestError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
@@ -65,6 +65,14 @@ def update(loader, tensors, **options):
     return plan
 
 
+def sent(model, tensors):
+    """Load tensors by a session, in several buckets."""
+    rank = Rank(model)
+    outcome, [thread] = send([rank], tensors)
+    assert not isinstance(outcome, Exception) and thread.error is None, (outcome, thread.error)
+    assert rank.manager.content is Content.VALID
+
+
 @pytest.mark.parametrize(
     ("sent", "held"),
     [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.int16), (torch.int32, torch.int8)],
@@ -105,6 +113,44 @@ def test_a_fill_before_the_first_name_is_replayed():
     assert torch.equal(model.other.data, torch.zeros(4))
 
 
+def doubles(tensor):
+    return tensor * 2  # only the loader can
+
+
+def needs_values(tensor):
+    return torch.from_numpy(tensor.numpy())
+
+
+def reads_a_value(tensor):
+    return torch.full_like(tensor, tensor.sum().item())
+
+
+@pytest.mark.parametrize("by", [doubles, needs_values, reads_a_value])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_fill_before_the_first_name_erases_nothing_that_is_loaded(by, place):
+    """Wherever the tensor comes that only the loader can load, and whichever writes the filled memory."""
+
+    def load(model, weights):
+        model.filled.data.zero_()
+        for name, tensor in weights:
+            if name in ("filled", "more"):
+                model.filled.data[:2].copy_(by(tensor) if name == "filled" and opaque == "filled" else tensor)
+            else:
+                model.get_parameter(name).data.copy_(by(tensor) if name == opaque else tensor)
+
+    for opaque in ("filled", "weight"):
+        expected, model = (
+            Odd(load, filled=torch.full((4,), torch.nan), weight=torch.zeros(2), plain=torch.zeros(2)) for _ in "12"
+        )
+        tensors = {"filled": torch.full((2,), 3.0), "plain": torch.full((2,), 4.0)}
+        weight = {"weight": torch.full((2,), 5.0)}
+        tensors = {**weight, **tensors} if place == "first" else {**tensors, **weight}
+        expected.load_weights(tensors.items())
+        sent(model, tensors)
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), (opaque, name)
+
+
 @pytest.mark.parametrize("reloads", [False, True])
 def test_a_write_that_the_trace_cannot_follow_excuses_only_the_parameter_that_it_may_be_to(reloads):
     def load(model, weights):
@@ -136,13 +182,21 @@ def replaces(model, weights):
         else:
             plain(model, [(name, tensor)])
     model.weight.kind = "loaded"
+    model.weight.shards.append("loaded")
+    model.names["loaded"] = 1
+
+
+def replaced():
+    model = Odd(replaces, weight=torch.zeros(4))
+    model.weight.shards, model.names = [], {}
+    return model
 
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_trace_leaves_the_model_as_it_was(fits):
-    model = Odd(replaces, weight=torch.zeros(4))
+    model = replaced()
     model.load_weights([("weight", torch.ones(4)), ("scale", torch.tensor(3.0))])
-    model.weight.kind = "first"
+    model.weight.kind, model.weight.shards[:], model.names = "first", [], {}
     child, loader = model.child, loader_of(model)
     tensors = {"weight": torch.ones(4), "scale": torch.tensor(5.0), **({} if fits else {"bogus": torch.ones(2)})}
     if fits:
@@ -151,11 +205,12 @@ def test_a_trace_leaves_the_model_as_it_was(fits):
         with pytest.raises(ManifestError):
             plan_of(loader, tensors)
     assert (model.child, model.scale, model.weight.kind) == (child, 3.0, "first")
+    assert (model.weight.shards, model.names) == ([], {})
     assert (child.weight == 0.5).all()
 
 
 def test_a_module_that_the_loader_makes_is_made_in_every_update():
-    model = Odd(replaces, weight=torch.zeros(4))
+    model = replaced()
     update(loader_of(model), {"weight": torch.ones(4), "scale": torch.tensor(5.0)})
     assert model.scale == 5.0
     assert (model.child.weight == 0.5).all()
@@ -169,13 +224,13 @@ def test_a_loader_that_insists_on_all_names_gets_all():
             loaded.add(name)
             if name == "scale":
                 model.scale.data.fill_(tensor.item())
-            else:
+            elif name != "skipped":
                 plain(model, [(name, tensor)])
-        if loaded != {"weight", "scale"}:
+        if loaded != {"weight", "scale", "skipped"}:
             raise ValueError(f"weights are missing: {loaded}")
 
     model = Odd(load, weight=torch.zeros(4), scale=torch.zeros(()))
-    tensors = {"weight": torch.ones(4), "scale": torch.tensor(2.0)}
+    tensors = {"weight": torch.ones(4), "scale": torch.tensor(2.0), "skipped": torch.ones(2)}
     for _ in range(2):
         update(loader_of(model), tensors)
     assert (model.scale.item(), model.weight[0].item()) == (2.0, 1.0)
@@ -203,6 +258,42 @@ def test_what_a_loader_computes_of_a_buffer_that_it_does_not_load_hinders_no_pla
     model = Odd(load, weight=torch.zeros(4))
     model.register_buffer("unloaded", torch.ones(4))
     assert not update(loader_of(model), {"weight": torch.ones(4)}).opaque
+
+
+def put(model, weights):
+    """Writes some elements, by an operator that a plan cannot follow."""
+    for name, tensor in weights:
+        if name == "weight":
+            model.weight.data[torch.arange(len(tensor))] = tensor
+        else:
+            plain(model, [(name, tensor)])
+
+
+def derives(model, weights):
+    put(model, weights)
+    model.doubled = model.other * 2
+
+
+@pytest.mark.parametrize("load", [put, derives])
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_parameter_that_is_loaded_in_part_is_no_complete_update(load, length):
+    model = Odd(load, weight=torch.full((4,), torch.nan), other=torch.zeros(2))
+    tensors = {"weight": torch.ones(length), "other": torch.ones(2)}
+    if length == 4:
+        update(loader_of(model), tensors)
+        assert torch.equal(model.weight.data, torch.ones(4))
+    else:
+        with pytest.raises(WeightUpdateError, match="did not cover"):
+            update(loader_of(model), tensors)
+
+
+def test_a_write_that_no_update_would_repeat_covers_nothing():
+    def load(model, weights):
+        model.weight.data[torch.arange(4)] = 1.0
+        assert not list(weights)
+
+    with pytest.raises(ManifestError, match="weight"):
+        plan_of(loader_of(Odd(load, weight=torch.zeros(4))), {})
 
 
 class BreaksOff(ModelSource):
