@@ -189,8 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    words = sys.argv[1 : sys.argv.index("--inside")] if arguments.inside else []
-    arguments.given = words
+    arguments.given = sys.argv[1 : sys.argv.index("--inside")] if arguments.inside else []
     arguments.out = arguments.out.absolute()
     if arguments.inside:
         arguments.subject = arguments.subject[-1]

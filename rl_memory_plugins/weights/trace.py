@@ -274,7 +274,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         storage = _storage(destination)
         if self.current is None:
             place = (storage, destination.storage_offset(), destination.shape, destination.stride())
-            self._first_fills.setdefault(place, FillStep(destination, value))
+            self._first_fills.pop(place, None)  # the last one counts, and comes behind the others
+            self._first_fills[place] = FillStep(destination, value)
             return
         if self._previous is not None and self._previous[0] == storage:
             self.steps[self._previous[1]].append(FillStep(destination, value))

@@ -113,6 +113,19 @@ def test_a_fill_before_the_first_name_is_replayed():
     assert torch.equal(model.other.data, torch.zeros(4))
 
 
+def test_of_several_fills_of_the_same_memory_the_last_counts():
+    def load(model, weights):
+        model.other.data.fill_(1)
+        model.other.data[:2].fill_(2)
+        model.other.data.fill_(3)
+        model.other.data[:1].fill_(4)
+        plain(model, weights)
+
+    model = Odd(load, weight=torch.zeros(4), other=torch.full((4,), torch.nan))
+    assert not update(loader_of(model), {"weight": torch.ones(4)}).opaque
+    assert model.other.tolist() == [4, 3, 3, 3]
+
+
 def doubles(tensor):
     return tensor * 2  # only the loader can
 
@@ -133,8 +146,8 @@ def test_a_fill_before_the_first_name_erases_nothing_that_is_loaded(by, place):
     def load(model, weights):
         model.filled.data.zero_()
         for name, tensor in weights:
-            if name in ("filled", "more"):
-                model.filled.data[:2].copy_(by(tensor) if name == "filled" and opaque == "filled" else tensor)
+            if name == "filled":
+                model.filled.data[:2].copy_(by(tensor) if opaque == "filled" else tensor)
             else:
                 model.get_parameter(name).data.copy_(by(tensor) if name == opaque else tensor)
 
