@@ -29,6 +29,7 @@ _OUT_OF_MEMORY = 2
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
+_IN_STREAM_ORDER = 1
 _BUFFER_ID = 7
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10
 _MAX_EXPORTED = 4096
@@ -73,6 +74,12 @@ def allocations_of(description: dict[str, Any], device: str) -> list[Allocation]
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """`CUmemcpyAttributes`; the hints are for managed memory."""
+
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 class CudaGpu:
@@ -122,6 +129,36 @@ class CudaGpu:
             ctypes.c_uint64(target),
             ctypes.c_uint64(source),
             ctypes.c_size_t(nbytes),
+            ctypes.c_void_p(stream),
+        )
+
+    def copy_many(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+        """Begin many copies of memory of this GPU, on a stream of this GPU that is not the default one.
+
+        The link is busy from the first to the last. Copies of 3 MiB by a call for each leave it idle for a quarter of
+        the time, and those of 1 MiB for half of it (two H200s). A driver before CUDA 12.8 gets a call for each.
+
+        Args:
+            targets, sources, sizes: Addresses and bytes of each copy, of at least one byte.
+        """
+        latest = getattr(self._api, "cuMemcpyBatchAsync_v2", None)
+        if latest is None and getattr(self._api, "cuMemcpyBatchAsync", None) is None:
+            for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+                self.copy(target, source, nbytes, stream)
+            return
+        count = len(targets)
+        # CUDA 12 has one more argument: where it tells which copy has failed
+        failed = () if latest is not None else (ctypes.byref(ctypes.c_size_t()),)
+        self._call_in_context(
+            "cuMemcpyBatchAsync" if latest is None else "cuMemcpyBatchAsync_v2",
+            (ctypes.c_uint64 * count)(*targets),
+            (ctypes.c_uint64 * count)(*sources),
+            (ctypes.c_size_t * count)(*sizes),
+            ctypes.c_size_t(count),
+            ctypes.byref(_CopyAttributes(order=_IN_STREAM_ORDER)),
+            ctypes.byref(ctypes.c_size_t(0)),  # the first copy to which the attributes apply
+            ctypes.c_size_t(1),
+            *failed,
             ctypes.c_void_p(stream),
         )
 

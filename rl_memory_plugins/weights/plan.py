@@ -29,6 +29,8 @@ from rl_memory_plugins.weights.trace import CopyStep, Step, Tracer
 Write = tuple[torch.Tensor, Any]
 """A destination, and the tensor to copy or the value to fill."""
 
+_SOURCE = object()  # in place of a value: the next source is copied
+
 SMALL_BYTES = 4 << 20
 """Up to this size, many copies on a GPU share one kernel: a launch for each copy takes longer than the copy."""
 
@@ -188,31 +190,39 @@ class Batch:
 
     Args:
         group: Run small copies on a GPU together, after all other writes.
+
+    Attributes:
+        sources: What is copied. Others of the same dtypes, shapes and devices may take their place.
     """
 
     def __init__(self, writes: Iterable[Write], *, group: bool) -> None:
-        self._each: list[Write] = []
-        self._destinations: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
+        self._each: list[Write] = []  # without the sources
+        self._together: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor] = []
+        last: list[torch.Tensor] = []
         for destination, value in writes:
-            together = group and isinstance(value, torch.Tensor) and value.is_cuda
-            if together and can_group_copy(value, destination.dtype):
-                self._destinations.append(destination)
-                self._sources.append(value)
-            else:
+            if not isinstance(value, torch.Tensor):
                 self._each.append((destination, value))
+            elif group and value.is_cuda and can_group_copy(value, destination.dtype):
+                self._together.append(destination)
+                last.append(value)
+            else:
+                self._each.append((destination, _SOURCE))
+                self.sources.append(value)
+        self.sources += last
 
     def run(self) -> None:
         """Run the writes. Does not wait for the device."""
+        sources = iter(self.sources)
         # Inference mode can write inference tensors and all others.
         with torch.inference_mode():
             for destination, value in self._each:
-                if isinstance(value, torch.Tensor):
-                    destination.copy_(value, non_blocking=True)
+                if value is _SOURCE:
+                    destination.copy_(next(sources), non_blocking=True)
                 else:
                     destination.fill_(value)
-            if self._destinations:
-                torch._foreach_copy_(self._destinations, self._sources, non_blocking=True)
+            if self._together:
+                torch._foreach_copy_(self._together, list(sources), non_blocking=True)
 
 
 def _row_dimension(step: CopyStep, row: int) -> tuple[int, int, int] | None:

@@ -216,9 +216,10 @@ class Session:
             offered, manifest: The manifest of whole tensors, and of those that travel. `plan` is of the latter.
         """
         replays, buffer = None, self._buffer
-        if isinstance(buffer, DirectAttached) and buffer.keep and not plan.opaque and not self.check_finite:
+        is_direct = isinstance(buffer, DirectAttached)
+        if (buffer.keep or not is_direct) and not plan.opaque and not self.check_finite:
             replays = self.model.replays
-            replays.begin(plan, buffer.allocations)
+            replays.begin(plan, buffer.allocations if isinstance(buffer, DirectAttached) else ())
         following: wire.Message | None = None  # was read while the bucket before it arrived
         has_begun = False
         while True:
@@ -263,12 +264,7 @@ class Session:
                 has_begun = True
                 yield "", torch.empty(0)
             with timed(self.seconds, "load"):
-                repeated = replays.find(bucket.entries) if replays is not None and not self._received_bytes else None
-                if repeated is not None and repeated.entries[0].index == self._next_tensor:
-                    repeated.batch.run()
-                    self._next_tensor = repeated.entries[-1].index + 1
-                    self._total_bytes += repeated.nbytes
-                else:
+                if replays is None or not self._repeat(bucket, buffer, replays):
                     yield from self._load(bucket, buffer, manifest, plan, replays)
                 if isinstance(following, wire.Bucket):
                     self._await_loads(connection)
@@ -321,11 +317,20 @@ class Session:
         connection.send(wire.Accept([]), self.timeout_s)
         return assembly
 
+    def _repeat(self, bucket: wire.Bucket, buffer: AttachedBuffer, replays: Replays) -> bool:
+        """Load a bucket as in the latest update, if it is the same."""
+        same = replays.find((self._next_tensor, self._received_bytes), bucket.entries)
+        if same is None or not same.run(buffer.memory(bucket.slot, bucket.entries[0])):
+            return False
+        self._next_tensor, self._received_bytes = same.end
+        self._total_bytes += same.nbytes
+        return True
+
     def _load(
         self, bucket: wire.Bucket, buffer: AttachedBuffer, manifest: Manifest, plan: LoadPlan, replays: Replays | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Load the planned tensors of a bucket, and yield copies of the opaque ones."""
-        repeatable = replays is not None and not self._received_bytes
+        begin, repeatable = (self._next_tensor, self._received_bytes), replays is not None and bool(bucket.entries)
         writes: list[Write] = []
         for entry in bucket.entries:
             memory = buffer.memory(bucket.slot, entry)
@@ -346,8 +351,9 @@ class Session:
             elif tensor is not None:
                 plan.apply(spec.name, tensor)
         batch = plan.run(writes)
-        if replays is not None and repeatable and bucket.entries and not self._received_bytes:
-            replays.keep(bucket.entries, batch)
+        if replays is not None and repeatable:
+            slot, end = buffer.memory(bucket.slot, bucket.entries[0]), (self._next_tensor, self._received_bytes)
+            replays.keep(begin, end, bucket.entries, batch, slot)
 
     def _take(self, entry: BucketEntry, manifest: Manifest, slot_bytes: int) -> TensorSpec:
         """Count the entry as received. Checks that it is the next tensor or its next whole rows, inside the slot."""

@@ -23,6 +23,10 @@ class Streams:
         self._streams.add(stream)
         return stream
 
+    def note(self, stream: Any) -> None:
+        """Another stream for the next `synchronize`."""
+        self._streams.add(stream)
+
     def join(self, device: torch.device) -> None:
         """Let the current stream of a GPU wait for all noted streams. They stay noted."""
         current = self.current(device.index)

@@ -13,6 +13,8 @@ from rl_memory_plugins.weights.cuda_ipc import Allocation
 class FakeGpu:
     """Has the methods of `cuda_ipc.CudaGpu`. What `denied` names fails as a driver's refusal."""
 
+    index = 0
+
     def __init__(self, capacity=1 << 24):
         self.capacity = capacity
         self.denied = set()
@@ -20,7 +22,7 @@ class FakeGpu:
         self.opened = []  # every handle that was opened, in order
         self.mapped = []  # addresses that are open
         self.registered = []
-        self.copied = []  # the bytes and the stream of each copy to another GPU
+        self.copied = []  # the bytes and the stream of each call that copies to another GPU
         self._serials = 0
 
     def allocate(self, nbytes):
@@ -81,6 +83,11 @@ class FakeGpu:
     def copy(self, target, source, nbytes, stream):
         self.copied.append((nbytes, stream))
         ctypes.memmove(target, source, nbytes)
+
+    def copy_many(self, targets, sources, sizes, stream):
+        self.copied.append((list(sizes), stream))
+        for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(target, source, nbytes)
 
     def view(self, address, nbytes):
         return memory_view(address, nbytes)

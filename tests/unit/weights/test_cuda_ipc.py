@@ -135,3 +135,25 @@ def test_a_copy_to_another_gpu_is_given_to_a_stream():
     driver.cuMemcpyAsync = lambda *arguments: 700
     with pytest.raises(UnsupportedError, match="cuMemcpyAsync failed"):
         gpu_of(driver).copy(0x1000, 0x2000, 512, 7)
+
+
+@pytest.mark.parametrize("release", ["latest", "12.8", "12.0"])
+def test_many_copies_are_one_call_where_the_driver_has_it(release):
+    driver, calls, each = Driver(), [], []
+
+    def batch(targets, sources, sizes, count, attributes, first, number, *rest):
+        assert (attributes._obj.order, attributes._obj.flags, first._obj.value, number.value) == (1, 0, 0, 1)
+        assert len(rest) == (1 if release == "latest" else 2)
+        calls.append((list(targets), list(sources), list(sizes), count.value, rest[-1].value))
+        return 0
+
+    driver.cuMemcpyAsync = lambda *arguments: each.append([one.value for one in arguments]) or 0
+    if release != "12.0":
+        driver.cuMemcpyBatchAsync = batch if release == "12.8" else None
+    if release == "latest":
+        driver.cuMemcpyBatchAsync_v2 = batch
+    gpu_of(driver).copy_many([0x1000, 0x3000], [0x2000, 0x4000], [512, 256], 7)
+    if release == "12.0":
+        assert calls == [] and each == [[0x1000, 0x2000, 512, 7], [0x3000, 0x4000, 256, 7]]
+    else:
+        assert calls == [([0x1000, 0x3000], [0x2000, 0x4000], [512, 256], 2, 7)] and each == []

@@ -52,8 +52,8 @@ def streams(monkeypatch):
     return found
 
 
-def staging_on(kind, device, place, slots=2):
-    staging = getattr(buffers, kind)(device, 4096, slots)
+def staging_on(kind, device, place, slots=2, **options):
+    staging = getattr(buffers, kind)(device, 4096, slots, **options)
     staging._slots = [slot.as_subclass(place) for slot in staging._slots]
     return staging
 
@@ -79,6 +79,59 @@ def test_a_tensor_on_another_gpu_is_copied_on_its_own_stream_and_no_thread_waits
     assert staging.publish() == ["event of first"] and streams[0].waits == streams[1].waits == []
     staging.close()
     assert streams[0].waits == [streams[0]]  # before the memory is freed
+
+
+@pytest.fixture
+def own_streams(monkeypatch):
+    """The streams that are made."""
+    made = []
+
+    def make(gpu):
+        made.append(FakeStream(f"own of {gpu}"))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    return made
+
+
+def test_tensors_that_do_not_change_are_copied_together_between_what_their_stream_is_given(gpus, streams, own_streams):
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
+    for number in range(3):
+        put(staging, 1, number, (VALUES + number).as_subclass(OnFirst))
+    put(staging, 1, 3, torch.empty(0).as_subclass(OnFirst))
+    assert gpus["GPU-0"].copied == []
+    assert sorted(staging.publish()) == ["event of first", "event of own of 0"]
+    (own,) = own_streams
+    assert gpus["GPU-0"].copied == [([48, 48, 48], "own of 0")]
+    assert own.waits == [streams[0]] and streams[0].waits == [own]
+    for number in range(3):
+        assert torch.equal(at(staging, 1, number, VALUES), VALUES + number)
+    put(staging, 0, 0, (VALUES + 9).as_subclass(OnFirst))
+    staging.publish()
+    assert gpus["GPU-0"].copied[1:] == [(48, "first")] and torch.equal(at(staging, 0, 0, VALUES), VALUES + 9)
+    staging.close()
+
+
+def test_a_group_of_copies_begins_when_it_is_large_or_its_stream_changes(gpus, streams, own_streams, monkeypatch):
+    monkeypatch.setattr(staged, "GROUP_BYTES", 96)
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
+    put(staging, 0, 0, VALUES.as_subclass(OnFirst))
+    put(staging, 0, 1, VALUES.as_subclass(OnFirst))
+    assert gpus["GPU-0"].copied == [([48, 48], "own of 0")]
+    put(staging, 0, 2, VALUES.as_subclass(OnFirst))
+    streams[0] = FakeStream("other")
+    put(staging, 0, 3, VALUES.as_subclass(OnFirst))
+    assert gpus["GPU-0"].copied[1:] == [(48, "first")]
+    assert sorted(staging.publish()) == ["event of first", "event of other", "event of own of 0"]
+    assert gpus["GPU-0"].copied[2:] == [(48, "other")]
+    staging.close()
+
+
+def test_copies_that_have_not_begun_are_given_up_with_the_update(gpus, streams, own_streams):
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
+    put(staging, 0, 0, VALUES.as_subclass(OnFirst))
+    staging.close()
+    assert gpus["GPU-0"].copied == []
 
 
 def test_a_tensor_that_does_not_lie_as_it_is_sent_is_copied_by_torch_and_waited_for_too(gpus, streams):

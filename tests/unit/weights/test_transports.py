@@ -32,6 +32,7 @@ from rl_memory_plugins.weights.communicators import COMMUNICATORS
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
+from rl_memory_plugins.weights.replay import Layout
 from rl_memory_plugins.weights.routes import candidate_transports
 from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import spec_of
@@ -149,6 +150,42 @@ def test_an_update_from_kept_memory_looks_at_no_tensor_again(gpus, monkeypatch):
     send_again(3)  # cut otherwise
     rank.model.qkv = torch.nn.Parameter(torch.zeros_like(rank.model.qkv), requires_grad=False)
     send_again(4)  # to other memory
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
+@pytest.mark.parametrize("bucket_bytes", [100, 256, 1 << 20])  # with tensors cut into rows, and with all in one
+def test_a_bucket_as_in_the_latest_update_is_loaded_from_any_slot_without_a_look_at_its_tensors(
+    gpus, monkeypatch, transport, bucket_bytes
+):
+    rank = gpu_rank(ToyModel(opaque=False))
+
+    def send_again(seed, nbytes=bucket_bytes, **options):
+        tensors = checkpoint(seed, opaque=False)
+        _, (thread,) = send([rank], tensors, transport=transport, bucket_bytes=nbytes, **options)
+        rank.model.assert_unchanged(loaded(tensors, opaque=False))
+        return {key: value for key, value in thread.report.items() if key != "seconds"}
+
+    first = send_again(1)
+    with monkeypatch.context() as patch:
+        for name in ("writes", "row_writes"):
+            patch.setattr(LoadPlan, name, lambda *args: pytest.fail("looked at"))
+        assert send_again(2) == first
+    send_again(3, slots=3)
+    send_again(4, 60)  # cut otherwise
+    send_again(5)
+    rank.model.qkv = torch.nn.Parameter(torch.zeros_like(rank.model.qkv), requires_grad=False)
+    send_again(6)  # to other memory
+
+
+def test_what_is_loaded_again_must_lie_in_the_slot():
+    slot = torch.arange(64, dtype=torch.uint8)
+    words = slot.view(torch.float32)
+    layout = Layout([words[4:6], slot[30:40].view(2, 5).t(), words[16:16]], slot, 40)
+    other = torch.arange(200, 250, dtype=torch.uint8)
+    found = layout.sources(torch.cat([torch.zeros(4, dtype=torch.uint8), other])[4:])
+    assert torch.equal(found[0].view(torch.uint8), other[16:24])
+    assert torch.equal(found[1], other[30:40].view(2, 5).t()) and found[2].numel() == 0
+    assert layout.sources(other[:39]) is None
 
 
 def test_allocations_that_an_update_does_not_name_are_closed(gpus):

@@ -1,0 +1,72 @@
+"""Copies of tensors from one GPU of the trainer to another GPU, on which a bucket is packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_memory_plugins.weights.buffers.streams import Streams
+from rl_memory_plugins.weights.cuda_ipc import CudaGpu
+from rl_memory_plugins.weights.host_copy import require_memory
+
+
+class PeerCopies:
+    """Copies that the GPU of the tensors makes.
+
+    By torch's copy each GPU waits for the other before and after every tensor, so that the link is idle in between.
+    Here nothing uses the slot meanwhile: the receiver has acknowledged it.
+
+    Args:
+        gpu: The GPU of the tensors.
+        streams: Gets the streams on which the copies run.
+        group_bytes: Copies begin together once they have so many bytes. With 0 each begins at once: the tensors may
+            change soon.
+    """
+
+    def __init__(self, gpu: CudaGpu, streams: Streams, *, group_bytes: int) -> None:
+        self._gpu = gpu
+        self._streams = streams
+        self._group_bytes = group_bytes
+        self._tensors: list[torch.Tensor] = []  # their memory must not be used anew before the copies have begun
+        self._targets: list[int] = []
+        self._sources: list[int] = []
+        self._sizes: list[int] = []
+        self._nbytes = 0
+        self._stream: Any = None  # where the tensors were made
+        self._own: Any = None  # a stream of its own
+
+    def add(self, target: int, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor to an address of the other GPU, behind what its current stream has been given.
+
+        Raises:
+            WeightUpdateError: the tensor has no memory.
+        """
+        require_memory(tensor)
+        nbytes = tensor.nbytes
+        if not nbytes:
+            return
+        stream = self._streams.current(self._gpu.index)
+        if stream != self._stream:
+            self.flush()
+            self._stream = stream
+        self._tensors.append(tensor)
+        self._targets.append(target)
+        self._sources.append(tensor.data_ptr())
+        self._sizes.append(nbytes)
+        self._nbytes += nbytes
+        if self._nbytes >= self._group_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Begin all copies. What the streams of the tensors are given later comes after them."""
+        given, targets, sources, sizes = self._tensors, self._targets, self._sources, self._sizes
+        self._tensors, self._targets, self._sources, self._sizes, self._nbytes = [], [], [], [], 0
+        if len(given) == 1:
+            self._gpu.copy(targets[0], sources[0], sizes[0], self._stream.cuda_stream)
+        elif given:  # the driver refuses many at a time on the default stream, which most trainers use
+            own = self._own = self._own or torch.cuda.Stream(self._gpu.index)
+            self._streams.note(own)
+            own.wait_stream(self._stream)
+            self._gpu.copy_many(targets, sources, sizes, own.cuda_stream)
+            self._stream.wait_stream(own)
