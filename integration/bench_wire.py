@@ -36,7 +36,7 @@ from rl_memory_plugins.weights.receiver import WeightReceiver
 from rl_memory_plugins.weights.sender import WeightSender
 
 MiB = 1 << 20
-MODELS = [name for name, shape in SHAPES.items() if name == "moe" or not shape.experts]
+MODELS = [name for name in SHAPES if name != "tiny-moe"]
 
 #: By fused parameter: its shape, and by tensor of the checkpoint the tensor's first row in it and its shape.
 Layout = dict[str, tuple[tuple[int, ...], dict[str, tuple[int, tuple[int, ...]]]]]

@@ -2,9 +2,10 @@
 
     python -m integration.measure --seconds 1500 --out FOLDER --python vllm=PATH --python sglang=PATH
 
-`integration.measurements` lists them. They start in that order, each as soon as enough GPUs are free; what other work
-would disturb runs alone. Each has a time limit, a log, and a new file of records, which has what was measured so far.
-What cannot begin before the time is over is named. The exit code is 1 if any failed, took too long or was left out.
+`integration.measurements` lists them. They start in that order, or in that of `--only`, each as soon as enough GPUs are
+free; what other work would disturb runs alone. Each has a time limit, a log, and a new file of records, which has what
+was measured so far. What cannot begin before the time is over is named. The exit code is 1 if any failed, took too long
+or was left out.
 """
 
 from __future__ import annotations
@@ -165,10 +166,10 @@ def _parse() -> tuple[argparse.Namespace, list[Measurement]]:
         help="the Python that has the engine; may be given for both engines",
     )
     parser.add_argument("--sources", type=Path, help="folder of vllm and sglang, the engines' sources, for their tests")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of what to run")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of what to run, in their order")
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and records")
     arguments = parser.parse_args()
-    chosen = [one for one in MEASUREMENTS if any(part in one.name for part in arguments.only)]
+    chosen = list(dict.fromkeys(one for part in arguments.only for one in MEASUREMENTS if part in one.name))
     if not chosen:
         names = ", ".join(one.name for one in MEASUREMENTS)
         parser.error(f"no measurement's name has any of {', '.join(arguments.only)}. The names are {names}.")

@@ -36,7 +36,7 @@ def _measurement(name: str, engine: str, gpus: int, seconds: int, command: str, 
 def _step(model: str, gpus: int, kv_gib: int) -> Measurement:
     command = (
         f"integration.bench_step --engine vllm --model {model} --gpus {gpus} --kv-gib {kv_gib} --timeout 240 "
-        "--pictures {folder}/pictures --subject pausable_overlap pausable native offloader"
+        "--pictures {folder}/pictures --subject pausable_overlap native pausable offloader"
     )
     return _measurement(f"step-{model}", "vllm", gpus, 900, command)
 

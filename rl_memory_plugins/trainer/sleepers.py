@@ -53,6 +53,9 @@ class Sleepers:
     def discard(self, sleeper: Sleeper) -> None:
         self._references.pop(id(sleeper), None)
 
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
     def __iter__(self) -> Iterator[Sleeper]:
         found = [reference() for reference in list(self._references.values())]
         return iter([sleeper for sleeper in found if sleeper is not None])
@@ -69,6 +72,8 @@ def all_sleepers() -> list[Sleeper]:
 
 def that_may_sleep() -> list[Sleeper]:
     """Those of `all_sleepers` of which something may be asleep."""
+    if not sleepers and not remnants:  # the common case of an update, for each of its tensors
+        return []
     return [sleeper for sleeper in all_sleepers() if sleeper.may_sleep]
 
 

@@ -189,7 +189,8 @@ def named_tensors(
         InvalidRequestError: another entry is not a tensor, or a tensor is on the meta device.
     """
     entries = module.state_dict(keep_vars=True) if isinstance(module, torch.nn.Module) else module
-    seen: dict[int, weakref.ref[torch.Tensor]] = {}  # by id: a mapping that makes its tensors may reuse an id
+    makes = not isinstance(entries, dict)  # tensors on access, so that one may have the id of one that has gone
+    seen: dict[int, weakref.ref[torch.Tensor] | None] = {}  # by id
     for name, tensor in entries.items():
         is_tensor = isinstance(tensor, torch.Tensor)
         if not is_tensor and name.endswith("_extra_state"):
@@ -200,10 +201,10 @@ def named_tensors(
         if not is_tensor or tensor.is_meta:
             problem = "is on the meta device" if is_tensor else f"is a {type(tensor).__name__} and not a tensor"
             raise InvalidRequestError(f"{name} cannot be sent: it {problem}", name=name)
-        known = seen.get(id(tensor))
-        if known is None or known() is not tensor:
-            seen[id(tensor)] = weakref.ref(tensor)
-            yield sent, tensor
+        if id(tensor) in seen and ((known := seen[id(tensor)]) is None or known() is tensor):
+            continue
+        seen[id(tensor)] = weakref.ref(tensor) if makes else None
+        yield sent, tensor
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:

@@ -34,13 +34,18 @@ def engine():
 @pytest.fixture
 def copied(monkeypatch):
     """The bytes of the copies that this package makes itself."""
-    found, copy = [], cuda_ipc.CudaGpu.copy
+    found, copy, copy_many = [], cuda_ipc.CudaGpu.copy, cuda_ipc.CudaGpu.copy_many
 
     def noted(gpu, target, source, nbytes, stream):
         found.append(nbytes)
         copy(gpu, target, source, nbytes, stream)
 
+    def many_noted(gpu, targets, sources, sizes, stream):
+        found.extend(sizes)
+        copy_many(gpu, targets, sources, sizes, stream)
+
     monkeypatch.setattr(cuda_ipc.CudaGpu, "copy", noted)
+    monkeypatch.setattr(cuda_ipc.CudaGpu, "copy_many", many_noted)
     return found
 
 
@@ -74,10 +79,12 @@ def test_tensors_of_any_layout_arrive(engine, copied):
     assert_arrived(engine, tensors)
 
 
+@pytest.mark.parametrize("stable", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize("place", ["cuda", "mixed"])
-def test_copies_follow_the_streams_on_which_tensors_were_made(engine, place):
+def test_copies_follow_the_streams_on_which_tensors_were_made(engine, place, stable):
     tensors = randomised(seed=5)
     source = OneByOne(tensors)
+    source.stable = stable
 
     def made_on_two_streams():
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -89,6 +96,41 @@ def test_copies_follow_the_streams_on_which_tensors_were_made(engine, place):
     source.tensors = made_on_two_streams
     report, error = engine.update(source, transport="cuda_ipc", **OPTIONS)
     assert error is None
+    assert_arrived(engine, tensors)
+
+
+def test_the_next_tensors_of_a_stable_source_wait_for_the_copies_of_those_before(engine):
+    """They get the memory that torch's cache has of the former ones."""
+    tensors = randomised(seed=8)
+    source = OneByOne(tensors)
+    source.stable = True
+
+    def made_in_the_same_memory():
+        for name, tensor in tensors.items():
+            made = tensor + 0
+            yield name, made
+            del made
+
+    source.tensors = made_in_the_same_memory
+    for _ in range(3):
+        assert engine.update(source, transport="cuda_ipc", **OPTIONS)[1] is None
+        assert_arrived(engine, tensors)
+
+
+@pytest.mark.parametrize("release", ["12.8", "12.0"])
+def test_older_drivers_copy_too(engine, monkeypatch, release):
+    gpu = cuda_ipc.local_gpu(cuda_ipc.gpu_name(0))
+
+    class Older:
+        def __getattr__(self, name):
+            if name == "cuMemcpyBatchAsync_v2" or (release == "12.0" and name == "cuMemcpyBatchAsync"):
+                raise AttributeError(name)
+            return getattr(driver, name)
+
+    driver = gpu._api
+    monkeypatch.setattr(gpu, "_api", Older())
+    tensors = randomised(seed=9)
+    assert engine.update(tensors, transport="cuda_ipc", **OPTIONS)[1] is None
     assert_arrived(engine, tensors)
 
 

@@ -205,6 +205,19 @@ def test_words_that_name_nothing_are_refused(words, says, monkeypatch, capsys, t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [([], "abc abd b"), (["--only", "b"], "abc abd b"), (["--only", "bd", "ab"], "abd abc")],
+    ids=["all", "once", "in their order"],
+)
+def test_what_is_named_runs_in_that_order(only, expected, monkeypatch, tmp_path):
+    known = [Measurement(name, "vllm", 1, 60, ("none",)) for name in ("abc", "abd", "b")]
+    monkeypatch.setattr(measure, "MEASUREMENTS", known)
+    words = ["--seconds", "600", "--out", str(tmp_path), "--python", f"vllm={sys.executable}"]
+    monkeypatch.setattr(sys, "argv", ["measure", *words, *only])
+    assert [one.name for one in measure._parse()[1]] == expected.split()
+
+
 def test_the_records_name_the_commit(module, monkeypatch):
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     (module / "says.py").write_text("import os; print(os.environ['GIT_COMMIT'])")

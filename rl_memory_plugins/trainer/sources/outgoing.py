@@ -68,6 +68,8 @@ class Outgoing:
 
     def spec(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
         """The spec of a tensor with the checkpoint's name and the trainer's dtype."""
+        if self._dtype is None:  # the common case with thousands of tensors
+            return TensorSpec(name, name_of(dtype), tuple(shape))
         return TensorSpec(name, name_of(self.sent_as(name, dtype)), tuple(shape), self._is_chosen(name, dtype))
 
     def _is_chosen(self, name: str, dtype: torch.dtype) -> bool:
