@@ -47,7 +47,7 @@ class PeerCopies:
         if not nbytes:
             return
         stream = self._streams.current(self._gpu.index)
-        if stream != self._stream:
+        if self._stream is None or stream != self._stream:
             self.flush()
             self._stream = stream
         self._tensors.append(tensor)
