@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from rl_memory_plugins.trainer.sources.model import only_reads
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.overrides import as_sharded, tensors_in
+from rl_memory_plugins.weights.overrides import as_sharded, resident_of, tensors_in
 from rl_memory_plugins.weights.sender import close_iterator
 from rl_memory_plugins.weights.shards import Layout
 from rl_memory_plugins.weights.source import (
     GroupingSource,
     NegotiableSource,
     Places,
-    ResidentSource,
     StableSource,
     TensorSource,
 )
@@ -52,7 +51,7 @@ class Once:
         return isinstance(self._source, NegotiableSource) and self._source.revise(mismatches)
 
     def resident(self) -> list[torch.Tensor] | None:
-        return self._source.resident() if isinstance(self._source, ResidentSource) else None
+        return resident_of(self._source)
 
     @property
     def stable(self) -> bool:

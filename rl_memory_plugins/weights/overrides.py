@@ -6,7 +6,14 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rl_memory_plugins.weights.source import Places, PlacingSource, ShardedSource, TensorSource
+from rl_memory_plugins.weights.source import (
+    Places,
+    PlacingSource,
+    ResidentSource,
+    ShardedSource,
+    StableSource,
+    TensorSource,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +29,18 @@ def as_sharded(source: TensorSource) -> ShardedSource | None:
     if isinstance(source, ShardedSource) and still_holds(source, "held", "specs", "tensors"):
         return source
     return None
+
+
+def resident_of(source: TensorSource) -> list[torch.Tensor] | None:
+    """The tensors of a source that has them all, if its `tensors` gives the same; see `source.ResidentSource`."""
+    if isinstance(source, ResidentSource) and still_holds(source, "resident", "specs", "tensors"):
+        return source.resident()
+    return None
+
+
+def is_stable(source: TensorSource) -> bool:
+    """Whether no tensor of the source changes after it has been given; see `source.StableSource`."""
+    return resident_of(source) is not None or (isinstance(source, StableSource) and source.stable)
 
 
 def tensors_in(source: TensorSource, places: Places) -> Iterator[tuple[str, torch.Tensor]]:

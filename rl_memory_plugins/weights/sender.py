@@ -23,7 +23,7 @@ from rl_memory_plugins.weights.doors import Advertise
 from rl_memory_plugins.weights.links import await_slot, give_up, send_bytes
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import SLOTS, BucketEntry, Manifest, manifest_error
-from rl_memory_plugins.weights.overrides import as_sharded
+from rl_memory_plugins.weights.overrides import as_sharded, resident_of
 from rl_memory_plugins.weights.packing import Packing
 from rl_memory_plugins.weights.parts import Parts
 from rl_memory_plugins.weights.routes import Packed, Route, Routes
@@ -31,7 +31,6 @@ from rl_memory_plugins.weights.slices import Slice
 from rl_memory_plugins.weights.source import (
     GroupingSource,
     NegotiableSource,
-    ResidentSource,
     StableSource,
     TensorSource,
 )
@@ -170,7 +169,7 @@ class WeightSender:
         tensors: Iterator[tuple[str, torch.Tensor]] | None = None
         try:
             manifest = self._negotiate(source, partial)
-            resident = source.resident() if isinstance(source, ResidentSource) else None
+            resident = resident_of(source)
             ranks = self._listener.ranks
             routes = Routes(
                 manifest,
@@ -190,7 +189,7 @@ class WeightSender:
             parts = None if sharded is None else self._divide(manifest, routes, sharded, answers)
             if parts is None:
                 routes.cut(slices, buckets)
-                packing = Packing(source, manifest, routes.in_use())
+                packing = Packing(source, manifest, routes.in_use(), resident)
                 tensors = packing.tensors
                 self._stream(manifest.slots, buckets, packing)
             else:

@@ -36,7 +36,10 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ResidentSource(TensorSource, Protocol):
-    """A source whose tensors all exist before an update and do not change during it. They need no staging."""
+    """A source whose tensors all exist before an update and do not change during it. They need no staging.
+
+    It says nothing about a subclass with `specs` or `tensors` of its own.
+    """
 
     def resident(self) -> list[torch.Tensor] | None:
         """The same tensor objects as `tensors()`, in the same order; `None` if `tensors()` makes some of them."""
@@ -52,13 +55,6 @@ class StableSource(TensorSource, Protocol):
 
     @property
     def stable(self) -> bool: ...
-
-
-def is_stable(source: TensorSource) -> bool:
-    """Whether no tensor of the source changes after it has been given; see `StableSource`."""
-    if isinstance(source, ResidentSource) and source.resident() is not None:
-        return True
-    return isinstance(source, StableSource) and source.stable
 
 
 @runtime_checkable
@@ -226,10 +222,19 @@ def next_tensor(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -
     name, tensor = next(tensors, ("", None))
     if tensor is None:
         raise WeightUpdateError(f"the source ended before it yielded {spec.name}", name=spec.name)
+    return listed_tensor(spec, name, tensor)
+
+
+def listed_tensor(spec: TensorSpec, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that a source has given, without a lazy negation, which is not in the bytes.
+
+    Raises:
+        WeightUpdateError: it is not what the specs list.
+    """
     if name != spec.name or tensor.shape != spec.shape or name_of(tensor.dtype) != spec.dtype:
         raise WeightUpdateError(
             f"the source yielded {name} {tensor.dtype} {list(tensor.shape)}, but its specs list {spec.name} "
             f"{spec.dtype} {list(spec.shape)}",
             name=spec.name,
         )
-    return tensor.resolve_neg() if tensor.is_neg() else tensor  # a lazy negation is not in the bytes
+    return tensor.resolve_neg() if tensor.is_neg() else tensor

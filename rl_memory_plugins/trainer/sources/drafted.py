@@ -11,15 +11,8 @@ import msgspec
 from rl_memory_plugins.trainer.sources.model import only_reads
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.names import DRAFT
-from rl_memory_plugins.weights.overrides import tensors_in
-from rl_memory_plugins.weights.source import (
-    GroupingSource,
-    NegotiableSource,
-    Places,
-    ResidentSource,
-    TensorSource,
-    is_stable,
-)
+from rl_memory_plugins.weights.overrides import is_stable, resident_of, tensors_in
+from rl_memory_plugins.weights.source import GroupingSource, NegotiableSource, Places, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +83,7 @@ class DraftedSource:
         """See `ResidentSource`. `None` if one of the sources makes its tensors."""
         found: list[torch.Tensor] = []
         for source in self._both:
-            tensors = source.resident() if isinstance(source, ResidentSource) else None
+            tensors = resident_of(source)
             if tensors is None:
                 return None
             found += tensors

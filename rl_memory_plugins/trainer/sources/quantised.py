@@ -15,7 +15,8 @@ from rl_memory_plugins.trainer.sources.formats import Target, format_of
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.source import NegotiableSource, Places, TensorSource, is_stable, name_of
+from rl_memory_plugins.weights.overrides import is_stable
+from rl_memory_plugins.weights.source import NegotiableSource, Places, TensorSource, name_of
 
 GROUP_VALUES = 256 << 20
 """Weights are rounded together until they have this many values."""

@@ -10,6 +10,9 @@ from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu
 from rl_memory_plugins.weights.host_copy import require_memory
 
+_LOWEST = 1 << 40
+"""An offset in a storage without memory is lower. So may an address be; it is looked at once more then."""
+
 
 class PeerCopies:
     """Copies that the GPU of the tensors makes.
@@ -36,23 +39,27 @@ class PeerCopies:
         self._stream: Any = None  # where the tensors were made
         self._own: Any = None  # a stream of its own
 
-    def add(self, target: int, tensor: torch.Tensor) -> None:
+    def add(self, target: int, tensor: torch.Tensor, nbytes: int) -> None:
         """Copy a contiguous tensor to an address of the other GPU, behind what its current stream has been given.
+
+        Args:
+            nbytes: Those of the tensor.
 
         Raises:
             WeightUpdateError: the tensor has no memory.
         """
-        require_memory(tensor)
-        nbytes = tensor.nbytes
+        address = tensor.data_ptr()
+        if address < _LOWEST:
+            require_memory(tensor)
         if not nbytes:
             return
         stream = self._streams.current(self._gpu.index)
-        if self._stream is None or stream != self._stream:
+        if self._stream is None or stream is not self._stream:
             self.flush()
             self._stream = stream
         self._tensors.append(tensor)
         self._targets.append(target)
-        self._sources.append(tensor.data_ptr())
+        self._sources.append(address)
         self._sizes.append(nbytes)
         self._nbytes += nbytes
         if self._nbytes >= self._group_bytes:

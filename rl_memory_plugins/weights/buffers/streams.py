@@ -12,16 +12,17 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: set[Any] = set()
-        self._last: tuple[int, int | None, Any] = -1, None, None  # a GPU, the handle of its current stream, that stream
+        self._gpu, self._handle = -1, -1  # of the latest current stream
+        self._current: Any = None
 
     def current(self, gpu: int) -> Any:
         """The current stream of a GPU, noted for the next `synchronize`."""
         handle = _handle(gpu)
-        if handle is None or (gpu, handle) != self._last[:2]:
-            self._last = gpu, handle, torch.cuda.current_stream(gpu)
-        stream = self._last[2]
-        self._streams.add(stream)
-        return stream
+        if handle is None or handle != self._handle or gpu != self._gpu:
+            self._current = torch.cuda.current_stream(gpu)
+            self._gpu, self._handle = gpu, -1 if handle is None else handle
+            self._streams.add(self._current)
+        return self._current
 
     def note(self, stream: Any) -> None:
         """Another stream for the next `synchronize`."""
@@ -43,6 +44,7 @@ class Streams:
         for stream in self._streams:
             stream.synchronize()
         self._streams.clear()
+        self._gpu = -1
 
 
 def _handle(gpu: int) -> int | None:

@@ -1,5 +1,7 @@
 """Buckets that are packed while the one before them travels to another GPU: the order, and what waits for what."""
 
+import contextlib
+
 import pytest
 import torch
 from fake_gpu import OneByOne, gpu_rank
@@ -39,6 +41,11 @@ class FakeStream:
 
     def record_event(self):
         return f"event of {self.cuda_stream}"
+
+    def __ne__(self, other):  # as torch's streams, which are not `!=` what is no stream
+        return isinstance(other, FakeStream) and self is not other
+
+    __hash__ = object.__hash__
 
 
 @pytest.fixture
@@ -124,6 +131,18 @@ def test_a_group_of_copies_begins_when_it_is_large_or_its_stream_changes(gpus, s
     assert gpus["GPU-0"].copied[1:] == [(48, "first")]
     assert sorted(staging.publish()) == ["event of first", "event of other", "event of own of 0"]
     assert gpus["GPU-0"].copied[2:] == [(48, "other")]
+    staging.close()
+
+
+def test_small_tensors_are_copied_on_the_stream_on_which_they_were_made(gpus, streams, monkeypatch):
+    staging, used = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True), []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or contextlib.nullcontext())
+    a, b = FakeStream("a"), FakeStream("b")
+    for number, stream in enumerate([a, a, b, a]):
+        streams[1] = stream
+        put(staging, 0, number, VALUES.as_subclass(OnSecond))
+    staging.publish()
+    assert used == [a, b, a]
     staging.close()
 
 

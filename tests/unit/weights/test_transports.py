@@ -24,6 +24,7 @@ from rl_memory_plugins.errors import (
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource, push
+from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights import buffers, cuda_ipc, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
@@ -186,6 +187,30 @@ def test_what_is_loaded_again_must_lie_in_the_slot():
     assert torch.equal(found[0].view(torch.uint8), other[16:24])
     assert torch.equal(found[1], other[30:40].view(2, 5).t()) and found[2].numel() == 0
     assert layout.sources(other[:39]) is None
+
+
+class Doubled(ModelSource):
+    def tensors(self):
+        return ((name, tensor * 2) for name, tensor in super().tensors())
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, Once], ids=["alone", "once"])
+@pytest.mark.parametrize("transport", ["auto", "cuda_ipc", "shm"])
+def test_a_subclass_with_tensors_of_its_own_is_asked_for_them(gpus, transport, wrap):
+    rank, tensors = gpu_rank(ToyModel(opaque=False)), checkpoint(1, opaque=False)
+    report, _ = send([rank], wrap(Doubled(gpus["GPU-0"].place(tensors))), transport=transport)
+    assert report["transport"] == ("cuda_ipc" if transport == "auto" else transport)
+    rank.model.assert_unchanged(loaded({name: 2 * tensor for name, tensor in tensors.items()}, opaque=False))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_source_that_has_not_as_many_tensors_as_its_specs_list_is_refused(gpus, change):
+    rank, tensors = gpu_rank(ToyModel(opaque=False)), checkpoint(1, opaque=False)
+    source = ModelSource(tensors)
+    given = source.resident()
+    source.resident = lambda: (given + given)[: len(given) + change]
+    error, _ = send([rank], source, transport="cuda_ipc")
+    assert isinstance(error, WeightUpdateError) and ("has no tensor" if change < 0 else "specs list") in str(error)
 
 
 def test_allocations_that_an_update_does_not_name_are_closed(gpus):
