@@ -46,6 +46,7 @@ class LayerReload:
         engine: The engine's name, for messages.
         context: Gives the context in which the engine runs post-load steps.
         graphs: Whether compiled code or CUDA graphs refer to the model's tensors by address.
+        require: Raises an error for an update that the engine cannot take, before anything is written.
 
     Raises:
         UnsupportedError: the reload cannot replace what one of these layers keeps.
@@ -60,10 +61,12 @@ class LayerReload:
         engine: str,
         graphs: bool,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        require: Callable[[LoadPlan], None] = lambda plan: None,
     ) -> None:
         self._post_load = post_load
         self._load_weights = load_weights
         self._context = context
+        self._require = require
         self._graphs = post_load.graphs if graphs else None
         modules = dict(post_load.model.named_modules())
         self._layers = {name: modules[name] for name in layers}
@@ -113,6 +116,7 @@ class LayerReload:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
         """See `Reload`."""
+        self._require(plan)
         held = self._held(plan)
         routes = self._routes(plan)
         layers_of = {name: {layer for layer, _, _ in route if layer} for name, route in routes.items()}

@@ -132,6 +132,9 @@ class ModelLoader:
     _plans: dict[str, LoadPlan] = field(default_factory=dict, init=False)
     _signature: tuple[Any, ...] = field(default=(), init=False)
     _was_complete: bool = field(default=False, init=False)
+    _has_reloaded: bool = field(
+        default=False, init=False
+    )  # layers, and has not given them the engine's own values since
     _filled: Filled | None = field(default=None, init=False)
 
     def plan(
@@ -245,17 +248,24 @@ class ModelLoader:
     def load_with_engine(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the opaque tensors of the plan through the engine's own loader. Does nothing if there are none.
 
+        But a complete update gives layers that an earlier one has reloaded the engine's own values again, if it has
+        nothing for them: as in a fresh engine of the same weights.
+
         Raises:
             WeightUpdateError: the update is not complete, which the trace could not see; or the reload failed.
         """
-        if not plan.opaque:
+        if not plan.opaque and (plan.partial or not self._has_reloaded):
             return
         reload = self.reload()
         load = self.load_opaque or self.load_weights
         if reload is not None:
             load = functools.partial(reload.load, plan=plan)
+        elif not plan.opaque:
+            return
+        self._has_reloaded |= reload is not None
         if not plan.unproven:
             load(weights)
+            self._has_reloaded &= bool(plan.opaque)
             return
         overwritten = Coverage()
         with recording(overwritten):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from integration.models import SHAPES, write_model
 from tests.vllm.conftest import OTHER_SEED, SEED
@@ -244,3 +245,90 @@ def test_the_padding_of_experts_is_that_of_a_first_load(forked_python: Callable[
     assert set(found.pop("layers").values()) == {"UnquantizedFusedMoEMethod"}
     assert (found.pop("padded in vLLM's"), found.pop("padded in ours")) == (4, 4)  # of two layers, w13 and w2
     assert found == dict.fromkeys(found, True)
+
+
+SCALES = (
+    PRELUDE
+    + """
+    from rl_memory_plugins.engines.layer_reload import LayerReload
+    from rl_memory_plugins.weights.model_loader import ModelLoader
+
+    _, fresh = load(sys.argv[2])
+    config, model = load(sys.argv[1])
+    before = tensors(model)
+    made = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
+    loader = ModelLoader(
+        model.load_weights,
+        lambda: dict(model.named_parameters()),
+        buffers=lambda: dict(model.named_buffers()),
+        reload=lambda: made,
+    )
+
+    def update(names):
+        weights = {name: one for name, one in load_file(sys.argv[2] + "/model.safetensors").items() if names(name)}
+        with set_current_vllm_config(config):
+            plan = loader.plan(
+                Manifest([spec_of(name, one) for name, one in weights.items()]), loader.drop_outdated()
+            )
+            for name in weights.keys() - plan.opaque.keys():
+                plan.apply(name, weights[name])
+            loader.load_with_engine(plan, [(name, weights[name]) for name in weights if name in plan.opaque])
+        return sorted(plan.opaque)
+
+    def differ():
+        now = checksums(tensors(model))
+        return sorted(name for name, one in checksums(tensors(fresh)).items() if now[name] != one)
+
+    def weights_alone(name):
+        return not name.endswith("_scale")
+
+    layers = reload.transformed_layers(post_load.of(model))
+    print(json.dumps({
+        "layers": layers,
+        "ours": isinstance(made, LayerReload),
+        "by the engine, of weights alone": update(weights_alone),
+        "differ after weights alone": differ(),
+        "by the engine, of all": update(lambda name: True),
+        "differ after all": differ(),
+        "by the engine, of weights alone again": update(weights_alone),
+        "differ after weights alone again": differ(),
+        "scales of the first load": all(
+            tensors(model)[name] == one for name, one in before.items() if name.rpartition(".")[0] in layers
+        ),
+        "same addresses": {n: at for n, (_, at) in before.items()} == {n: at for n, (_, at) in tensors(model).items()},
+    }))
+"""
+)
+
+
+def write_scales(folder: Path, seed: int, *, scales: bool) -> Path:
+    """A model whose keys and values are kept in 8 bits, and whose weights are not quantised."""
+    write_model(folder, SHAPES["tiny"], seed=seed, dtype="bfloat16")
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+    quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    if scales:
+        file = folder / "model.safetensors"
+        names = (
+            f"{layer}.self_attn.{part}_proj.{part}_scale" for layer in range(SHAPES["tiny"].layers) for part in "kv"
+        )
+        made = {f"model.layers.{name}": torch.tensor([0.125 + 0.25 * number]) for number, name in enumerate(names)}
+        save_file(load_file(file) | made, file, {"format": "pt"})
+    return folder
+
+
+def test_where_only_scales_of_the_kv_cache_are_transformed_all_else_is_replayed(
+    forked_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """As with FP8 in blocks on a GPU, whose layers keep what the checkpoint has. vLLM's own reload loads them all."""
+    first = write_scales(tmp_path / "first", SEED, scales=False)
+    other = write_scales(tmp_path / "other", OTHER_SEED, scales=True)
+    found = json.loads(forked_python(SCALES, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
+    layers = {f"model.layers.{layer}.self_attn.attn" for layer in range(SHAPES["tiny"].layers)}
+    assert set(found["layers"]) == layers and found["ours"] and found["same addresses"]
+    assert len(found["by the engine, of all"]) == 2 * len(layers) and found["differ after all"] == []
+    for times in ("", " again"):  # the second time the engine's own scales are there again
+        assert found[f"by the engine, of weights alone{times}"] == []
+        assert {name.rpartition(".")[0] for name in found[f"differ after weights alone{times}"]} == layers
+    assert found["scales of the first load"]

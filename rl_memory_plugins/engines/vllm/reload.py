@@ -8,6 +8,7 @@ plain tensors keep their addresses, and every post-load step of the first load r
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -54,7 +55,9 @@ def reload_of(
     region: Callable[[], AbstractContextManager[None]],
     shared: Collection[torch.nn.Module] = (),
 ) -> Reload | None:
-    """vLLM's own reload of a model; or this package's, where vLLM's would lose weights. See `LayerwiseReload`.
+    """vLLM's own reload of a model; or this package's, where vLLM's would lose weights or load other layers anew too.
+
+    See `LayerwiseReload` and `LayerReload`.
 
     Returns: `None` if vLLM has transformed no layer of the model.
 
@@ -74,21 +77,28 @@ def reload_of(
     if not layers:
         return None
     graphs = not vllm_config.model_config.enforce_eager
+
+    def of_transformed_layers() -> LayerReload:
+        return LayerReload(
+            watch,
+            layers,
+            load_weights,
+            engine="vLLM",
+            graphs=graphs,
+            context=lambda: set_current_vllm_config(vllm_config),
+            require=functools.partial(_require_default_scales, watch) if graphs else lambda plan: None,
+        )
+
+    steps = watch.own_steps()
+    if not steps and _are_default_scales(watch, layers):  # for them vLLM's reload would load every layer anew
+        return of_transformed_layers()
     own = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
     if not own.loses_weights():
         return own
-    steps = watch.own_steps()
     if steps:
         why = "the model's load_weights copies into parameters by itself, where vLLM's reload sees no weights"
         raise unsupported(steps, why)
-    return LayerReload(
-        watch,
-        layers,
-        load_weights,
-        engine="vLLM",
-        graphs=graphs,
-        context=lambda: set_current_vllm_config(vllm_config),
-    )
+    return of_transformed_layers()
 
 
 class LayerwiseReload:
@@ -230,6 +240,17 @@ class LayerwiseReload:
             # update omits. The loader would ignore the weights of the next update.
             for parameter in self._model.parameters():
                 _restore_own_loader(parameter)
+
+
+def _are_default_scales(post_load: PostLoad, layers: Collection[str]) -> bool:
+    """Whether all transformed layers are attention whose scales are the engine's own: no checkpoint brought any."""
+    modules = dict(post_load.model.named_modules())
+
+    def has_defaults(layer: torch.nn.Module) -> bool:
+        template = post_load.templates.get(layer)
+        return hasattr(type(layer), STEP) and template is not None and template.blank.keys() <= template.optional
+
+    return all(has_defaults(modules[name]) for name in layers)
 
 
 def _require_default_scales(post_load: PostLoad, plan: LoadPlan) -> None:
