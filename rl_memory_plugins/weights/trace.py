@@ -167,7 +167,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             kwargs["device"] = torch.device("meta")  # a move between devices changes no value
             kwargs.pop("pin_memory", None)
         out = func(*args, **kwargs)
-        inputs = tensors_in((args, kwargs))
+        inputs = tensors_in((args, *kwargs.values()))
         known = {_storage(tensor) for tensor in inputs}
         fresh = [tensor for tensor in tensors_in(out) if _storage(tensor) not in known]
         if not fresh and not written:  # a view, which shares the names of its base

@@ -43,6 +43,11 @@ _SELECTING: dict[Any, Callable[..., None]] = {
 """In-place operators that overwrite some elements: each function marks them in a mask of the tensor's shape."""
 
 
+_FLAT = {tuple, list}
+
+_SCALARS = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
 class WriteRecorder(TorchDispatchMode):  # type: ignore[misc]
     """Adds the memory that operators overwrite to a coverage. The operators run unchanged."""
 
@@ -106,6 +111,14 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among an operator's arguments or results."""
     if isinstance(tree, torch.Tensor):
         return [tree]
+    if type(tree) in _FLAT:  # the common case; `tree_leaves` takes a third of a trace
+        found: list[torch.Tensor] = []
+        for one in tree:
+            if isinstance(one, torch.Tensor):
+                found.append(one)
+            elif type(one) not in _SCALARS:
+                found += tensors_in(one)
+        return found
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
