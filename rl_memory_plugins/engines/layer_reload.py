@@ -192,7 +192,11 @@ class LayerReload:
         return [name for name in self._layers.keys() - loaded if not self._is_kept(name, plan.omitted)]
 
     def _is_kept(self, layer: str, omitted: Set[str]) -> bool:
-        return any(f"{layer}.{name}" in omitted for name in self._layers[layer]._parameters)
+        if any(f"{layer}.{name}" in omitted for name in self._layers[layer]._parameters):
+            return True
+        # The scales belong to the weights beside them, and may be no parameters any more.
+        beside = f"{layer.rpartition('.')[0]}."
+        return self._templates[layer].has_kv_scales and any(name.startswith(beside) for name in omitted)
 
     def _open(self, layer: str, plan: LoadPlan) -> _Opened:
         device = next(parameter.device for parameter in self._post_load.model.parameters() if not parameter.is_meta)

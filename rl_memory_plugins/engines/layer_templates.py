@@ -97,6 +97,14 @@ class LayerTemplate:
         method = type(getattr(self._layer, "quant_method", None))
         return any(one.__name__ == _KV_SCALES for one in method.__mro__)
 
+    def is_loadable(self) -> bool:
+        """Whether the layer's parameters still are of the classes, and have the attributes, that their loaders need."""
+        now = self._layer._parameters
+        return all(
+            meta is None or (type(now.get(name)) is type(meta) and vars(meta).keys() <= vars(now[name]).keys())
+            for name, meta in self.parameters.items()
+        )
+
     def give_first_values(self) -> None:
         """Give scales of the KV cache the values again that the engine made them with, as far as these are known."""
         for table, values in ((self._layer._parameters, self._first), (self._layer._buffers, self._first_buffers)):

@@ -248,8 +248,8 @@ class ModelLoader:
     def load_with_engine(self, plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the opaque tensors of the plan through the engine's own loader. Does nothing if there are none.
 
-        But a complete update gives layers that an earlier one has reloaded the engine's own values again, if it has
-        nothing for them: as in a fresh engine of the same weights.
+        But a complete update gives layers that an earlier update has reloaded the engine's own values again, if it has
+        nothing for them and they are not kept.
 
         Raises:
             WeightUpdateError: the update is not complete, which the trace could not see; or the reload failed.
@@ -263,9 +263,12 @@ class ModelLoader:
         elif not plan.opaque:
             return
         self._has_reloaded |= reload is not None
+        if not plan.opaque:
+            load(weights)
+            self._has_reloaded = bool(plan.omitted)  # kept layers still have what that update brought
+            return
         if not plan.unproven:
             load(weights)
-            self._has_reloaded &= bool(plan.opaque)
             return
         overwritten = Coverage()
         with recording(overwritten):

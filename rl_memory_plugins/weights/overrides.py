@@ -33,7 +33,7 @@ def as_sharded(source: TensorSource) -> ShardedSource | None:
 
 def resident_of(source: TensorSource) -> list[torch.Tensor] | None:
     """The tensors of a source that has them all, if its `tensors` gives the same; see `source.ResidentSource`."""
-    if isinstance(source, ResidentSource) and still_holds(source, "resident", "specs", "tensors"):
+    if isinstance(source, ResidentSource) and still_holds(source, "resident", "tensors"):
         return source.resident()
     return None
 

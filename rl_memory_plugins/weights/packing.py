@@ -10,7 +10,7 @@ from rl_memory_plugins.weights.buffers import CudaStaging
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec
 from rl_memory_plugins.weights.overrides import tensors_in
 from rl_memory_plugins.weights.routes import Packed, Route
-from rl_memory_plugins.weights.source import TensorSource, listed_tensor, next_tensor
+from rl_memory_plugins.weights.source import TensorSource, next_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -21,23 +21,13 @@ class Packing:
 
     A source that can makes its tensors in the buffer itself, if there is one buffer, which receivers read on a GPU.
 
-    Args:
-        resident: The tensors, if all of them exist before the update. The source is then not asked for each.
-
     Attributes:
         tensors: The iterator of the source.
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        manifest: Manifest,
-        routes: list[Route],
-        resident: Sequence[torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, source: TensorSource, manifest: Manifest, routes: list[Route]) -> None:
         self._specs = manifest.tensors
         self._routes = routes
-        self._resident = resident
         self._current: Any = None  # the tensor that is packed in parts
         self._places: _BucketPlaces | None = None
         buffer = routes[0].buffer if len(routes) == 1 else None
@@ -56,7 +46,7 @@ class Packing:
         for entry in entries:
             spec, nbytes = self._specs[entry.index], entry.nbytes
             if entry.start == 0:
-                self._current = self._next(entry.index, spec)
+                self._current = next_tensor(spec, self.tensors)
             part, whole = self._current, spec.nbytes
             if nbytes != whole:
                 row = spec.row_nbytes
@@ -69,23 +59,12 @@ class Packing:
                 self._current = part = None
         return Packed(slot, placed, [copy for route in placed for copy in route.buffer.publish()])
 
-    def _next(self, index: int, spec: TensorSpec) -> torch.Tensor:
-        if self._resident is None:
-            return next_tensor(spec, self.tensors)
-        if index >= len(self._resident):
-            raise WeightUpdateError(f"the source has no tensor for {spec.name}", name=spec.name)
-        return listed_tensor(spec, spec.name, self._resident[index])
-
     def finish(self) -> None:
         """
         Raises:
             WeightUpdateError: the source has more tensors.
         """
-        if self._resident is not None and len(self._resident) != len(self._specs):
-            raise WeightUpdateError(
-                f"the source has {len(self._resident)} tensors, but its specs list {len(self._specs)}"
-            )
-        for extra, _ in self.tensors if self._resident is None else ():
+        for extra, _ in self.tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         self.close()
 

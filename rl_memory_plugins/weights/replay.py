@@ -51,15 +51,15 @@ class Layout:
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], slot: torch.Tensor, nbytes: int) -> None:
-        base, self._nbytes = slot.storage_offset(), nbytes
+        base, self._nbytes, self._device = slot.storage_offset(), nbytes, slot.device
         self._places = [
             (source.dtype, source.shape, source.stride(), source.storage_offset() - base // source.element_size())
             for source in sources
         ]
 
     def sources(self, slot: torch.Tensor) -> list[torch.Tensor] | None:
-        """The sources in another slot; `None` if it is too small."""
-        if slot.numel() < self._nbytes:
+        """The sources in another slot; `None` if it is too small, or on another device, which casts in another way."""
+        if slot.numel() < self._nbytes or slot.device != self._device:
             return None
         whole: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
         for dtype in {place[0] for place in self._places}:

@@ -189,7 +189,7 @@ class WeightSender:
             parts = None if sharded is None else self._divide(manifest, routes, sharded, answers)
             if parts is None:
                 routes.cut(slices, buckets)
-                packing = Packing(source, manifest, routes.in_use(), resident)
+                packing = Packing(source, manifest, routes.in_use())
                 tensors = packing.tensors
                 self._stream(manifest.slots, buckets, packing)
             else:

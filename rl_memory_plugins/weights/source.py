@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ class TensorSource(Protocol):
 class ResidentSource(TensorSource, Protocol):
     """A source whose tensors all exist before an update and do not change during it. They need no staging.
 
-    It says nothing about a subclass with `specs` or `tensors` of its own.
+    It says nothing about a subclass with a `tensors` of its own.
     """
 
     def resident(self) -> list[torch.Tensor] | None:
@@ -164,8 +165,9 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 
 def without_wrappers(name: str) -> str:
-    for part in WRAPPERS:
-        name = name.replace(part, "")
+    if "._" in name or name.startswith("_"):  # as all of them begin; thousands of names have none
+        for part in WRAPPERS:
+            name = name.replace(part, "")
     return name
 
 
@@ -185,7 +187,8 @@ def named_tensors(
         InvalidRequestError: another entry is not a tensor, or a tensor is on the meta device.
     """
     entries = module.state_dict(keep_vars=True) if isinstance(module, torch.nn.Module) else module
-    makes = not isinstance(entries, dict)  # tensors on access, so that one may have the id of one that has gone
+    # A mapping of another kind may make tensors on access, so that one has the id of one that has gone.
+    makes = type(entries) not in (dict, collections.OrderedDict)
     seen: dict[int, weakref.ref[torch.Tensor] | None] = {}  # by id
     for name, tensor in entries.items():
         is_tensor = isinstance(tensor, torch.Tensor)
@@ -222,19 +225,10 @@ def next_tensor(spec: TensorSpec, tensors: Iterator[tuple[str, torch.Tensor]]) -
     name, tensor = next(tensors, ("", None))
     if tensor is None:
         raise WeightUpdateError(f"the source ended before it yielded {spec.name}", name=spec.name)
-    return listed_tensor(spec, name, tensor)
-
-
-def listed_tensor(spec: TensorSpec, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that a source has given, without a lazy negation, which is not in the bytes.
-
-    Raises:
-        WeightUpdateError: it is not what the specs list.
-    """
     if name != spec.name or tensor.shape != spec.shape or name_of(tensor.dtype) != spec.dtype:
         raise WeightUpdateError(
             f"the source yielded {name} {tensor.dtype} {list(tensor.shape)}, but its specs list {spec.name} "
             f"{spec.dtype} {list(spec.shape)}",
             name=spec.name,
         )
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
+    return tensor.resolve_neg() if tensor.is_neg() else tensor  # a lazy negation is not in the bytes

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration.models import SHAPES, write_model
+from integration.models import SHAPES, fp8_checkpoint_names, fp8_config, write_model
+from rl_memory_plugins.trainer import QuantisedSource
 from tests.vllm.conftest import OTHER_SEED, SEED
 
 
@@ -264,11 +265,11 @@ SCALES = (
         reload=lambda: made,
     )
 
-    def update(names):
+    def update(names, kept=frozenset()):
         weights = {name: one for name, one in load_file(sys.argv[2] + "/model.safetensors").items() if names(name)}
         with set_current_vllm_config(config):
             plan = loader.plan(
-                Manifest([spec_of(name, one) for name, one in weights.items()]), loader.drop_outdated()
+                Manifest([spec_of(name, one) for name, one in weights.items()]), loader.drop_outdated(), kept
             )
             for name in weights.keys() - plan.opaque.keys():
                 plan.apply(name, weights[name])
@@ -290,6 +291,11 @@ SCALES = (
         "differ after weights alone": differ(),
         "by the engine, of all": update(lambda name: True),
         "differ after all": differ(),
+        "by the engine, of all but attention": update(
+            lambda name: ".self_attn." not in name,
+            frozenset(name for name, _ in model.named_parameters() if ".self_attn." in name),
+        ),
+        "differ after all but attention": differ(),
         "by the engine, of weights alone again": update(weights_alone),
         "differ after weights alone again": differ(),
         "scales of the first load": all(
@@ -328,7 +334,94 @@ def test_where_only_scales_of_the_kv_cache_are_transformed_all_else_is_replayed(
     layers = {f"model.layers.{layer}.self_attn.attn" for layer in range(SHAPES["tiny"].layers)}
     assert set(found["layers"]) == layers and found["ours"] and found["same addresses"]
     assert len(found["by the engine, of all"]) == 2 * len(layers) and found["differ after all"] == []
+    # Kept attention keeps its scales.
+    assert found["by the engine, of all but attention"] == found["differ after all but attention"] == []
     for times in ("", " again"):  # the second time the engine's own scales are there again
         assert found[f"by the engine, of weights alone{times}"] == []
         assert {name.rpartition(".")[0] for name in found[f"differ after weights alone{times}"]} == layers
     assert found["scales of the first load"]
+
+
+BLOCKS = (
+    PRELUDE
+    + """
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.layers.quantization import fp8
+    from rl_memory_plugins.engines.layer_reload import LayerReload
+    from rl_memory_plugins.weights.model_loader import ModelLoader
+
+    class Kernel:  # what the kernels of GPUs do with the weights, and nothing that needs a GPU
+        def __init__(self, **options):
+            pass
+
+        _get_layer_params = Fp8BlockScaledMMLinearKernel._get_layer_params
+        process_weights_after_loading = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
+
+    fp8.init_fp8_linear_kernel = Kernel
+
+    def keep_parameters(layer, name, new):  # as in vLLM 0.33: the parameter stays, and with it its class and loader
+        old = getattr(layer, name)
+        if (old.shape, old.stride(), old.dtype) == (new.shape, new.stride(), new.dtype):
+            old.data.copy_(new)
+        else:
+            old.data = new
+
+    if sys.argv[4] == "parameters stay":
+        step = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
+        step.__globals__["replace_parameter"] = keep_parameters
+
+    _, fresh = load(sys.argv[2])
+    config, model = load(sys.argv[1])
+    before = tensors(model)
+    made = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
+    loader = ModelLoader(
+        model.load_weights,
+        lambda: dict(model.named_parameters()),
+        buffers=lambda: dict(model.named_buffers()),
+        reload=lambda: made,
+    )
+    weights = load_file(sys.argv[2] + "/model.safetensors")
+    with set_current_vllm_config(config):
+        plan = loader.plan(Manifest([spec_of(name, one) for name, one in weights.items()]), loader.drop_outdated())
+        for name in weights.keys() - plan.opaque.keys():
+            plan.apply(name, weights[name])
+        loader.load_with_engine(plan, [(name, weights[name]) for name in weights if name in plan.opaque])
+    after = tensors(model)
+    print(json.dumps({
+        "ours": isinstance(made, LayerReload),
+        "by the engine": len(plan.opaque),
+        "of": len(weights),
+        "different before": checksums(before) != checksums(tensors(fresh)),
+        "equal after": checksums(after) == checksums(tensors(fresh)),
+        "same addresses": {n: at for n, (_, at) in after.items()} == {n: at for n, (_, at) in before.items()},
+    }))
+"""
+)
+
+
+def write_blocks(folder: Path, seed: int) -> Path:
+    """A model in FP8 with a scale for each block."""
+    shape = SHAPES["tiny"]
+    write_model(folder, shape, seed=seed, dtype="bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": fp8_config(shape)}))
+    file = folder / "model.safetensors"
+    source = QuantisedSource(load_file(file), fp8_config(shape), fp8_checkpoint_names(shape))
+    source.specs()
+    save_file({name: one.contiguous() for name, one in source.tensors()}, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("parameters", ["parameters stay", "parameters of this release"])
+def test_fp8_in_blocks_is_replayed_only_where_the_parameters_have_their_loaders(
+    forked_python: Callable[..., str], tmp_path: Path, parameters: str
+) -> None:
+    """Up to 0.32 vLLM puts plain parameters in the place of those that its loaders take."""
+    first, other = write_blocks(tmp_path / "first", SEED), write_blocks(tmp_path / "other", OTHER_SEED)
+    out = forked_python(BLOCKS, str(first), str(other), str(tmp_path / "store"), parameters)
+    found = json.loads(out.splitlines()[-1])
+    loaded, total = found.pop("by the engine"), found.pop("of")
+    if parameters == "parameters stay":
+        assert found["ours"] and loaded == 0
+    assert loaded == (0 if found.pop("ours") else total) and total > 50
+    assert found == dict.fromkeys(found, True)

@@ -243,14 +243,28 @@ class LayerwiseReload:
 
 
 def _are_default_scales(post_load: PostLoad, layers: Collection[str]) -> bool:
-    """Whether all transformed layers are attention whose scales are the engine's own: no checkpoint brought any."""
+    """Whether the weights can be copied into the parameters, and all that was transformed are the engine's own scales.
+
+    The transformed layers are attention for whose scales of the KV cache no checkpoint brought any. All other layers
+    still have parameters that their loaders take: vLLM up to 0.32 may have put plain ones in their place.
+    """
     modules = dict(post_load.model.named_modules())
+    attention = {modules[name] for name in layers if name in modules}
 
     def has_defaults(layer: torch.nn.Module) -> bool:
         template = post_load.templates.get(layer)
-        return hasattr(type(layer), STEP) and template is not None and template.blank.keys() <= template.optional
+        return (
+            template is not None
+            and template.has_kv_scales
+            and bool(template.blank)
+            and template.blank.keys() <= template.optional
+        )
 
-    return all(has_defaults(modules[name]) for name in layers)
+    return (
+        len(attention) == len(layers)
+        and all(hasattr(type(layer), STEP) and has_defaults(layer) for layer in attention)
+        and all(template.is_loadable() for layer, template in post_load.templates.items() if layer not in attention)
+    )
 
 
 def _require_default_scales(post_load: PostLoad, plan: LoadPlan) -> None:

@@ -76,7 +76,7 @@ class ModelSource:
         listed: tuple[list[str], list[Any]] = [], []
         dtypes, specs = {}, []
         self._sharded, self._left_out, self._parts = {}, (), {}
-        for name, tensor in self._named():
+        for name, tensor in self._found():
             if self._holds_tensors:
                 listed[0].append(name)
                 listed[1].append(tensor)
@@ -162,6 +162,9 @@ class ModelSource:
         """The tensors by the module's names: as `specs` has listed them, or else as they are now."""
         if self._listed is not None:
             return zip(*self._listed, strict=True)
+        return list(self._found()) if self._holds_tensors else self._found()
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
         rename: Callable[[str], str | None] = self._outgoing.name
         base = base_names(self._model) if isinstance(self._model, torch.nn.Module) else None
         if base is not None:

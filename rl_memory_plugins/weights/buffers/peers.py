@@ -54,7 +54,7 @@ class PeerCopies:
         if not nbytes:
             return
         stream = self._streams.current(self._gpu.index)
-        if self._stream is None or stream is not self._stream:
+        if self._stream is None or stream != self._stream:  # a stream of torch is not `!=` None
             self.flush()
             self._stream = stream
         self._tensors.append(tensor)

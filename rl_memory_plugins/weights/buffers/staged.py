@@ -110,6 +110,8 @@ class _CudaSlots:
 
     def _copy_from_peer(self, slot: int, entry: BucketEntry, tensor: torch.Tensor) -> bool:
         """Copy a tensor from another GPU that reaches this one, if it lies there as it is sent."""
+        if not tensor.is_contiguous():
+            return False
         device = tensor.device
         if device not in self._peers:
             gpu = cuda_ipc.local_gpu(gpu_name(device.index))
@@ -117,7 +119,7 @@ class _CudaSlots:
             reaches = gpu.reaches(self._gpu)
             self._peers[device] = PeerCopies(gpu, self._streams, group_bytes=group_bytes) if reaches else None
         peer = self._peers[device]
-        if peer is None or not tensor.is_contiguous():
+        if peer is None:
             return False
         peer.add(self._addresses[slot] + entry.offset, tensor, entry.nbytes)
         return True

@@ -12,17 +12,18 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: set[Any] = set()
-        self._gpu, self._handle = -1, -1  # of the latest current stream
-        self._current: Any = None
+        self._current: dict[int, tuple[int, Any]] = {}  # by GPU, the current stream and its handle
 
     def current(self, gpu: int) -> Any:
         """The current stream of a GPU, noted for the next `synchronize`."""
-        handle = _handle(gpu)
-        if handle is None or handle != self._handle or gpu != self._gpu:
-            self._current = torch.cuda.current_stream(gpu)
-            self._gpu, self._handle = gpu, -1 if handle is None else handle
-            self._streams.add(self._current)
-        return self._current
+        handle, known = _handle(gpu), self._current.get(gpu)
+        if known is not None and known[0] == handle:
+            return known[1]
+        stream = torch.cuda.current_stream(gpu)
+        self._streams.add(stream)
+        if handle is not None:
+            self._current[gpu] = handle, stream
+        return stream
 
     def note(self, stream: Any) -> None:
         """Another stream for the next `synchronize`."""
@@ -44,7 +45,7 @@ class Streams:
         for stream in self._streams:
             stream.synchronize()
         self._streams.clear()
-        self._gpu = -1
+        self._current.clear()
 
 
 def _handle(gpu: int) -> int | None:

@@ -14,7 +14,7 @@ from test_offloading import Hidden, Scaled
 from test_sharded_sources import fsdp1, fsdp2
 from torch import nn
 from toy_engine import ToyEngine
-from toys import checkpoint, loaded
+from toys import Rank, Receiving, checkpoint, loaded
 
 from rl_memory_plugins.errors import (
     DeviceMemoryError,
@@ -28,6 +28,8 @@ from rl_memory_plugins.memory import backup
 from rl_memory_plugins.trainer import HandoffReport, ModelSource, Moved, Offloader, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import plain_parts
 from rl_memory_plugins.trainer.sleepers import sleepers
+from rl_memory_plugins.weights.packing import Packing
+from rl_memory_plugins.weights.sender import WeightSender
 
 PAGE = mmap.PAGESIZE
 WIDTH = 192  # the weights of a block have some hundred pages
@@ -932,3 +934,39 @@ def test_a_handoff_that_cannot_load_can_be_called_again(monkeypatch):
     starve(monkeypatch, memory, 0)
     with handoff.training():
         learn(model, optimizer)
+
+
+class Large(nn.Module):
+    """Weights of many pages, and an engine's loader for them."""
+
+    def __init__(self, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name in "abcd":
+            setattr(self, name, nn.Parameter(torch.randn(256, PAGE, generator=generator), requires_grad=False))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+
+
+def test_what_falls_asleep_in_the_middle_of_an_update_is_sent_from_where_it_is_then(monkeypatch):
+    """Tensors that exist when the update begins are looked for again when their turn comes."""
+    rank, model = Rank(Large(1)), Large(2)
+    sent = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    memory, packed, pack = PausableMemory(model), [], Packing.pack
+
+    def sleeping(self, slot, entries):
+        packed.append(slot)
+        if len(packed) == 2:
+            memory.sleep()
+        return pack(self, slot, entries)
+
+    monkeypatch.setattr(Packing, "pack", sleeping)
+    with WeightSender(1, bucket_bytes=model.a.nbytes, timeout_s=10, transport="shm") as sender:
+        thread = Receiving(rank, sender)
+        sender.send(ModelSource(model))
+    assert thread.join().error is None and len(packed) == 4
+    assert reads_zero(model.a)
+    for name, parameter in rank.model.named_parameters():
+        assert torch.equal(parameter, sent[name]), name

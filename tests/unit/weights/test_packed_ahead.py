@@ -29,6 +29,8 @@ class OnSecond(OnFirst):
 
 
 class FakeStream:
+    order = None  # where to note waits for other streams
+
     def __init__(self, name):
         self.cuda_stream = name
         self.waits = []  # for itself, or for other streams
@@ -38,6 +40,8 @@ class FakeStream:
 
     def wait_stream(self, other):
         self.waits.append(other)
+        if self.order is not None:
+            self.order.append(f"{self.cuda_stream} waits for {other.cuda_stream}")
 
     def record_event(self):
         return f"event of {self.cuda_stream}"
@@ -101,7 +105,12 @@ def own_streams(monkeypatch):
     return made
 
 
-def test_tensors_that_do_not_change_are_copied_together_between_what_their_stream_is_given(gpus, streams, own_streams):
+def test_tensors_that_do_not_change_are_copied_together_between_what_their_stream_is_given(
+    gpus, streams, own_streams, monkeypatch
+):
+    order, copy_many = [], gpus["GPU-0"].copy_many
+    monkeypatch.setattr(FakeStream, "order", order)
+    monkeypatch.setattr(gpus["GPU-0"], "copy_many", lambda *copies: order.append("copies") or copy_many(*copies))
     staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
     for number in range(3):
         put(staging, 1, number, (VALUES + number).as_subclass(OnFirst))
@@ -110,7 +119,7 @@ def test_tensors_that_do_not_change_are_copied_together_between_what_their_strea
     assert sorted(staging.publish()) == ["event of first", "event of own of 0"]
     (own,) = own_streams
     assert gpus["GPU-0"].copied == [([48, 48, 48], "own of 0")]
-    assert own.waits == [streams[0]] and streams[0].waits == [own]
+    assert order == ["own of 0 waits for first", "copies", "first waits for own of 0"]
     for number in range(3):
         assert torch.equal(at(staging, 1, number, VALUES), VALUES + number)
     put(staging, 0, 0, (VALUES + 9).as_subclass(OnFirst))
@@ -143,6 +152,18 @@ def test_small_tensors_are_copied_on_the_stream_on_which_they_were_made(gpus, st
         put(staging, 0, number, VALUES.as_subclass(OnSecond))
     staging.publish()
     assert used == [a, b, a]
+    staging.close()
+
+
+def test_tensors_of_two_gpus_that_alternate_are_copied_together_too(gpus, streams, own_streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
+    for number in range(6):
+        put(staging, 0, number, (VALUES + number).as_subclass(OnSecond if number % 2 else OnFirst))
+    staging.publish()
+    assert gpus["GPU-0"].copied == [([48] * 3, "own of 0")]
+    for number in range(6):
+        assert torch.equal(at(staging, 0, number, VALUES), VALUES + number)
     staging.close()
 
 
