@@ -194,9 +194,12 @@ class LayerReload:
     def _is_kept(self, layer: str, omitted: Set[str]) -> bool:
         if any(f"{layer}.{name}" in omitted for name in self._layers[layer]._parameters):
             return True
+        if not self._templates[layer].has_kv_scales:
+            return False
         # The scales belong to the weights beside them, and may be no parameters any more.
-        beside = f"{layer.rpartition('.')[0]}."
-        return self._templates[layer].has_kv_scales and any(name.startswith(beside) for name in omitted)
+        parent = f"{layer.rpartition('.')[0]}."
+        beside = {name for name, _ in self._post_load.model.named_parameters() if name.startswith(parent)}
+        return bool(beside) and beside <= omitted
 
     def _open(self, layer: str, plan: LoadPlan) -> _Opened:
         device = next(parameter.device for parameter in self._post_load.model.parameters() if not parameter.is_meta)

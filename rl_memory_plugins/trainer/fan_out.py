@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rl_memory_plugins.errors import from_record
+from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
@@ -36,6 +37,7 @@ class FanOut:
         self.specs: list[TensorSpec] = []
         self.negotiable = self.revised = False
         self.resident: list[torch.Tensor] | None = None
+        self._names: list[str] = []  # those of `resident`, once the source has ended
         self.stable, self.group_bytes = False, 0
         self._changed = threading.Condition()
         self._readers: set[object] = set()
@@ -75,7 +77,7 @@ class FanOut:
         """
         try:
             if self.resident is not None:
-                self._source.drain()
+                self._names = [name for name, _ in self._source.tensors()]  # a subclass may list them in another order
             else:
                 tensors = self._source.tensors()
                 for item in tensors:
@@ -153,7 +155,8 @@ class FanOut:
                 yield item
                 del item
             if resident is not None:
-                yield from zip((spec.name for spec in self.specs), resident, strict=True)
+                # each as it lies when its turn comes: it may have fallen asleep
+                yield from zip(self._names, map(host_view, resident), strict=False)
         finally:
             self.leave(reader)
 

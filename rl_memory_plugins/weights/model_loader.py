@@ -265,7 +265,7 @@ class ModelLoader:
         self._has_reloaded |= reload is not None
         if not plan.opaque:
             load(weights)
-            self._has_reloaded = bool(plan.omitted)  # kept layers still have what that update brought
+            self._has_reloaded = bool(plan.omitted - self.unfilled())  # kept layers still have what that update brought
             return
         if not plan.unproven:
             load(weights)
