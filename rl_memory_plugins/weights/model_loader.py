@@ -265,7 +265,8 @@ class ModelLoader:
         self._has_reloaded |= reload is not None
         if not plan.opaque:
             load(weights)
-            self._has_reloaded = bool(plan.omitted - self.unfilled())  # kept layers still have what that update brought
+            # Kept layers still have what that update brought.
+            self._has_reloaded = bool(plan.omitted) and not plan.omitted <= self.unfilled()
             return
         if not plan.unproven:
             load(weights)
