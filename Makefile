@@ -1,6 +1,6 @@
 # Each target builds the environment that it needs; nothing is installed by hand.
 #   make demo [ENGINE=sglang] [QUICK=1]   the main job on a real engine, on the CPU
-#   make test [JOBS=2]                    all tests that need no GPU, on both real engines; JOBS parts at a time
+#   make test [JOBS=3]                    all tests that need no GPU, on both real engines; JOBS parts at a time
 #   make check                            lint, format, types
 #   make docs                             the documentation, strictly
 #   make test-vllm VLLM=0.24.0            one engine's suite, for another version too; test-sglang SGLANG=0.5.16
@@ -19,8 +19,8 @@ GPU_PYTHON ?= python3
 # Of test-long: both, unless one is named.
 LONG_ENGINES := $(if $(filter undefined,$(origin ENGINE)),vllm sglang,$(ENGINE))
 ENGINE ?= vllm
-# Starting an engine is mostly one process that imports, so two parts of the tests share two cores.
-JOBS ?= 2
+# Starting an engine is mostly one process that imports, and tests wait much: three parts share two cores (35 minutes).
+JOBS ?= 3
 VLLM_CI := 0.32.0
 VLLM ?= $(VLLM_CI)
 TORCH_CPU := 2.13.0+cpu
