@@ -132,7 +132,7 @@ def _as_sent(folder: Path, config: dict[str, Any], marker: str) -> Path:
     plain = load_file(file)
     names = [name.replace("_proj.weight", f"_proj.{marker}") for name in plain]
     save_file(dict(QuantisedSource(plain, config, names).tensors()), file)
-    return _with_config(folder, config)
+    return with_config(folder, config)
 
 
 def _quantised(
@@ -143,10 +143,10 @@ def _quantised(
     for name, tensor in load_file(file).items():
         tensors |= quantise(name, tensor) if name.endswith("_proj.weight") else {name: tensor}
     save_file(tensors, file)
-    return _with_config(folder, config)
+    return with_config(folder, config)
 
 
-def _with_config(folder: Path, config: dict[str, Any]) -> Path:
+def with_config(folder: Path, config: dict[str, Any]) -> Path:
     plain = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**plain, "quantization_config": config}))
     return folder

@@ -141,16 +141,17 @@ class CudaGpu:
         Args:
             targets, sources, sizes: Addresses and bytes of each copy, of at least one byte.
         """
-        latest = getattr(self._api, "cuMemcpyBatchAsync_v2", None)
-        if latest is None and getattr(self._api, "cuMemcpyBatchAsync", None) is None:
+        names = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")  # of CUDA 13 and 12.8
+        name = next((one for one in names if hasattr(self._api, one)), None)
+        if name is None:
             for target, source, nbytes in zip(targets, sources, sizes, strict=True):
                 self.copy(target, source, nbytes, stream)
             return
         count = len(targets)
-        # CUDA 12 has one more argument: where it tells which copy has failed
-        failed = () if latest is not None else (ctypes.byref(ctypes.c_size_t()),)
+        # The older one has one more argument: where it tells which copy has failed.
+        failed = () if name == names[0] else (ctypes.byref(ctypes.c_size_t()),)
         self._call_in_context(
-            "cuMemcpyBatchAsync" if latest is None else "cuMemcpyBatchAsync_v2",
+            name,
             (ctypes.c_uint64 * count)(*targets),
             (ctypes.c_uint64 * count)(*sources),
             (ctypes.c_size_t * count)(*sizes),

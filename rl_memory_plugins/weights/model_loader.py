@@ -132,9 +132,8 @@ class ModelLoader:
     _plans: dict[str, LoadPlan] = field(default_factory=dict, init=False)
     _signature: tuple[Any, ...] = field(default=(), init=False)
     _was_complete: bool = field(default=False, init=False)
-    _has_reloaded: bool = field(
-        default=False, init=False
-    )  # layers, and has not given them the engine's own values since
+    # Whether an update has reloaded layers that may not have the engine's own values again.
+    _has_reloaded: bool = field(default=False, init=False)
     _filled: Filled | None = field(default=None, init=False)
 
     def plan(

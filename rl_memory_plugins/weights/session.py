@@ -216,10 +216,10 @@ class Session:
             offered, manifest: The manifest of whole tensors, and of those that travel. `plan` is of the latter.
         """
         replays, buffer = None, self._buffer
-        is_direct = isinstance(buffer, DirectAttached)
-        if (buffer.keep or not is_direct) and not plan.opaque and not self.check_finite:
+        direct = buffer if isinstance(buffer, DirectAttached) else None
+        if (direct is None or direct.keep) and not plan.opaque and not self.check_finite:
             replays = self.model.replays
-            replays.begin(plan, buffer.allocations if isinstance(buffer, DirectAttached) else ())
+            replays.begin(plan, () if direct is None else direct.allocations)
         following: wire.Message | None = None  # was read while the bucket before it arrived
         has_begun = False
         while True:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from integration.models import SHAPES, fp8_checkpoint_names, fp8_config, write_model
 from rl_memory_plugins.trainer import QuantisedSource
 from tests.vllm.conftest import OTHER_SEED, SEED
+from tests.weight_kinds import with_config
 
 
 def write_latent_attention(folder: Path, seed: int) -> Path:
@@ -55,11 +56,13 @@ PRELUDE = """
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.reload import layerwise
     from rl_memory_plugins.engines import layer_templates, layer_tensors, post_load
+    from rl_memory_plugins.engines.layer_reload import LayerReload
     from rl_memory_plugins.engines.vllm import first_load, reload, worker
     from rl_memory_plugins.errors import UnsupportedError
     from rl_memory_plugins.hooking import Hooks
     from rl_memory_plugins.weights.checksums import tensor_checksum
     from rl_memory_plugins.weights.manifest import Manifest
+    from rl_memory_plugins.weights.model_loader import ModelLoader
     from rl_memory_plugins.weights.plan import trace
     from rl_memory_plugins.weights.source import spec_of
 
@@ -84,6 +87,23 @@ PRELUDE = """
 
     def checksums(found):
         return {name: checksum for name, (checksum, _) in found.items()}
+
+    def loader_of(model, made):
+        return ModelLoader(
+            model.load_weights,
+            lambda: dict(model.named_parameters()),
+            buffers=lambda: dict(model.named_buffers()),
+            reload=lambda: made,
+        )
+
+    def update(config, loader, weights, kept=frozenset()):
+        with set_current_vllm_config(config):
+            manifest = Manifest([spec_of(name, tensor) for name, tensor in weights.items()])
+            plan = loader.plan(manifest, loader.drop_outdated(), kept)
+            for name in weights.keys() - plan.opaque.keys():
+                plan.apply(name, weights[name])
+            loader.load_with_engine(plan, [(name, weights[name]) for name in weights if name in plan.opaque])
+        return plan
 """
 
 SCRIPT = (
@@ -171,8 +191,6 @@ PADDED = (
     PRELUDE
     + """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from rl_memory_plugins.engines.layer_reload import LayerReload
-    from rl_memory_plugins.weights.model_loader import ModelLoader
 
     # As vLLM makes experts for a kernel of MXFP4: with rows and columns that no checkpoint has, all zero at first.
     original = UnquantizedFusedMoEMethod.create_weights
@@ -199,18 +217,13 @@ PADDED = (
         ("ours", LayerReload(watch, layers, model.load_weights, engine="vLLM", graphs=False)),
     ):
         for other in (sys.argv[1], sys.argv[2]):
-            with set_current_vllm_config(config):
-                loader = ModelLoader(
-                    model.load_weights,
-                    lambda: dict(model.named_parameters()),
-                    reload=lambda: made,
-                    checkpoint=lambda: specs,
-                )
-                plan = loader.plan(Manifest(list(specs.values())), loader.drop_outdated())
-                weights = load_file(other + "/model.safetensors")
-                for name in specs.keys() - plan.opaque.keys():
-                    plan.apply(name, weights[name])
-                loader.load_with_engine(plan, [(name, weights[name]) for name in specs if name in plan.opaque])
+            loader = ModelLoader(
+                model.load_weights,
+                lambda: dict(model.named_parameters()),
+                reload=lambda: made,
+                checkpoint=lambda: specs,
+            )
+            plan = update(config, loader, load_file(other + "/model.safetensors"))
         found[f"padded in {kind}"] = len(plan.padding)
         found[f"equal after {kind}"] = checksums(tensors(model)) == checksums(tensors(fresh))
     print(json.dumps(found))
@@ -251,30 +264,16 @@ def test_the_padding_of_experts_is_that_of_a_first_load(forked_python: Callable[
 SCALES = (
     PRELUDE
     + """
-    from rl_memory_plugins.engines.layer_reload import LayerReload
-    from rl_memory_plugins.weights.model_loader import ModelLoader
 
     _, fresh = load(sys.argv[2])
     config, model = load(sys.argv[1])
     before = tensors(model)
     made = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
-    loader = ModelLoader(
-        model.load_weights,
-        lambda: dict(model.named_parameters()),
-        buffers=lambda: dict(model.named_buffers()),
-        reload=lambda: made,
-    )
+    loader = loader_of(model, made)
 
-    def update(names, kept=frozenset()):
+    def opaque_of(names, kept=frozenset()):
         weights = {name: one for name, one in load_file(sys.argv[2] + "/model.safetensors").items() if names(name)}
-        with set_current_vllm_config(config):
-            plan = loader.plan(
-                Manifest([spec_of(name, one) for name, one in weights.items()]), loader.drop_outdated(), kept
-            )
-            for name in weights.keys() - plan.opaque.keys():
-                plan.apply(name, weights[name])
-            loader.load_with_engine(plan, [(name, weights[name]) for name in weights if name in plan.opaque])
-        return sorted(plan.opaque)
+        return sorted(update(config, loader, weights, kept).opaque)
 
     def differ():
         now = checksums(tensors(model))
@@ -287,16 +286,16 @@ SCALES = (
     print(json.dumps({
         "layers": layers,
         "ours": isinstance(made, LayerReload),
-        "by the engine, of weights alone": update(weights_alone),
+        "by the engine, of weights alone": opaque_of(weights_alone),
         "differ after weights alone": differ(),
-        "by the engine, of all": update(lambda name: True),
+        "by the engine, of all": opaque_of(lambda name: True),
         "differ after all": differ(),
-        "by the engine, of all but attention": update(
+        "by the engine, of all but attention": opaque_of(
             lambda name: ".self_attn." not in name,
             frozenset(name for name, _ in model.named_parameters() if ".self_attn." in name),
         ),
         "differ after all but attention": differ(),
-        "by the engine, of weights alone again": update(weights_alone),
+        "by the engine, of weights alone again": opaque_of(weights_alone),
         "differ after weights alone again": differ(),
         "scales of the first load": all(
             tensors(model)[name] == one for name, one in before.items() if name.rpartition(".")[0] in layers
@@ -312,8 +311,7 @@ def write_scales(folder: Path, seed: int, *, scales: bool) -> Path:
     write_model(folder, SHAPES["tiny"], seed=seed, dtype="bfloat16")
     scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
     quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    with_config(folder, quantised)
     if scales:
         file = folder / "model.safetensors"
         names = (
@@ -347,8 +345,6 @@ BLOCKS = (
     + """
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.layers.quantization import fp8
-    from rl_memory_plugins.engines.layer_reload import LayerReload
-    from rl_memory_plugins.weights.model_loader import ModelLoader
 
     class Kernel:  # what the kernels of GPUs do with the weights, and nothing that needs a GPU
         def __init__(self, **options):
@@ -374,18 +370,9 @@ BLOCKS = (
     config, model = load(sys.argv[1])
     before = tensors(model)
     made = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
-    loader = ModelLoader(
-        model.load_weights,
-        lambda: dict(model.named_parameters()),
-        buffers=lambda: dict(model.named_buffers()),
-        reload=lambda: made,
-    )
+    loader = loader_of(model, made)
     weights = load_file(sys.argv[2] + "/model.safetensors")
-    with set_current_vllm_config(config):
-        plan = loader.plan(Manifest([spec_of(name, one) for name, one in weights.items()]), loader.drop_outdated())
-        for name in weights.keys() - plan.opaque.keys():
-            plan.apply(name, weights[name])
-        loader.load_with_engine(plan, [(name, weights[name]) for name in weights if name in plan.opaque])
+    plan = update(config, loader, weights)
     after = tensors(model)
     print(json.dumps({
         "ours": isinstance(made, LayerReload),
@@ -403,8 +390,7 @@ def write_blocks(folder: Path, seed: int) -> Path:
     """A model in FP8 with a scale for each block."""
     shape = SHAPES["tiny"]
     write_model(folder, shape, seed=seed, dtype="bfloat16")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": fp8_config(shape)}))
+    with_config(folder, fp8_config(shape))
     file = folder / "model.safetensors"
     source = QuantisedSource(load_file(file), fp8_config(shape), fp8_checkpoint_names(shape))
     source.specs()

@@ -14,8 +14,6 @@ from rl_memory_plugins.trainer.sources.outgoing import Outgoing, copy_into
 BATCH_BYTES = 64 << 20
 """The most bytes of all ranks in one collective, unless one tensor alone is larger."""
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-
 ALIGNMENT = 16  # bytes; suffices for a view as any dtype
 
 
@@ -27,9 +25,6 @@ def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator
     """
     batch: _Batch | None = None
     for name, tensor in named:
-        if batch is None and type(tensor) in _PLAIN:  # the common case with thousands of tensors
-            yield name, outgoing.cast(name, host_view(tensor))
-            continue
         group = _group(tensor)
         if batch is not None and (group is None or not batch.has_room(name, tensor, group)):
             yield from batch.gather()

@@ -150,12 +150,13 @@ class ModelSource:
             return None
         form = self._saved_form()
         outgoing = self._outgoing if form is None else OfParameters(self._outgoing, form)
+        named = dict(self._named())
         if any(
             hasattr(t, "full_tensor") or t.is_neg() or outgoing.sent_as(name, t.dtype) != t.dtype
-            for name, t in self._named()
+            for name, t in named.items()
         ):
             return None
-        held = {name: host_view(tensor.detach() if tensor.requires_grad else tensor) for name, tensor in self._named()}
+        held = {name: host_view(tensor.detach() if tensor.requires_grad else tensor) for name, tensor in named.items()}
         return list(held.values()) if form is None else form.resident(held)
 
     def _named(self) -> Iterable[tuple[str, Any]]:

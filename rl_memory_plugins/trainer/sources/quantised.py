@@ -74,13 +74,13 @@ class QuantisedSource:
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`."""
         found: list[TensorSpec] = []
-        self._is_stable = is_stable(self._source)
         for spec in self._source.specs():
             if spec.name in self._weights:
                 base = spec.name.removesuffix("weight")
                 found += [TensorSpec(f"{base}{part}", dtype, shape) for part, dtype, shape in self._parts(spec)]
             else:
                 found.append(spec)
+        self._is_stable = is_stable(self._source)  # now the source has listed its tensors
         return found
 
     def _parts(self, spec: TensorSpec) -> list[tuple[str, str, tuple[int, ...]]]:
