@@ -8,6 +8,13 @@ engine's weights wake; each process gathers with the other and sends to the engi
 wakes; the engine answers. The last cycle sends from host memory. The trainer saves its last weights as a checkpoint. A
 fresh engine that loads the checkpoint must give the same tokens. The script writes a JSON record, and exits with code 1
 if a check fails.
+
+    python -m integration.fsdp_handoff --engine vllm --shards --transport gloo
+    python -m integration.fsdp_handoff --engine vllm --device cuda --apart --shards --transport nccl   # four GPUs
+
+With `--shards` nobody gathers: each process sends what its shards have of the slices that each rank needs. The record
+says how many bytes each rank received, and `received_share` what part these are of all tensors for all ranks. With
+`--apart` the trainer has GPUs of its own, the two after the engine's.
 """
 
 from __future__ import annotations
@@ -54,7 +61,7 @@ class Trainer:
         self.rank = int(os.environ["RANK"])
         self._device = arguments.device
         if self._device == "cuda":
-            torch.cuda.set_device(self.rank)
+            torch.cuda.set_device(self.rank + (RANKS if arguments.apart else 0))
         else:
             torch.set_num_threads(1)
         dist.init_process_group("nccl" if self._device == "cuda" else "gloo")
@@ -75,9 +82,10 @@ class Trainer:
         weights, others = Offloader(self._model, **everything), Offloader(self._optimizer, **everything)
         engines = [EngineClient(self._arguments.url, timeout_s=120)] if self.rank == 0 else []
         source = ModelSource(self._model, dtype=self._dtype)
+        sending = {"transport": self._arguments.transport, "shards": self._arguments.shards}
         handoffs = [
-            RolloutHandoff(engines, source, weights=[weights], others=[others], from_host=from_host)
-            for from_host in (False, True)
+            RolloutHandoff(engines, source, weights=[weights], others=[others], from_host=from_host, **sending)
+            for from_host in (False, not self._arguments.shards)
         ]
         found = []
         for cycle in range(1, self._arguments.cycles + 1):
@@ -87,12 +95,13 @@ class Trainer:
                 if last:
                     self._save(self._arguments.model)
             figures = {
-                "from_host": last,
+                "from_host": last and not self._arguments.shards,
                 "loss": loss,
                 "seconds": report.seconds,
                 "moved_bytes": report.moved_bytes,
                 "update": {key: report.update.get(key) for key in UPDATE},
                 "served_ranks": sorted(receiver["rank"] for receiver in report.update["receivers"]),
+                "received_bytes": sum(receiver["bytes"] for receiver in report.update["receivers"]),
             }
             found.append({**figures, "tokens": self._ask()} if engines else figures)
         return found
@@ -146,7 +155,8 @@ def run_trainer(arguments: argparse.Namespace, launch: Launch, url: str) -> list
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", "integration.fsdp_handoff", "--trainer", "--engine", arguments.engine]
     command += ["--device", launch.device, "--dtype", launch.dtype, "--cycles", str(arguments.cycles)]
-    command += ["--model", str(launch.model), "--url", url]
+    command += ["--model", str(launch.model), "--url", url, "--transport", arguments.transport]
+    command += [f"--{flag}" for flag in ("shards", "apart") if getattr(arguments, flag)]
     process = subprocess.Popen(command, process_group=0)
     try:
         code = process.wait(TRAINER_TIMEOUT_S)
@@ -187,14 +197,15 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     seconds["total"] = time.monotonic() - start
     own = json.loads((folder / "checksums.json").read_text())
     served = [[rank for cycle in cycles for rank in cycle["served_ranks"]] for cycles in ranks]
-    # On GPUs each process serves its neighbour; on the CPU, where no process shares a device, the first serves all.
-    expected = [[0] * arguments.cycles, [1] * arguments.cycles] if cuda else [[0, 1] * arguments.cycles, []]
+    # On the same GPUs each process serves its neighbour; otherwise the first serves all.
+    beside = cuda and not arguments.shards and not arguments.apart
+    expected = [[0] * arguments.cycles, [1] * arguments.cycles] if beside else [[0, 1] * arguments.cycles, []]
     answers = [cycle["tokens"] for cycle in ranks[0]]
     return {
         "engine": arguments.engine,
         "engine_version": engine_version(arguments.engine),
         "torch": version("torch"),
-        "gpu": f"{RANKS} x {gpu_name()}" if cuda else "none",
+        "gpu": f"{RANKS * (1 + arguments.apart)} x {gpu_name()}" if cuda else "none",
         "device": arguments.device,
         "shape": arguments.shape,
         "commit": arguments.commit,
@@ -207,9 +218,18 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "the version is the last cycle's": served_version == str(arguments.cycles),
             "each rank was served by the process on its device": served == expected,
         },
+        "received_share": _received_share(ranks),
         "served_ranks": served,
         "ranks": ranks,
     }
+
+
+def _received_share(ranks: list[list[dict[str, Any]]]) -> list[float]:
+    """For each cycle, what part of all tensors for all ranks of the engine travelled to them."""
+    return [
+        sum(process["received_bytes"] for process in cycle) / (RANKS * cycle[0]["update"]["bytes"])
+        for cycle in zip(*ranks, strict=True)
+    ]
 
 
 def main() -> int:
@@ -219,6 +239,9 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default=None, help="by default 0.5b, and tiny on the CPU")
     parser.add_argument("--kv-gib", type=int, default=90, help="GiB of KV cache on each GPU")
     parser.add_argument("--cycles", type=int, default=3, help="training steps")
+    parser.add_argument("--transport", default="auto", help="as `push_from_all` takes it")
+    parser.add_argument("--shards", action="store_true", help="each process sends its shards, and nobody gathers")
+    parser.add_argument("--apart", action="store_true", help="the trainer has two GPUs of its own")
     add_commit(parser)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for logs and the record")
     inside = parser.add_argument_group("for the trainer's processes only")

@@ -46,18 +46,20 @@ def _remote(engine: str, model: str, seconds: int) -> Measurement:
     return _measurement(f"remote-{model}", engine, 2, 3 * seconds, command)
 
 
-def _fp8(engine: str, model: str) -> Measurement:
-    command = f"integration.bench_weights --engine {engine} --model {model} --fp8 --timeout 200"
-    return _measurement(f"weights-{model}-fp8", engine, 1, 420, command)
+def _weights(engine: str, model: str, kind: str = "") -> Measurement:
+    """`kind` is empty, or `fp8`."""
+    command = f"integration.bench_weights --engine {engine} --model {model} --timeout 200" + (kind and f" --{kind}")
+    return _measurement("-".join(filter(None, ["weights", model, kind])), engine, 1, 420, command)
 
 
-def _upstream(engine: str, name: str, gpus: int, seconds: int, parts: str) -> Measurement:
-    """Parts of the paths of the engine's own tests."""
+def _upstream(engine: str, name: str, gpus: int, seconds: int, parts: str, *, older: bool = False) -> Measurement:
+    """Parts of the paths of the engine's own tests. An older version has a Python and sources of its own."""
+    python = f"{engine}-older" if older else engine
     command = (
-        f"integration.upstream {engine} --source {{sources}}/{engine} --folder {{folder}}/{name} --file-seconds 400 "
+        f"integration.upstream {engine} --source {{sources}}/{python} --folder {{folder}}/{name} --file-seconds 400 "
         f"--only {parts}"
     )
-    return _measurement(f"upstream-{name}", engine, gpus, seconds, command)
+    return _measurement(f"upstream-{name}", python, gpus, seconds, command)
 
 
 def _kinds(engine: str, name: str, gpus: int, seconds: int, *only: str) -> Measurement:
@@ -70,20 +72,28 @@ def _sleep(engine: str, model: str, more: str, *, gpus: int = 1) -> Measurement:
     return _measurement(f"sleep-{model}", engine, gpus, 600, command)
 
 
+def _shards(engine: str, model: str) -> Measurement:
+    """An FSDP2 trainer on two GPUs, two tensor-parallel ranks on two others. The script makes a folder of records."""
+    command = (
+        f"integration.fsdp_handoff --engine {engine} --device cuda --shape {model} --kv-gib 10 "
+        "--apart --shards --transport nccl --out {folder}/shards"
+    )
+    return Measurement(f"shards-{model}-{engine}", engine, 4, 400, tuple(command.split()))
+
+
 MEASUREMENTS = (
     _step("3b", 1, 10)._replace(alone=True),
     _remote("vllm", "7b", 200),
     _remote("sglang", "7b", 200),
-    _fp8("sglang", "7b"),
-    _fp8("vllm", "7b"),
+    *(_weights(engine, "7b", kind) for engine in ("sglang", "vllm") for kind in ("fp8", "")),
     _step("7b", 2, 6),
     _remote("vllm", "30b-a3b", 300),
     _remote("sglang", "30b-a3b", 300),
-    _fp8("sglang", "moe"),
-    _fp8("vllm", "moe"),
-    _upstream("sglang", "states", 1, 500, "state_errors weights_from_tensor engine_drain"),
+    *(_weights(engine, "moe", kind) for engine in ("sglang", "vllm") for kind in ("fp8", "")),
+    _upstream("sglang", "states", 1, 500, "weights_from_tensor lora_load patch_torch fp32_lm_head pause_generation"),
     _upstream("sglang", "release", 2, 800, "test_release_memory_occupation.py multi_instance"),
     _upstream("sglang", "updates", 2, 800, "weights_from_disk.py weights_from_distributed weight_checker"),
+    _upstream("sglang", "older", 2, 1200, "rl/test_release weights_from lora_load fp32_lm_head pause_gen", older=True),
     _upstream("vllm", "transfers", 2, 600, "distributed/test_weight sharded_rdt"),
     _upstream("vllm", "worker", 1, 600, "v1/ tensor_ownership openai_schema arg_utils launch_cli"),
     _kinds("vllm", "two", 2, 400, "dense, two ranks, padded vocabulary", "Qwen3-MoE, two ranks"),
@@ -93,13 +103,17 @@ MEASUREMENTS = (
         "ranks-7b-suspend",
         "sglang",
         2,
-        400,
-        "integration.bench_ranks --engine sglang --model 7b --subject plugin --options nccl_suspend --timeout 380",
+        600,
+        "integration.bench_ranks --engine sglang --model 7b --subject plugin --options nccl_suspend --timeout 560",
     ),
+    *(_shards(engine, "3b") for engine in ("vllm", "sglang")),
+    *(_sleep(engine, "7b", "--levels 2", gpus=2) for engine in ("vllm", "sglang")),
     _sleep("vllm", "32b", "--memory 0.9"),
     _sleep("sglang", "32b", "--memory 0.9"),
     _sleep("vllm", "72b", "--memory 0.9 --levels 2", gpus=2),
-    _measurement("freeze-7b", "vllm", 1, 300, "integration.bench_freeze --engine vllm --model 7b"),
-    _measurement("turns-7b", "vllm", 1, 400, "integration.bench_turns --engine vllm --model 7b"),
-    _measurement("turns-7b", "sglang", 1, 400, "integration.bench_turns --engine sglang --model 7b"),
+    *(
+        _measurement(f"{name}-7b", engine, 1, 400, f"integration.bench_{name} --engine {engine} --model 7b")
+        for name in ("freeze", "turns")
+        for engine in ("vllm", "sglang")
+    ),
 )

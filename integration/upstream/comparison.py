@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -15,13 +16,14 @@ from rich.table import Table
 from integration.upstream.run import Outcomes
 
 Test = dict[str, Any]
+MOST_CHARACTERS = 200
 ABSENT = ("error", "The run ended before this test.")
 
 
 def compare(engine: str, native: Outcomes, plugin: Outcomes) -> list[Test]:
     """One entry for each test: id, native, plugin, and the reason of an expected difference or `None`.
 
-    A test that was left out of one run counts as `error` there.
+    A test that was left out of one run counts as `error` there. A test that does not pass natively has `native_reason`.
     """
     expected = _expected(engine)
     tests: list[Test] = []
@@ -31,8 +33,17 @@ def compare(engine: str, native: Outcomes, plugin: Outcomes) -> list[Test]:
         if is_worse(entry):
             entry["expected_difference"] = next((why for name, why in expected.items() if _is(test, name)), None)
             entry["reason"] = plugin.get(test, ABSENT)[1]
+        if outcomes[0] != "passed":
+            entry["native_reason"] = _in_a_line(native.get(test, ABSENT)[1])
         tests.append(entry)
     return tests
+
+
+def _in_a_line(reason: str) -> str:
+    """pytest's last line about the error itself, else the last line; of paths only the last part."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    errors = [line.removeprefix("E ").strip() for line in lines if line.startswith("E ")]
+    return re.sub(r"(?:/[^\s/:'\"]+)+/", "", (errors or lines or [""])[-1])[:MOST_CHARACTERS]
 
 
 def _is(test: str, name: str) -> bool:

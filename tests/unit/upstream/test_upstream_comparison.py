@@ -41,6 +41,14 @@ def test_what_does_not_pass_natively_is_never_worse(native, plugin):
     assert not comparison.is_worse(test)
 
 
+def test_a_record_says_why_a_test_does_not_pass_natively():
+    reason = "def test():\n>   open(path)\nE   OSError: not found: /home/me/models/x\n\n/home/me/a.py:3: OSError"
+    tests = comparison.compare("vllm", {"a": ("failed", reason), "b": ("skipped", "no GPU"), "c": ("passed", "")}, {})
+
+    reasons = [test.get("native_reason") for test in tests]
+    assert reasons == ["OSError: not found: x", "no GPU", None]
+
+
 def test_an_expected_difference_carries_its_reason_and_names_match_as_patterns():
     found = compare(dict.fromkeys(["tests/a.py::test_b[x-1]", "tests/a.py::test_b[y-1]"], "passed"), {})
 
