@@ -38,6 +38,7 @@ from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, new_model, write_model
 from integration.subjects import add_commit, engine_version, gpu_name
+from tests.run_report import command_of
 
 RANKS = 2
 SEED = 5
@@ -181,7 +182,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     launch.kv_bytes = arguments.kv_gib << 30 if cuda else 64 << 20
     write_model(folder, SHAPES[arguments.shape], dtype=launch.dtype)
     seconds, start = {}, time.monotonic()
-    with Server(kind, launch, arguments.out / f"fsdp-{arguments.engine}-{arguments.device}.log") as server:
+    with Server(kind, launch, arguments.out.with_suffix(".engine.log")) as server:
         seconds["engine start"] = time.monotonic() - start
         ranks = run_trainer(arguments, launch, server.url)
         seconds["trainer"] = time.monotonic() - start - seconds["engine start"]
@@ -191,8 +192,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         checksums = server.control.checksums()["tensors"]
         served_version = server.control.weight_version()
     launch.dummy_weights = False
-    fresh_log = arguments.out / f"fsdp-{arguments.engine}-{arguments.device}-fresh.log"
-    with Server(kind, launch, fresh_log) as server:
+    with Server(kind, launch, arguments.out.with_suffix(".fresh.log")) as server:
         fresh = ask(server)
     seconds["total"] = time.monotonic() - start
     own = json.loads((folder / "checksums.json").read_text())
@@ -209,7 +209,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "device": arguments.device,
         "shape": arguments.shape,
         "commit": arguments.commit,
-        "command": "python -m integration.fsdp_handoff " + " ".join(sys.argv[1:]),
+        "command": command_of("integration.fsdp_handoff"),
         "seconds": seconds,
         "checks": {
             "tokens equal a fresh engine's": trained == answers[-1] == fresh,
@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--shards", action="store_true", help="each process sends its shards, and nobody gathers")
     parser.add_argument("--apart", action="store_true", help="the trainer has two GPUs of its own")
     add_commit(parser)
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for logs and the record")
+    parser.add_argument("--out", type=Path, help="JSON file for the record; the engine's logs lie beside it")
     inside = parser.add_argument_group("for the trainer's processes only")
     inside.add_argument("--trainer", action="store_true")
     inside.add_argument("--dtype")
@@ -254,10 +254,11 @@ def main() -> int:
         train(arguments)
         return 0
     arguments.shape = arguments.shape or {"cpu": "tiny", "cuda": "0.5b"}[arguments.device]
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.out = arguments.out or Path("demo-out", f"fsdp-{arguments.engine}-{arguments.device}.json")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rl-memory-fsdp-") as scratch:
         found = run(arguments, Path(scratch, "model"))
-    (arguments.out / f"fsdp-{arguments.engine}-{arguments.device}.json").write_text(json.dumps(found, indent=1))
+    arguments.out.write_text(json.dumps(found, indent=1))
     for check, passed in found["checks"].items():
         print(f"{'passed' if passed else 'FAILED'}: {check}")
     return 0 if all(found["checks"].values()) else 1

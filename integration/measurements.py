@@ -73,12 +73,12 @@ def _sleep(engine: str, model: str, more: str, *, gpus: int = 1) -> Measurement:
 
 
 def _shards(engine: str, model: str) -> Measurement:
-    """An FSDP2 trainer on two GPUs, two tensor-parallel ranks on two others. The script makes a folder of records."""
+    """An FSDP2 trainer on two GPUs, two tensor-parallel ranks on two others."""
     command = (
         f"integration.fsdp_handoff --engine {engine} --device cuda --shape {model} --kv-gib 10 "
-        "--apart --shards --transport nccl --out {folder}/shards"
+        "--apart --shards --transport nccl"
     )
-    return Measurement(f"shards-{model}-{engine}", engine, 4, 400, tuple(command.split()))
+    return _measurement(f"shards-{model}", engine, 4, 400, command)
 
 
 MEASUREMENTS = (
@@ -95,7 +95,7 @@ MEASUREMENTS = (
     _upstream("sglang", "updates", 2, 800, "weights_from_disk.py weights_from_distributed weight_checker"),
     _upstream("sglang", "older", 2, 1200, "rl/test_release weights_from lora_load fp32_lm_head pause_gen", older=True),
     _upstream("vllm", "transfers", 2, 600, "distributed/test_weight sharded_rdt"),
-    _upstream("vllm", "worker", 1, 600, "v1/ tensor_ownership openai_schema arg_utils launch_cli"),
+    _upstream("vllm", "worker", 1, 1000, "v1/ tensor_ownership arg_utils launch_cli"),
     _kinds("vllm", "two", 2, 400, "dense, two ranks, padded vocabulary", "Qwen3-MoE, two ranks"),
     _kinds("sglang", "one", 1, 600, "reward (sequence classification)", "int4 WNA16, experts"),
     Measurement("gpu-tests", "vllm", 2, 900, ("pytest", "-q", "--timeout", "300", "tests/gpu", "--report", "{out}")),
