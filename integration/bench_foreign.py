@@ -31,6 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from integration import models
 from integration.json_process import Child, serve
 from integration.models import Shape, checkpoint_shapes, write_model
 from integration.offline import start_vllm
@@ -39,7 +40,7 @@ from integration.records import Records
 SHAPES = {
     771: Shape(64, 128, 64, 4, 2, 512),
     4827: Shape(64, 128, 24, 4, 2, 512, experts=64, expert_intermediate=32, head=16),
-    18867: Shape(64, 128, 48, 4, 2, 512, experts=128, expert_intermediate=32, head=16),
+    18867: models.SHAPES["narrow-30b-a3b"],
 }
 """The models, by their number of tensors. The last model has as many as Qwen3-30B-A3B."""
 

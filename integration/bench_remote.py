@@ -12,6 +12,7 @@ subject has a time limit, and every figure is in the file as soon as it is measu
 
     update_s       the trainer's whole call
     update_first_s the first one, with the making of the communicator
+    validate_first_s  of it, the engine's check of the manifest. The first row's is of an unknown one
     closed_s       how long the engine refuses requests, by polling its status; of the engine's own routes, which close
                    nothing, from the first call of an update to the end of the last (SGLang answers the last one before
                    its GPU has done the work)

@@ -10,6 +10,7 @@ plugin) and its tokens. The same numbers must give the same tokens by every rout
 
     update_*_s               the trainer's whole call, from making the sender to the engine's answer
     update_*_first_s         the first such call: it traces the loader, opens memory, makes CUDA contexts
+    validate_*_first_s       of it, the engine's check of the manifest. The first route's is of an unknown one
     engine_closed_*_s        how long the engine refuses requests, by polling its status
     peak_extra_mib_*         GPU memory beyond the memory held before, in one more update. The trainer's part is exact
                              (torch's peak and its staging buffer); the engine's part is the rest of the GPU's change

@@ -117,7 +117,10 @@ class Bench:
 
     def _measure(self, name: str, send: Send) -> None:
         self._weights.fill(OTHER_SEED)
-        self.record(f"update_{name}_first_s", [seconds(send)[0]])
+        took, first = seconds(send)
+        self.record(f"update_{name}_first_s", [took])
+        if first is not None:
+            self.record(f"validate_{name}_first_s", [first["engine"]["seconds"]["validate"]])
         other = self._engine.call("tokens")
         self._weights.fill(SEED)
         self._engine.call("closed")  # forget the earlier updates

@@ -43,8 +43,10 @@ SHAPES = {
     "tiny-moe": Shape(256, 512, 2, 4, 2, 4096, experts=8, expert_intermediate=64, head=64),
     "moe": Shape(2048, 6144, 12, 32, 4, 151936, experts=128, expert_intermediate=768, head=128),
     "30b-a3b": Shape(2048, 6144, 48, 32, 4, 151936, experts=128, expert_intermediate=768, head=128),
+    "narrow-30b-a3b": Shape(64, 128, 48, 4, 2, 512, experts=128, expert_intermediate=32, head=32),
 }
-"""`moe` is a quarter of the layers of `30b-a3b`, which is Qwen3-30B-A3B: many tensors of 3 MiB."""
+"""`moe` is a quarter of the layers of `30b-a3b`, which is Qwen3-30B-A3B: many tensors of 3 MiB. `narrow-30b-a3b` has as
+many tensors, 18,867, of 4 KiB and less: Python alone takes time."""
 
 
 def config(shape: Shape, dtype: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 | worker.py    | each scheduler process  | regions, the rank's agent, the model's loader                       |
 | scheduler.py | each scheduler process  | the controller's ranks and engine, refusal of requests              |
 | native_calls.py | each scheduler process | SGLang's own release, resume and weight updates                     |
+| metrics.py   | each scheduler process  | SGLang's gauges of memory                                           |
 | client.py    | the tokenizer's process | calls to the schedulers, `Engine`'s methods, SGLang's own calls     |
 | server.py    | the HTTP server         | routes, authentication, the 503 gate                                |
 | health.py    | the HTTP server         | the health routes                                                   |

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
-from rl_memory_plugins.engines.sglang import adapters
+from rl_memory_plugins.engines.sglang import adapters, metrics
 from rl_memory_plugins.engines.sglang import frozen as frozen_requests
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER, hooks
 from rl_memory_plugins.errors import EngineFaultError, StateConflictError
@@ -260,3 +260,4 @@ class SglangEngine:
         if record is not None and self._shown_version != weight_version:
             record(new_version=weight_version)
         self._shown_version = weight_version
+        metrics.show_usage(self._scheduler, asleep_tags)
