@@ -400,11 +400,14 @@ def make(log: Path, start: Start) -> Subject:
         torch.multiprocessing.set_sharing_strategy("file_system")
         if not ON_GPU:  # SGLang's build for CPUs comes with none of these kernels
             from tests.aids.sglang_fork import sglang_fork
+            from tests.aids.sglang_unpinned import sglang_unpinned
             from tests.sglang import torch_kernels
 
             torch.set_num_threads(1)
             sglang_fork.register()
             torch_kernels.register()
+            if start.adapter:
+                sglang_unpinned.register()
     subject = SUBJECTS[start.engine]
     return subject(start.folder, start.options, task=start.task, plugin=start.plugin, adapter=start.adapter)
 

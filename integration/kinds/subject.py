@@ -33,6 +33,7 @@ SGLANG: dict[str, dict[str, Any]] = {
         "enforce_disable_flashinfer_allreduce_fusion": True,
     },
 }
+SGLANG_LORA: dict[str, dict[str, Any]] = {"cpu": {"lora_backend": "torch_native"}, "cuda": {}}
 DEVICE = "cuda" if gpus() else "cpu"
 
 
@@ -180,7 +181,7 @@ class Sglang(Subject):
                 "context_length": 512,
                 "log_level": "warning",
                 **({"is_embedding": True} if task in ("embed", "classify") else {}),
-                **({"lora_paths": [f"adapter={adapter}"]} if adapter else {}),
+                **({"lora_paths": [f"adapter={adapter}"], **SGLANG_LORA[DEVICE]} if adapter else {}),
                 **SGLANG[DEVICE],
                 **options,
             },

@@ -314,6 +314,8 @@ KINDS = {
 CHOSEN = (
     "dense tied",
     "dense, two ranks, padded vocabulary",
+    "GLM-4",
+    "GPT-2 (transposed on disk)",
     "Phi-3 (fused projections on disk)",
     "Gemma 3 (sliding window)",
     "Qwen3-MoE fused",
@@ -328,4 +330,5 @@ CHOSEN = (
     "FP8 that the engine makes",
     "LoRA adapter over updated weights",
     "int4 WNA16 (compressed-tensors)",
+    "GPTQ int4",
 )
