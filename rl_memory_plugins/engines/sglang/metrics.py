@@ -25,7 +25,9 @@ def show_usage(scheduler: Any, asleep: Collection[str]) -> None:
         return
     emit()
     for tag in asleep:
-        gauge = getattr(scheduler.metrics_collector, _GAUGES.get(Tag(tag), ""), None)
-        for metric in gauge.collect() if gauge is not None else ():
+        gauge: Any = getattr(scheduler.metrics_collector, _GAUGES.get(Tag(tag), ""), None)
+        if gauge is None:
+            continue
+        for metric in gauge.collect():
             for sample in metric.samples:
                 gauge.labels(**sample.labels).set(0)
