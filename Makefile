@@ -120,7 +120,7 @@ PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) t
 test-vllm: $(PARTS_vllm)
 
 test-vllm-own: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm --rounds 30
 
 test-vllm-suite: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --ignore $(PROPERTIES) $(WITHOUT_ADAPTERS_vllm) \
@@ -164,7 +164,7 @@ test-long:
 	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-ray trainers)
 
 LONG_vllm := test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-pp \
-	test-long-vllm-dp
+	test-long-vllm-dp test-long-vllm-experts
 LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-pp \
 	test-long-sglang-dp
 
@@ -194,6 +194,9 @@ test-long-sglang-pp: test-long-sglang-%: env-sglang
 test-long-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm/test_weight_kinds.py --kinds all
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm --kinds all
+
+test-long-vllm-experts: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm/test_expert_parallel.py
 
 test-long-sglang-kinds: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang/test_weight_kinds.py

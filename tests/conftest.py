@@ -25,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fork", action="store_true", help="on the CPU: its processes are forks, which start in seconds")
     group.addoption("--kinds", default="chosen", choices=("chosen", "all"), help="the kinds of weights of tests/kinds")
     group.addoption("--updates", default=500, type=int, help="how many updates the long run makes")
+    group.addoption(
+        "--rounds", default=100, type=int, help="how often data-parallel experts are resumed under requests"
+    )
     group.addoption("--traffic-s", default=120.0, type=float, help="how long two engines on one device get requests")
     group.addoption("--need-browser", action="store_true", help="tests in a browser fail where there is none")
     parser.getgroup("reporting").addoption("--report", type=Path, help="write versions and outcomes here, as JSON")

@@ -38,6 +38,11 @@ def members(*classes: str) -> Find:
     return find
 
 
+def functions(tree: ast.Module) -> Iterator[str]:
+    """The functions of a module. SGLang moves methods of its model runner into such functions."""
+    return (node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
 def requests(tree: ast.Module) -> Iterator[str]:
     """The names of request types, in snake case."""
     for node in tree.body:
@@ -76,5 +81,6 @@ def unknown(found: Iterable[str], known: Mapping[str, str]) -> list[str]:
 HELP = """
 The engine has an API that this package does not know. Read what it does in the engine's sources. If the package honours
 it, or must honour it, add it to HONOURED, with a test. If it breaks the contract, refuse it in `modes.py` and add it to
-REFUSED, and to docs/compatibility.md. Only if it cannot concern memory, weights or requests of a running engine that
-sleeps or is updated, add it to HARMLESS."""
+REFUSED, and to docs/compatibility.md. If it does nothing without an option that is refused, add it to REFUSED_WITH.
+Only if it cannot concern memory, weights or requests of a running engine that sleeps or is updated, add it to
+HARMLESS."""

@@ -14,7 +14,7 @@ from integration.engines.base import Launch, Server
 from integration.engines.ports import reserve_port
 from integration.engines.sglang import Sglang
 from integration.waiting import AT_ONCE_S, wait_until
-from tests.conformance.test_admission import HEALTH_S, health_s
+from tests.conformance.test_admission import assert_healthy
 from tests.conformance.trainers import broken_update
 from tests.sglang.conftest import PROMPT, WATCHDOG_S
 
@@ -29,7 +29,7 @@ def test_an_update_whose_trainer_is_silent_for_long(server: Server, other_weight
             silent_until = time.monotonic() + max(NATIVE_TIMEOUT_S, 2 * WATCHDOG_S) + 2
             while time.monotonic() < silent_until:
                 for route in server.kind.health_routes:
-                    assert health_s(server, route) < HEALTH_S
+                    assert_healthy(server, route)
                 assert server.http.get("/ping").status_code == 200
                 time.sleep(1)
             assert update.runs()
@@ -50,7 +50,7 @@ def test_schedulers_that_wait_for_a_peer(server: Server) -> None:
     joining.start()
     try:
         time.sleep(1)
-        assert health_s(server, "/health") < HEALTH_S
+        assert_healthy(server, "/health")
         assert joining.is_alive()
     finally:
         init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="late")

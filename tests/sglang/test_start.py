@@ -136,6 +136,9 @@ def found(python: Callable[..., str]) -> dict[str, Any]:
             "pdmux": refusal(enable_pdmux=True),
             "modelexpress": refusal(
                 load_format="remote_instance", remote_instance_weight_loader_backend="modelexpress"),
+            "modelexpress of a draft": refusal(
+                speculative_draft_load_format="remote_instance", remote_instance_weight_loader_backend="modelexpress"),
+            "table in a file": refusal(ple_offload_backend="file"),
             "hicache storage": refusal(hicache_storage_backend="file"),
             "lmcache": refusal(enable_lmcache=True),
             "flexkv": refusal(enable_flexkv=True),
@@ -269,6 +272,8 @@ def test_a_bad_option_is_refused_while_the_arguments_are_parsed(found: dict[str,
         ("dwdp", "local control broadcast", "cannot agree"),
         ("pdmux", "--enable-pdmux", "ignores a pause"),
         ("modelexpress", "modelexpress", "could not end the registration"),
+        ("modelexpress of a draft", "modelexpress", "could not end the registration"),
+        ("table in a file", "--ple-offload-backend file", "map one file"),
         ("hicache storage", "--hicache-storage-backend", "would find them again"),
         ("lmcache", "--enable-lmcache", "would find them again"),
         ("flexkv", "--enable-flexkv", "would find them again"),

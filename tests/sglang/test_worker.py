@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +69,23 @@ def test_what_sglang_refuses_to_update_is_refused_here(takes_the_model: bool, mo
     made = SglangWorker(model, memory, RLMemoryConfig(), rank=0)
     with pytest.raises(UnsupportedError, match=why):
         made._reload(model)
+
+
+def test_weights_that_torch_splits_are_refused_at_the_start(tmp_path: Path) -> None:
+    """The engine would start, and each sleep would end in an error of torch."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    memory = Memory(RLMemoryConfig(), lambda: ("cpu", 0), types.SimpleNamespace(model_path="target", revision=None))
+    model = Model(1.0)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight, init_device_mesh("cpu", (1,))), False)
+        with pytest.raises(UnsupportedError, match="splits over ranks"):
+            SglangWorker(model, memory, RLMemoryConfig(), rank=0)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_an_older_sglang_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,19 @@ vLLM's backends that keep such numbers need GPUs; the stand-ins derive what thes
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines.vllm import attention as attention_module
 from rl_memory_plugins.engines.vllm import first_load, reload
 from rl_memory_plugins.engines.vllm.attention import AttentionSteps
 from rl_memory_plugins.errors import WeightUpdateError
@@ -193,6 +196,75 @@ def test_what_a_forward_pass_has_cast_in_another_shape_is_an_error() -> None:
     model.backends[0]._sinks_source = source[:1].clone()
     with pytest.raises(WeightUpdateError, match=r"layers\.0\.attn\._sinks_source"):
         steps.repeat(plan_of(model, "layers.0.weight"))
+
+
+class LinearAttention(torch.nn.Module):
+    """As vLLM's GLM-5.3: the first forward pass concatenates three weights, and no later one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in attention_module.CONCATENATED["_merged_conv_weight"]:
+            setattr(self, name, torch.nn.Conv1d(HEADS, HEADS, 3, groups=HEADS, bias=False).requires_grad_(False))
+        self._merged_conv_weight: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        if self._merged_conv_weight is None:
+            parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            self._merged_conv_weight = torch.cat([one.weight.view(HEADS, 3) for one in parts], dim=0).contiguous()
+        return self._merged_conv_weight
+
+
+def runner_of_experts() -> Any:
+    """vLLM's own, with its own first forward pass, and without experts."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    made = object.__new__(MoERunner)
+    torch.nn.Module.__init__(made)
+    made.gate, made.shared_expert_gate = (torch.nn.Linear(HEADS, rows, bias=False) for rows in (6, 1))
+    made._combined_gate_weight = None
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("key", ["_merged_conv_weight", "_combined_gate_weight"])
+def test_weights_that_a_forward_pass_has_concatenated_follow_an_update(key: str) -> None:
+    """vLLM#55087. Stock: the layer goes on with the former weights, without an error."""
+    merged = key == "_merged_conv_weight"
+    layer = LinearAttention() if merged else runner_of_experts()
+    first_pass = layer.forward if merged else layer._maybe_fuse_gate_weights
+    model, _ = started()
+    model.extra = layer
+    steps = AttentionSteps(model, config(eager=False))
+    plan = plan_of(model)
+    write(model, plan, 2.0)
+    steps.repeat(plan)  # nothing is concatenated yet
+    assert getattr(layer, key) is None
+    with torch.inference_mode():
+        first_pass()
+    now = getattr(layer, key)
+    address = now.data_ptr()
+    for _ in range(2):
+        for name, spec in plan.specs.items():
+            plan.apply(name, torch.randn(spec.shape, dtype=getattr(torch, spec.dtype)))
+        steps.repeat(plan)
+        assert getattr(layer, key) is now and now.data_ptr() == address
+        setattr(layer, key, None)
+        with torch.inference_mode():
+            first_pass()
+        assert torch.equal(getattr(layer, key), now)
+        setattr(layer, key, now)
+    with torch.inference_mode():
+        setattr(layer, key, now[:1].clone())
+    with pytest.raises(WeightUpdateError, match=f"extra.{key}"):
+        steps.repeat(plan)
+
+
+def test_vllm_concatenates_the_weights_of_these_children() -> None:
+    """GLM-5.3's linear attention can be imported on GPUs only."""
+    file = Path(vllm.__file__).parent / "models/glm5next/common/kda.py"
+    if not file.exists():
+        pytest.skip("this version of vLLM has no such model")
+    parts = ", ".join(f"_w(self.{child})" for child in attention_module.CONCATENATED["_merged_conv_weight"])
+    assert f"self._merged_conv_weight = torch.cat( [{parts}], dim=0, )" in " ".join(file.read_text().split())
 
 
 # -- a start with dummy weights ---------------------------------------------------------------------------------

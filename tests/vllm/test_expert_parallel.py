@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,12 @@ SEED, OTHER_SEED = 3, 7
 LONG = 300
 SHORT = 6  # of the tokens that a fresh engine answers
 DRAIN_S = 8
-ROUNDS = 30  # twice
+REST_S = 1.0  # a hundred steps with nothing to do, and more
 ANSWER_S = 60
 
 #: A vLLM plugin: the two collectives of the experts that vLLM's CPU platform lacks, and requests that are held on their
 #: way to the engines while a file is there, and an engine that comes late to each message while another file is there.
+#: Each engine writes a character to a file for each step, whether it has a request or not: `|` for the last of a wave.
 PLUGIN = """
     def register():
         import asyncio, os, random, time
@@ -69,6 +72,15 @@ PLUGIN = """
                 time.sleep(random.choice([0, 0, 0.02, 0.1]))
             handle(self, *request)
 
+        agree = DPEngineCoreProc._has_global_unfinished_reqs
+
+        def counted(self, unfinished):
+            runs = agree(self, unfinished)
+            with open(os.environ["STEPS"] + str(self.dp_rank), "a") as file:
+                file.write("." if runs else "|")
+            return runs
+
+        DPEngineCoreProc._has_global_unfinished_reqs = counted
         DPEngineCoreProc._handle_client_request = late
         DPAsyncMPClient.add_request_async = held
         CpuCommunicator.all_gatherv = all_gatherv
@@ -83,6 +95,7 @@ class Experts:
         self.server, self.first, self.other, self._faults = server, first, other, faults
         self.hold = hold  # a file
         self.delay = hold.with_name("delay")  # another
+        self._steps = [hold.with_name(f"steps{engine}") for engine in range(2)]
         self.control = server.control
         self.tokens = self.generate()
 
@@ -96,6 +109,10 @@ class Experts:
     def assert_answered(self, request: BackgroundRequest, tokens: int, *, aborted: bool) -> None:
         answered = len(self.server.kind.tokens(request.answer()))
         assert answered < tokens if aborted else answered == tokens
+
+    def steps(self) -> list[str]:
+        """Of each engine, a character for each step: see `PLUGIN`."""
+        return [file.read_text() for file in self._steps]
 
     def asleep(self) -> list[bool]:
         """Of each engine, whether any of its memory is released."""
@@ -115,9 +132,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experts]:
     options = {"poison": True, "fault_dir": str(faults), "drain_timeout_s": DRAIN_S}
     launch = Launch(first, dp=2, options=options, forked=True)
     hold = folder / "hold"
-    with started(
-        "vllm", launch, folder / "server.log", sites=[site], HOLD=str(hold), DELAY=str(folder / "delay")
-    ) as server:
+    files = {name.upper(): str(hold.with_name(name)) for name in ("hold", "delay", "steps")}
+    with started("vllm", launch, folder / "server.log", sites=[site], **files) as server:
         yield Experts(server, first, other, faults, hold)
 
 
@@ -210,29 +226,70 @@ def answers(experts: Experts, calls: list[Callable[[], Response]]) -> list[Respo
         return [answering.result() for answering in [pool.submit(call) for call in calls]]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in time", "one engine late"])
-def test_rounds_that_end_with_two_resumes_and_requests_at_once(experts: Experts, late: bool) -> None:
-    """Stock: two resumes beside requests hang after some rounds, and one engine answers no more."""
+def resume(experts: Experts) -> Response:
+    return experts.server.http.post("/resume", timeout=ANSWER_S)
 
-    def resume() -> Response:
-        return experts.server.http.post("/resume", timeout=ANSWER_S)
+
+@pytest.fixture(params=[False, True], ids=["in time", "one engine late"])
+def maybe_late(request: pytest.FixtureRequest, experts: Experts) -> Iterator[None]:
+    if request.param:
+        experts.delay.touch()
+    yield
+    experts.delay.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("maybe_late")
+def test_rounds_that_end_with_two_resumes_and_requests_at_once(
+    request: pytest.FixtureRequest, experts: Experts
+) -> None:
+    """Stock: two resumes beside requests hang after some rounds, and one engine answers no more."""
 
     def ask() -> Response:
         return experts.server.http.post(kind.generation_route, json=kind.request(PROMPT, SHORT), timeout=ANSWER_S)
 
-    kind = experts.server.kind
-    if late:
-        experts.delay.touch()
-    try:
-        for number in range(ROUNDS):
-            experts.control.sleep(1 + number % 2, ["kv_cache"], mode=("abort", "keep")[number % 2])
-            experts.control.wake_up()
-            responses = answers(experts, [resume, ask, ask, resume, ask])
-            assert [response.status_code for response in responses] == [200] * 5
-            tokens = [kind.tokens(responses[index].json()) for index in (1, 2, 4)]
-            assert tokens == [experts.tokens[:SHORT]] * 3
-    finally:
-        experts.delay.unlink(missing_ok=True)
+    kind, again = experts.server.kind, partial(resume, experts)
+    for number in range(request.config.getoption("--rounds")):
+        level, tags = [(1, ["kv_cache"]), (2, ["kv_cache"]), (1, None)][number % 3]
+        experts.control.sleep(level, tags, mode=("abort", "keep")[number % 2])
+        experts.control.wake_up()
+        responses = answers(experts, [again, ask, ask, again, ask])
+        assert [response.status_code for response in responses] == [200] * 5
+        tokens = [kind.tokens(responses[index].json()) for index in (1, 2, 4)]
+        assert tokens == [experts.tokens[:SHORT]] * 3
+
+
+def paused(experts: Experts) -> None:
+    assert experts.server.http.post("/pause?mode=keep").status_code == 200
+
+
+def asleep(experts: Experts) -> None:
+    experts.control.sleep(1)
+
+
+def without_cache(experts: Experts) -> None:
+    experts.control.sleep(1, ["kv_cache"], mode="keep")
+
+
+@pytest.mark.usefixtures("maybe_late")
+@pytest.mark.parametrize("close", [paused, asleep, without_cache], ids=lambda state: state.__name__)
+def test_without_a_request_the_engines_come_to_rest(experts: Experts, close: Callable[[Experts], None]) -> None:
+    """A resume of closed engines takes one step with nothing to do, which ends its wave. Other resumes take none."""
+
+    def resume_twice() -> None:
+        responses = answers(experts, [partial(resume, experts)] * 2)
+        assert [response.status_code for response in responses] == [200, 200]
+
+    close(experts)
+    closed = experts.steps()
+    time.sleep(REST_S)
+    assert experts.steps() == closed
+    experts.control.wake_up()
+    resume_twice()
+    rested = [steps + "|" for steps in closed]
+    wait_until(lambda: experts.steps() == rested, "each engine has taken one step")
+    resume_twice()
+    time.sleep(REST_S)
+    assert experts.steps() == rested
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

@@ -1,12 +1,15 @@
-"""What vLLM's kernel objects of experts hold, over a reload that makes the objects anew."""
+"""What vLLM's kernel objects and schemes hold, over a reload that makes it anew."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from rl_memory_plugins.engines.layer_tensors import held_by_methods
 from rl_memory_plugins.engines.post_load import PostLoad
 from rl_memory_plugins.engines.saved_layers import SavedLayers
 
@@ -93,3 +96,113 @@ def test_a_kernel_that_a_failed_reload_has_made_is_forgotten() -> None:
     layer.quant_method.process_weights_after_loading(layer)
     saved.restore()
     assert layer.quant_method.moe_kernel is kernel
+
+
+class W4A8Method:
+    """As vLLM's method of experts in int4 with activations in FP8 (CUTLASS, Hopper)."""
+
+    module = "fused_moe.experts.cutlass_moe"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.config import int4_w4afp8_moe_quant_config
+        from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsW4A8Fp8
+
+        self.b_strides1, self.b_strides2 = (torch.full((EXPERTS, 3), size) for size in (HIDDEN, INTERMEDIATE))
+        scales = (layer.w13_weight_scale, layer.w2_weight_scale)
+        self.moe_quant_config = int4_w4afp8_moe_quant_config(*scales, *(one.float() * 2 for one in scales))
+        config = Config(
+            num_local_experts=EXPERTS,
+            intermediate_size_per_partition=INTERMEDIATE,
+            hidden_dim=HIDDEN,
+            device="cpu",
+            in_dtype=torch.bfloat16,
+        )
+        experts = CutlassExpertsW4A8Fp8(config, self.moe_quant_config, self.b_strides1, self.b_strides2, 128)
+        self.moe_kernel = types.SimpleNamespace(impl=types.SimpleNamespace(fused_experts=experts))
+
+
+class TrtLlmMethod:
+    """As vLLM's method of experts in MXFP4 (TRT-LLM, Blackwell), with the indices by which it shuffles each load."""
+
+    module = "fused_moe.experts.trtllm_mxfp4_moe"
+
+    def __init__(self) -> None:
+        self._cache_permute_indices: dict[torch.Size, torch.Tensor] = {}
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+        from vllm.model_executor.layers.fused_moe.experts.trtllm_mxfp4_moe import TrtLlmMxfp4ExpertsBase
+
+        shape = layer.w13_weight_scale.shape
+        if shape not in self._cache_permute_indices:
+            self._cache_permute_indices[shape] = torch.arange(EXPERTS).flip(0)
+        layer.w13_weight_scale.data = layer.w13_weight_scale.data[self._cache_permute_indices[shape]]
+        self.moe_quant_config = mxfp4_w4a16_moe_quant_config(
+            w1_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale, gemm1_alpha=1.7, gemm1_clamp_limit=7.0
+        )
+        config = Config(
+            num_local_experts=EXPERTS,
+            experts_per_token=2,
+            intermediate_size_per_partition=INTERMEDIATE,
+            hidden_dim=HIDDEN,
+            moe_parallel_config=types.SimpleNamespace(ep_rank=0),
+        )
+        experts = TrtLlmMxfp4ExpertsBase(config, self.moe_quant_config)
+        self.moe_kernel = types.SimpleNamespace(impl=types.SimpleNamespace(fused_experts=experts))
+
+
+class StaticActivations:
+    """vLLM's own scheme of weights with static scales of activations (WNA8O8): it takes the scales off the layer."""
+
+    module = "quantization.compressed_tensors.schemes.compressed_tensors_wNa8o8"
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa8o8
+
+        made = compressed_tensors_wNa8o8.CompressedTensorsWNA8O8Int(4, "channel", None, True, True)
+        made.kernel = types.SimpleNamespace(process_weights_after_loading=lambda layer: None)
+        self.scheme = made
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for name, weight in (("input_scale", layer.w13_weight_scale), ("output_scale", layer.w2_weight_scale)):
+            setattr(layer, name, torch.nn.Parameter(weight.data[0].clone(), requires_grad=False))  # as they are loaded
+        self.scheme.process_weights_after_loading(layer)
+
+
+def loaded(method: Callable[[], Any], scale: float) -> tuple[Experts, PostLoad]:
+    layer = Experts()
+    layer.set_scales(scale)
+    layer.quant_method = method()
+    layer.scheme = getattr(layer.quant_method, "scheme", None)
+    watch = PostLoad(torch.nn.Sequential(layer))
+    watch.watch()
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, watch
+
+
+def held(layer: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+    return {path: one.tensor for path, one in held_by_methods(layer).items()}
+
+
+@pytest.mark.parametrize("method", [W4A8Method, TrtLlmMethod, StaticActivations])
+def test_what_a_method_holds_is_where_graphs_read_it_and_has_the_new_values(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidates of vLLM#48312 that no CPU runs, and vLLM#49695."""
+    pytest.importorskip(f"vllm.model_executor.layers.{method.module}", reason="new in later versions of vLLM")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
+    layer, watch = loaded(method, 1.0)
+    assert watch.transformed() and not watch.hidden()
+    before = held(layer)
+    addresses = {path: one.data_ptr() for path, one in before.items()}
+    for scale in (2.0, 3.0):
+        saved = SavedLayers(dict(watch.model.named_modules()))
+        layer.set_scales(scale)
+        layer.quant_method.process_weights_after_loading(layer)
+        saved.keep_addresses(watch.graphs)
+        fresh = held(loaded(method, scale)[0])
+        assert fresh.keys() == before.keys() and any("scale" in str(path[-1]) for path in fresh)
+        for path, one in fresh.items():
+            assert torch.equal(before[path], one), path
+        assert {path: one.data_ptr() for path, one in held(layer).items()} == addresses
+    assert not watch.graphs.tensors

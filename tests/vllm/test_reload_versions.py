@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from integration.models import new_model
 from rl_memory_plugins.loaded_versions import PREFIX
 from tests.vllm.calls import generate, push, refused
 from tests.vllm.child import Child
-from tests.vllm.conftest import OTHER_SEED
+from tests.vllm.conftest import OTHER_SEED, greedy
+
+THIRD_SEED = 3
 
 
 def rolled_back(llm: Any, folder: Path, other_folder: Path, first: list[int], other: list[int]) -> None:
@@ -37,6 +40,37 @@ def test_a_rollback_to_the_first_checkpoint_says_so(
 ) -> None:
     """TRL#5312. Stock: the weights are those of the checkpoint, and their version is that of the trainer's step."""
     llm(rolled_back, model_folder, other_folder, first_tokens, other_tokens)
+
+
+def changed_on_disk(llm: Any, folder: Path, changed: Path, first: list[int], third: list[int]) -> None:
+    file = changed / "model.safetensors"
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(changed)})
+    assert (generate(llm), llm.weight_version()) == (first, "default")
+    file.unlink()  # a new file in the place of the old one
+    new_model(changed, THIRD_SEED).save_pretrained(changed)
+    llm.collective_rpc("reload_weights")
+    version = llm.weight_version()
+    assert generate(llm) == third and version.startswith(PREFIX)
+    file.write_bytes((folder / file.name).read_bytes())  # the same file
+    llm.collective_rpc("reload_weights")
+    assert (generate(llm), llm.weight_version()) == (first, "default")
+    new_model(changed, THIRD_SEED).save_pretrained(changed)
+    llm.sleep(2)
+    llm.wake_up(["weights"])
+    llm.collective_rpc("reload_weights")
+    llm.wake_up()
+    assert (generate(llm), llm.weight_version()) == (third, version)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+
+
+def test_a_checkpoint_that_has_changed_on_disk_is_read_again(
+    llm: Child, model_folder: Path, tmp_path: Path, first_tokens: list[int]
+) -> None:
+    """vLLM#32718."""
+    changed = tmp_path / "changed"
+    shutil.copytree(model_folder, changed)
+    third_tokens = greedy(new_model(model_folder, THIRD_SEED))
+    llm(changed_on_disk, model_folder, changed, first_tokens, third_tokens)
 
 
 def from_an_iterator(llm: Any, folder: Path) -> None:

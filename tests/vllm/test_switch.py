@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import types
@@ -121,6 +122,61 @@ def test_another_backend_of_vllms_sleep_is_refused() -> None:
     asked.sleep_mode_backend = "cuda_checkpoint"  # an argument since 0.33
     with pytest.raises(UnsupportedError, match="--sleep-mode-backend: "):
         modes.refuse_arguments(asked)
+
+
+@pytest.mark.parametrize(
+    ("mode", "load_format", "quantization"),
+    [
+        ("load_format ipc_cache in draft_load_config", "ipc_cache", None),
+        ("draft_lm_head_quantization", "auto", "fp8"),  # a field since 0.33
+        ("", "auto", None),
+        ("", None, None),
+    ],
+)
+def test_weights_of_a_draft_that_no_update_reaches_or_that_others_read_are_refused(
+    mode: str, load_format: str | None, quantization: str | None
+) -> None:
+    from vllm.config import LoadConfig
+
+    load = None if load_format is None else LoadConfig(load_format=load_format)
+    draft = types.SimpleNamespace(draft_load_config=load, draft_lm_head_quantization=quantization)
+    config = configuration(speculative_config=draft)
+    with (
+        pytest.raises(UnsupportedError, match=f"{mode} of --speculative-config: ") if mode else contextlib.nullcontext()
+    ):
+        modes.refuse_configuration(config)
+
+
+@pytest.mark.parametrize(
+    ("layers", "engines", "asked", "is_refused"),
+    [
+        ("engram_layer_ids", 2, None, True),  # vLLM's default
+        ("engram_layer_ids", 2, True, True),
+        ("engram_layer_ids", 2, False, False),
+        ("engram_layer_ids", 1, None, False),
+        ("ple_layer_ids", 2, None, False),  # of Qwen4, whose engines share no tables
+    ],
+)
+def test_tables_that_engines_share_are_refused(layers: str, engines: int, asked: bool | None, is_refused: bool) -> None:
+    """One engine writes them, and each load of a table is a barrier of all engines."""
+    engram = pytest.importorskip("vllm.config.engram").EngramConfig(dp_shared_memory=asked)
+    config = configuration(engram_config=engram, data_parallel_size=engines, hf_text_config={layers: [1, 14]})
+    engram.resolve_dp_shared_memory(config.parallel_config)
+    with pytest.raises(UnsupportedError, match="--engram-config") if is_refused else contextlib.nullcontext():
+        modes.refuse_configuration(config)
+
+
+def configuration(
+    data_parallel_size: int = 1, hf_text_config: dict[str, Any] | None = None, **parts: Any
+) -> types.SimpleNamespace:
+    """vLLM's configuration of a model without experts, as far as the plugin looks at it."""
+    text = types.SimpleNamespace(**(hf_text_config or {}))
+    return types.SimpleNamespace(
+        additional_config={},
+        model_config=types.SimpleNamespace(is_moe=False, hf_text_config=text),
+        parallel_config=types.SimpleNamespace(data_parallel_size=data_parallel_size, enable_elastic_ep=False),
+        **parts,
+    )
 
 
 @pytest.mark.parametrize(

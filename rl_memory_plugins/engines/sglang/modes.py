@@ -43,8 +43,9 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported(*RAY)
     if getattr(server_args, "weight_cache_mode", "off") != "off":
         raise unsupported("--weight-cache-mode", "the weights are shared with other engines and cannot be released")
+    loads = (server_args.load_format, getattr(server_args, "speculative_draft_load_format", None))
     if (
-        server_args.load_format == "remote_instance"
+        "remote_instance" in loads
         and getattr(server_args, "remote_instance_weight_loader_backend", "") == "modelexpress"
     ):
         raise unsupported(
@@ -54,6 +55,9 @@ def refuse_modes(server_args: Any) -> None:
     if getattr(server_args, "offload_group_size", -1) > 0:
         why = "layers are moved to memory that no sleep releases, and in some modes to copies that no update reaches"
         raise unsupported("--offload-group-size", why)
+    if getattr(server_args, "ple_offload_backend", "pinned") == "file":
+        why = "all engines of a checkpoint map one file, and an update or a start of one changes weights of the others"
+        raise unsupported("--ple-offload-backend file", why)
     if getattr(server_args, "kt_weight_path", None):
         raise unsupported("--kt-weight-path", "experts are computed on the CPU from copies that no update reaches")
     if server_args.pp_size > 1:

@@ -16,7 +16,7 @@ from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, r
 from rl_memory_plugins.engines.sglang import draft, nccl_suspend
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import UnsupportedError, unsupported
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.backup import PagedArena
@@ -221,6 +221,9 @@ class SglangWorker:
         adapters: Callable[[], AdapterSlots] | None = None,
         drafts: Sequence[Any] = (),
     ) -> None:
+        if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
+            # `TorchNativeLlamaForCausalLM` over several ranks, whose parameters become DTensors after the load
+            raise unsupported("weights that torch splits over ranks", "their memory is not in the engine's regions")
         self._model = model
         self._allocator = memory.allocator
         self._graphs = memory.has_graphs

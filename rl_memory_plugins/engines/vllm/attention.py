@@ -2,8 +2,9 @@
 
 vLLM ends a load with the post-load step of each attention layer. In it some backends copy weights of other layers: for
 FlashInfer and b12x a copy of the attention sinks in FP32. Other backends derive such things at their first forward
-pass: the CPU's copy of sinks, FlashInfer's products of the scales of an FP8 KV cache. Nothing of this follows an update
-that writes only the weights. vLLM's layer-wise reload repeats the step, and forgets nothing of the forward passes.
+pass: the CPU's copy of sinks, FlashInfer's products of the scales of an FP8 KV cache. GLM-5.3's linear attention then
+concatenates weights, and so do experts with a gate for shared ones on ROCm. Nothing of this follows an update that
+writes only the weights. vLLM's layer-wise reload repeats the step, and forgets nothing of the forward passes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from rl_memory_plugins.engines.layer_tensors import BACKEND, STEP, walk
 from rl_memory_plugins.engines.saved_layers import SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.plan import LoadPlan
+
+#: What a layer concatenates at its first forward pass: the weights of these children, by the attribute.
+CONCATENATED = {
+    "_merged_conv_weight": ("q_conv1d", "k_conv1d", "v_conv1d"),  # `Glm5NextLinearAttention`
+    "_combined_gate_weight": ("gate", "shared_expert_gate"),  # `MoERunner`
+}
 
 
 class AttentionSteps:
@@ -46,6 +53,11 @@ class AttentionSteps:
             for key, value in vars(owner).items()
             if value is None or isinstance(value, torch.nn.Parameter)
         ]
+        self._concatenating = [
+            (f"{name}.{key}", layer, key)
+            for name, layer in model.named_modules()
+            for key in CONCATENATED.keys() & vars(layer).keys()
+        ]
         self._reading: WeakKeyDictionary[LoadPlan, dict[str, torch.nn.Module]] = WeakKeyDictionary()
 
     def repeat(self, plan: LoadPlan) -> None:
@@ -57,6 +69,8 @@ class AttentionSteps:
         """
         for name, owner, key, fresh in self._fresh:
             self._forget(f"{name}.{key}", vars(owner), key, fresh)
+        for where, layer, key in self._concatenating:
+            _concatenate(where, layer, key)
         if plan not in self._reading:
             self._reading[plan] = dict(self._readers(plan))
         for name, layer in self._reading[plan].items():
@@ -97,6 +111,18 @@ class AttentionSteps:
         for name, layer in self._layers.items():
             if any(_address(one) in weights for one in _at_hand(layer)):
                 yield name, layer
+
+
+def _concatenate(where: str, layer: torch.nn.Module, key: str) -> None:
+    """Concatenate weights as a forward pass has done, in the memory that CUDA graphs may read."""
+    now = getattr(layer, key)
+    if now is None:
+        return
+    weights = [getattr(layer, child).weight.reshape(-1) for child in CONCATENATED[key]]
+    if sum(map(len, weights)) != now.numel():
+        raise WeightUpdateError(f"the engine derives {where} in a way that is not known", name=where)
+    with torch.inference_mode():  # a forward pass has made it
+        now.copy_(torch.cat(weights).view_as(now))
 
 
 def _at_hand(layer: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -66,14 +66,16 @@ def refuse_resident_graphs(config: Any, why: str) -> None:
 
 
 def refuse_configuration(config: Any) -> None:
-    """Refuse communicators that cannot be suspended, and engines that step together but belong to several servers or
-    `LLM` objects, which reach only their own.
+    """Refuse weights that are not the engine's own, communicators that cannot be suspended, and engines that step
+    together but belong to several servers or `LLM` objects, which reach only their own.
 
     Raises:
         UnsupportedError: names the options, and the reason.
     """
     from vllm.distributed import parallel_state
 
+    _refuse_draft(getattr(config, "speculative_config", None))
+    _refuse_shared_tables(config)
     suspends = suspends_communicators(config)
     if suspends and not hasattr(parallel_state, "suspend_device_comms"):
         raise unsupported("nccl_suspend", "this version of vLLM cannot suspend its communicators")
@@ -95,4 +97,38 @@ def refuse_configuration(config: Any) -> None:
             "with experts",
             "the engines step together, but each server reaches only its own engines, so an engine that wakes alone "
             "would wait for the others without end. Start one server for all engines, with --data-parallel-size",
+        )
+
+
+def _refuse_draft(speculative: Any) -> None:
+    """Refuse what `--speculative-config` may say of the draft's weights. `speculative` is `None` without a draft.
+
+    Raises:
+        UnsupportedError: names the field, and the reason.
+    """
+    load = getattr(speculative, "draft_load_config", None)
+    if load is not None and load.load_format == "ipc_cache":
+        mode = "load_format ipc_cache in draft_load_config of --speculative-config"
+        raise unsupported(mode, "the weights of the draft are shared with other engines")
+    if getattr(speculative, "draft_lm_head_quantization", None):  # since 0.33
+        raise unsupported(
+            "draft_lm_head_quantization of --speculative-config",
+            "an update does not reach the draft's quantised copy of the output layer",
+        )
+
+
+def _refuse_shared_tables(config: Any) -> None:
+    """Refuse n-gram tables that data-parallel engines share. DeepSeek V4.1 has them; vLLM shares them by default.
+
+    Raises:
+        UnsupportedError: the tables are shared.
+    """
+    engram = getattr(config, "engram_config", None)  # not in every version
+    if not getattr(engram, "dp_shared_memory", False):
+        return
+    if getattr(config.model_config.hf_text_config, "engram_layer_ids", None):  # other models ignore the field
+        raise unsupported(
+            "dp_shared_memory of --engram-config, which vLLM sets for data-parallel engines",
+            "one engine writes the tables of the others, and each load waits for all of them. "
+            """Pass --engram-config '{"dp_shared_memory": false}'""",
         )
