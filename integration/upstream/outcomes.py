@@ -15,11 +15,18 @@ if TYPE_CHECKING:
 
 VARIABLE = "UPSTREAM_OUTCOMES"
 REASON_CHARACTERS = 1500
+DIED = "The process ended in this test."
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out the tests that have outcomes: an earlier process of this run died after them."""
+    done = read(Path(os.environ[VARIABLE]))
+    items[:] = [item for item in items if item.nodeid not in done]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """An outcome that holds if nothing more is written about this test: the process died in it."""
-    _write(nodeid, "error", "The process ended in this test.")
+    _write(nodeid, "error", DIED)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +48,7 @@ def _stem(subject: str, file: OwnTests, setting: Setting) -> Path:
 
 
 def run(subject: str, file: OwnTests, setting: Setting) -> Outcomes:
-    """Run the tests of one file, for one of the `SUBJECTS`.
+    """Run the tests of one file, for one of the `SUBJECTS`. After a test in which the process ends, the others still run.
 
     Returns: The outcome and the reason of each test, by its id.
     """
@@ -59,18 +60,24 @@ def run(subject: str, file: OwnTests, setting: Setting) -> Outcomes:
     environment |= {**setting.variables, outcomes.VARIABLE: str(written), **SUBJECTS[subject]}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "integration.upstream.outcomes", "-p", "no:cacheprovider"]
     command += ["--timeout", str(TEST_SECONDS), *(["-k", file.named] if file.named else []), file.path]
+    ends = time.monotonic() + setting.seconds
     with stem.with_suffix(".log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=setting.root, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(setting.seconds)
-        except subprocess.TimeoutExpired:
-            print(f"  killed after {setting.seconds:.0f} s", flush=True)
-        finally:
-            _kill_session(process.pid)
-            process.wait()
-    return outcomes.read(written)
+        found: Outcomes = {}
+        while True:
+            process = subprocess.Popen(
+                command, cwd=setting.root, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                process.wait(max(ends - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                print(f"  killed after {setting.seconds:.0f} s", flush=True)
+                return outcomes.read(written)
+            finally:
+                _kill_session(process.pid)
+                process.wait()
+            before, found = found, outcomes.read(written)
+            if not any(reason == outcomes.DIED for test, (_, reason) in found.items() if test not in before):
+                return found
 
 
 def _kill_session(leader: int) -> None:

@@ -24,7 +24,8 @@ TESTS = """
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         open("child", "w").write(str(child.pid))
     def test_dies(): os._exit(1)
-    def test_is_never_reached(): pass
+    def test_dies_too(): os._exit(0)
+    def test_is_reached(): pass
 """
 
 
@@ -47,6 +48,8 @@ def test_each_test_has_its_outcome_also_where_the_process_dies(tmp_path, monkeyp
         "test_breaks_afterwards": "error",
         "test_leaves_a_process": "passed",
         "test_dies": "error",
+        "test_dies_too": "error",
+        "test_is_reached": "passed",
     }
     assert not _runs(int((tmp_path / "child").read_text()))
 
