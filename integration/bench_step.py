@@ -24,6 +24,8 @@ process on each GPU. A step is a rollout, the handoff to the trainer, a short tr
     step_s               a whole step without the rollout: release, training and return
     transition_limit_s   the bytes that must cross the link, each way over what the link carries that way; of several
                          GPUs the slowest
+    trainer_left_mib     what a trainer in a `PausableMemory` leaves on its GPU while it sleeps, by cause; of several
+                         GPUs the most
     peak_gpu_mib         the most memory in use on a GPU, by the driver's count; host_mib the same of host memory,
                          of the whole machine; both of two more steps, which are not timed
 
@@ -169,6 +171,10 @@ def run_subject(arguments: argparse.Namespace) -> None:
         with Timeline(sources) as timeline:
             for number in range(arguments.steps + 1, arguments.steps + 1 + SAMPLED_STEPS):
                 make_step(number, timeline.stage)
+        left = max(trainer.left(), key=lambda causes: sum(causes.values()))
+        if left:
+            causes = {cause: round(nbytes / 2**20, 1) for cause, nbytes in left.items()}
+            figures.add("trainer_left_mib", [sum(left.values()) / 2**20], "MiB", {"causes": causes})
         if cuda:
             figures.add("peak_gpu_mib", [timeline.peak("fullest") / 2**20], "MiB")
         figures.add("host_mib", [timeline.peak("host") / 2**20], "MiB")
@@ -209,6 +215,9 @@ class OneProcess:
 
     def moved_bytes(self) -> list[int]:
         return [moved_bytes(self._trainer)]
+
+    def left(self) -> list[dict[str, int]]:
+        return [self._way.left()]
 
 
 def link(device: str, meet: Callable[[], None] = lambda: None) -> tuple[float, float]:

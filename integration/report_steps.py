@@ -59,7 +59,8 @@ def _page(found: Metrics, docs: Path, names: Mapping[str, str]) -> list[str]:
     equal = "equal bit by bit" if all(one == losses[0] for one in losses) else "**not equal**"
     limit = found["transition_limit_s"][subjects[0]]
     moved = f"{limit['bytes'] / 1e9:.1f} GB"
-    lines += ["", f"Each way {moved} cross the link of a GPU. The losses of all subjects are {equal}.", ""]
+    losses = f" The losses of all subjects are {equal}." if len(subjects) > 1 else ""
+    lines += ["", f"Each way {moved} cross the link of a GPU.{losses}", ""]
     command = about["command"].partition(" --subject")[0]
     lines += [f"Measured by `{command}`.", ""]
     shape = model if gpus == 1 else f"{model}-tp{gpus}"

@@ -104,8 +104,11 @@ class Rank:
 
         return moved_bytes(self._trainer)
 
+    def left(self) -> dict[str, int]:
+        return self._way.left()
+
     def calls(self) -> dict[str, Callable[..., Any]]:
-        names = ("link", "begin", "sample", "release", "back", "train", "moved_bytes")
+        names = ("link", "begin", "sample", "release", "back", "train", "moved_bytes", "left")
         return {name: getattr(self, name) for name in names}
 
 
@@ -158,6 +161,9 @@ class Ranks:
 
     def moved_bytes(self) -> list[int]:
         return self._all("moved_bytes")
+
+    def left(self) -> list[dict[str, int]]:
+        return self._all("left")
 
     def trainer_bytes(self) -> int:
         """The trainer's bytes on the first GPU."""

@@ -75,6 +75,10 @@ class Way(ABC):
         """The trainer's bytes on the GPU."""
         return torch.cuda.memory_reserved()
 
+    def left(self) -> dict[str, int]:
+        """The bytes by cause that a trainer which sleeps leaves on its GPU; empty if it cannot tell."""
+        return {}
+
 
 class Native(Way):
     """The engine's own sleep and update; parameters and states move as verl 0.9.1 moves those of FSDP2.
@@ -151,6 +155,9 @@ class Handoff(Way):
             for name, one in rank["seconds"].items():
                 parts[f"sync_rank_{name}"] = max(one, parts.get(f"sync_rank_{name}", 0.0))
         return report.seconds | parts
+
+    def left(self) -> dict[str, int]:
+        return {} if self._memory is None else self._memory.left()
 
     def trainer_bytes(self) -> int:
         asleep = 0

@@ -29,7 +29,9 @@ def main() -> int:
     files = [file for file in find(root) if any(part in file.path for part in arguments.only)]
     on_gpu = bool(gpus())
     variables = environment(arguments.engine, on_gpu=on_gpu, defaults=arguments.defaults, root=root)
-    variables["HF_HOME"] = str(hub.make(folder / f"models-{'gpu' if on_gpu else 'cpu'}", small=not on_gpu))
+    variables["HF_HOME"] = str(
+        hub.make(folder / f"models-{'gpu' if on_gpu else 'cpu'}", small=not on_gpu and arguments.engine == "vllm")
+    )
     setting = Setting(root, folder / "logs", variables, arguments.file_seconds)
     found: dict[str, Outcomes] = {subject: {} for subject in SUBJECTS}
     tests: list[comparison.Test] = []

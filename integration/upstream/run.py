@@ -48,7 +48,7 @@ def _stem(subject: str, file: OwnTests, setting: Setting) -> Path:
 
 
 def run(subject: str, file: OwnTests, setting: Setting) -> Outcomes:
-    """Run the tests of one file, for one of the `SUBJECTS`. After a test in which the process ends, the others still run.
+    """Run the tests of one file, for one of the `SUBJECTS`. After one in which the process ends, the others still run.
 
     Returns: The outcome and the reason of each test, by its id.
     """
@@ -59,7 +59,8 @@ def run(subject: str, file: OwnTests, setting: Setting) -> Outcomes:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RL_MEMORY")}
     environment |= {**setting.variables, outcomes.VARIABLE: str(written), **SUBJECTS[subject]}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "integration.upstream.outcomes", "-p", "no:cacheprovider"]
-    command += ["--timeout", str(TEST_SECONDS), *(["-k", file.named] if file.named else []), file.path]
+    # The log has the engines' output also where the process ends.
+    command += ["-s", "--timeout", str(TEST_SECONDS), *(["-k", file.named] if file.named else []), file.path]
     ends = time.monotonic() + setting.seconds
     with stem.with_suffix(".log").open("w") as log:
         found: Outcomes = {}

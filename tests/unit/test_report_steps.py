@@ -58,6 +58,11 @@ def test_losses_that_differ_show(tmp_path: Path) -> None:
     assert any("**not equal**" in line for line in report_steps.pages(tmp_path, tmp_path, report.NAMES))
 
 
+def test_one_subject_is_not_compared_with_itself(tmp_path: Path) -> None:
+    (tmp_path / "step-vllm.json").write_text(json.dumps(records("native", 1, [8.0, 7.0])))
+    assert not any("losses" in line for line in report_steps.pages(tmp_path, tmp_path, report.NAMES))
+
+
 def test_pictures_of_the_documentation_are_shown(results: Path) -> None:
     folder = results / "steps"
     folder.mkdir()

@@ -57,6 +57,17 @@ def states(memory):
     return {tag: str(status.state) for tag, status in memory.status().items()}
 
 
+def test_what_stays_on_the_device_is_told_while_something_sleeps(monkeypatch):
+    memory = PausableMemory(Tied(WIDTH))
+    monkeypatch.setattr(memory._manager.allocator, "residual_memory", lambda: {"context": 5})
+    assert memory.left() == {}
+    memory.sleep()
+    assert memory.left() == {"context": 5}
+    memory.wake()
+    assert memory.left() == {}
+    memory.close()
+
+
 def reads_zero(tensor):
     """Whether the whole pages inside a tensor are gone."""
     middle = tensor.detach().flatten()[tensor.numel() // 2]
