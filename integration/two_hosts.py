@@ -57,8 +57,11 @@ class TwoHosts:
                 _ip(*command)
 
     def command(self, command: Sequence[str], hidden: Path) -> list[str]:
-        """The command that runs `command` on the engine's host, where the folder `hidden` of this host is not seen."""
-        script = 'mount -t tmpfs none "$0" && exec "$@"'
+        """The command that runs `command` on the engine's host, where the folder `hidden` of this host is not seen.
+
+        Nor is this host's shared memory, by which vLLM tells whether two ranks are on one host.
+        """
+        script = 'mount -t tmpfs none "$0" && mount -t tmpfs none /dev/shm && exec "$@"'
         return ["ip", "netns", "exec", self._name, "sh", "-c", script, str(hidden), *command]
 
     def cut(self) -> None:

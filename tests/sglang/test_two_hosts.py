@@ -1,4 +1,4 @@
-"""An engine of two pipeline stages, each on a host of its own: `--pp-size 2 --nnodes 2`.
+"""An engine of two ranks, each on a host of its own: `--nnodes 2` with `--pp-size 2`, or with `--tp-size 2`.
 
 The second host is a network namespace, which only root can make. Elsewhere both nodes are on this host.
 """
@@ -38,6 +38,7 @@ class Node(Sglang):
     def __init__(self, rank: int, address: str, interface: str, hosts: TwoHosts | None, hidden: Path) -> None:
         self._flags = ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address]
         self._interface = interface
+        self._own = address.rpartition(":")[0] if hosts is None else hosts.engine
         self._hosts, self._hidden = hosts, hidden
 
     def command(self, launch: Launch, port: int) -> list[str]:
@@ -45,7 +46,8 @@ class Node(Sglang):
         return command if self._hosts is None else self._hosts.command(command, self._hidden)
 
     def environment(self, launch: Launch) -> dict[str, str]:
-        return super().environment(launch) | {"GLOO_SOCKET_IFNAME": self._interface}
+        # Tensor-parallel ranks tell each other an address, which SGLang takes from an interface that it chooses.
+        return super().environment(launch) | {"GLOO_SOCKET_IFNAME": self._interface, "SGLANG_HOST_IP": self._own}
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +73,9 @@ def hosts() -> Iterator[TwoHosts | None]:
         yield stack.enter_context(TwoHosts()) if namespaces_work() else None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["pp", "tp"])
 def server(
+    request: pytest.FixtureRequest,
     hosts: TwoHosts | None,
     models: tuple[Path, list[torch.nn.Module]],
     fault_dir: Path,
@@ -85,7 +88,7 @@ def server(
     second = Node(1, f"{here}:{port}", "eth0" if hosts else "lo", hosts, folder)
     allowed = hosts.networks if hosts else ""
     options = {"fault_dir": str(fault_dir), "drain_timeout_s": 60, "update_hosts": allowed, "update_timeout_s": 30}
-    launch = Launch(models[0], pp=2, options=options, forked=True)
+    launch = Launch(models[0], **{request.param: 2}, options=options, forked=True)
     log = tmp_path_factory.mktemp("server")
     environment = {**os.environ, **second.environment(launch)}
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(REPOSITORY)])
@@ -117,7 +120,7 @@ def update(server: Server, hosts: TwoHosts | None, folder: Path) -> Any:
     return update
 
 
-def test_the_stages_sleep_wake_in_steps_and_take_a_whole_update(
+def test_the_ranks_sleep_wake_in_steps_and_take_a_whole_update(
     server: Server, models: tuple[Path, list[torch.nn.Module]], hosts: TwoHosts | None, update: Any
 ) -> None:
     first, other = models[1]
@@ -141,7 +144,7 @@ def test_the_stages_sleep_wake_in_steps_and_take_a_whole_update(
     assert server.control.checksums()["tensors"] == own
 
 
-def test_a_partial_update_writes_the_stage_that_has_the_layer(
+def test_a_partial_update_writes_the_ranks_that_have_the_layer(
     server: Server, models: tuple[Path, list[torch.nn.Module]], update: Any
 ) -> None:
     first, other = models[1]
@@ -160,7 +163,7 @@ def test_a_partial_update_writes_the_stage_that_has_the_layer(
     update(first)
 
 
-def test_a_name_that_no_stage_knows_is_an_error(
+def test_a_name_that_no_rank_knows_is_an_error(
     server: Server, models: tuple[Path, list[torch.nn.Module]], update: Any
 ) -> None:
     first = models[1][0]
@@ -172,7 +175,7 @@ def test_a_name_that_no_stage_knows_is_an_error(
     assert server.generate(PROMPT) == before
 
 
-def test_a_stage_without_memory_makes_all_stay_asleep(server: Server, fault_dir: Path) -> None:
+def test_a_rank_without_memory_makes_all_stay_asleep(server: Server, fault_dir: Path) -> None:
     before = server.generate(PROMPT)
     server.control.sleep(1)
     (fault_dir / "reserve.1").touch()
@@ -199,7 +202,7 @@ def test_an_update_that_breaks_off_closes_the_engine_until_a_complete_one(
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep", "freeze"])
-def test_requests_that_run_on_both_stages(
+def test_requests_that_run_on_both_hosts(
     server: Server, models: tuple[Path, list[torch.nn.Module]], mode: str
 ) -> None:
     """A prompt of several chunks is in more than one of the batches in flight."""

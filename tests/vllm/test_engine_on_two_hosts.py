@@ -1,4 +1,7 @@
-"""One engine over two hosts, by vLLM's `--nnodes`: the first stage beside the trainer, the second elsewhere."""
+"""One engine over two hosts, by vLLM's `--nnodes`: one rank beside the trainer, the other elsewhere.
+
+The ranks are pipeline stages, or split each tensor.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,13 @@ from tests.vllm.hosts import started
 pytestmark = pytest.mark.skipif(not namespaces_work(), reason="this machine makes no network namespaces")
 
 
-@pytest.fixture(scope="module")
-def server(hosts: TwoHosts, hidden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["pp", "tp"])
+def server(
+    request: pytest.FixtureRequest, hosts: TwoHosts, hidden: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     model = write_model(tmp_path_factory.mktemp("model") / "tiny", SHAPES["tiny"], seed=SEED)
     options = {"poison": True, "update_hosts": hosts.networks, "update_timeout_s": 20}
-    launch = Launch(model, pp=2, forked=True, kv_bytes=64 << 20, options=options)
+    launch = Launch(model, **{request.param: 2}, forked=True, kv_bytes=64 << 20, options=options)
     with started(
         hosts, hidden, launch, tmp_path_factory.mktemp("logs"), ["--rl-memory", json.dumps(options)]
     ) as server:
@@ -54,7 +59,7 @@ def test_a_host_without_the_plugin_ends_the_start(hosts: TwoHosts, hidden: Path,
     assert "start every host with the same --rl-memory" in server.log.read_text()
 
 
-def test_stages_of_both_hosts_sleep_and_wake(server: Server) -> None:
+def test_ranks_of_both_hosts_sleep_and_wake(server: Server) -> None:
     before = server.generate(PROMPT)
     for level in (0, 1):
         report = server.control.sleep(level)["report"]
@@ -65,7 +70,7 @@ def test_stages_of_both_hosts_sleep_and_wake(server: Server) -> None:
         assert server.generate(PROMPT) == before
 
 
-def test_each_stage_finds_the_trainer(
+def test_each_rank_finds_the_trainer(
     server: Server, hosts: TwoHosts, hidden: Path, models: list[torch.nn.Module]
 ) -> None:
     """By a Unix socket where it is, and over TCP."""
@@ -86,7 +91,7 @@ def test_a_handoff(server: Server, hosts: TwoHosts, hidden: Path, models: list[t
         assert server.generate(PROMPT) == greedy(model)
 
 
-def test_a_stage_that_finds_no_trainer_changes_no_stage(
+def test_a_rank_that_finds_no_trainer_changes_no_rank(
     server: Server, hidden: Path, models: list[torch.nn.Module]
 ) -> None:
     before = server.generate(PROMPT)
