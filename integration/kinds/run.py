@@ -319,9 +319,11 @@ def trained(kind: Kind, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 def weights(kind: Kind, checkpoint: Checkpoint) -> Any:
     if not kind.module:
         return trained(kind, checkpoint)
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=getattr(torch, dtype_of(kind)))
+    [name] = transformers.AutoConfig.from_pretrained(checkpoint.folder).architectures
+    model_class = getattr(transformers, name)
+    model = model_class.from_pretrained(checkpoint.folder, dtype=getattr(torch, dtype_of(kind)))
     return model.to("cuda") if ON_GPU else model
 
 

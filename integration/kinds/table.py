@@ -236,6 +236,13 @@ KINDS = {
     "BLIP-2 that serves text": Kind(
         write_vision_model, task="words", vllm={"max_model_len": 256, "limit_mm_per_prompt": {"image": 0}}
     ),
+    "BLIP-2 that serves text, from its module": Kind(
+        write_vision_model,
+        task="words",
+        vllm={"max_model_len": 256, "limit_mm_per_prompt": {"image": 0}},
+        module=True,
+        ways=(STREAM,),
+    ),
     "Qwen2.5-VL": Kind(
         with_file(
             of(

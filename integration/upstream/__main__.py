@@ -46,15 +46,16 @@ def main() -> int:
         tests = comparison.compare(arguments.engine, found["native"], found["plugin"])
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(_record(arguments.engine, tests), indent=1) + "\n")
+            arguments.out.write_text(json.dumps(_record(arguments, tests), indent=1) + "\n")
     comparison.show(tests)
     return int(any(map(comparison.is_unexpected, tests)) or not any(test["plugin"] == "passed" for test in tests))
 
 
-def _record(engine: str, tests: list[comparison.Test]) -> dict[str, Any]:
+def _record(arguments: argparse.Namespace, tests: list[comparison.Test]) -> dict[str, Any]:
     return {
-        "engine": engine,
-        "engine_version": version_of(*ENGINES[engine]),
+        "engine": arguments.engine,
+        "engine_version": version_of(*ENGINES[arguments.engine]),
+        "complete": not any(arguments.only),
         "package_version": version("rl_memory_plugins"),
         "device": gpus() or ["cpu"],
         "python": platform.python_version(),
